@@ -19,6 +19,7 @@ from compopt.normalizers import (
     SigmoidNormalizer,
 )
 from compopt.pairs import PairPolicy
+from compopt.pairwise import pairwise
 from compopt.presets import (
     DCLEstimator,
     EMC2Estimator,
@@ -72,6 +73,7 @@ __all__ = [
     "integrations",
     "load",
     "losses",
+    "pairwise",
     "recommended",
     "samplers",
     "save",

@@ -273,9 +273,9 @@ def _check_rows(policy: PairPolicy, keys: Mapping[str, Tensor], batch: int, extr
     """Refuse a batch whose labels are missing, or whose further candidates are not those of its anchors."""
     if policy.positives == "labels" and "labels" not in keys:
         raise ValueError('labels is missing, which PairPolicy(positives="labels") asks for; pass labels= in every call')
-    if policy.owned and extra is not None and (len(extra) % batch if batch else len(extra)):
+    if policy.asks_for_owners and extra is not None and (len(extra) % batch if batch else len(extra)):
         raise ValueError(
-            f"extra must have the same number of rows for each of {batch} anchors with hardness={policy.hardness}, got "
+            f"extra must have the same number of rows for each of {batch} anchors with {policy}, got "
             f"{len(extra)} rows; pass torch.cat of columns of {batch} rows"
         )
 

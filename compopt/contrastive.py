@@ -459,7 +459,7 @@ class ContrastiveEstimator(Estimator):
             values["positions"] = accelerator.to_device(positions, own.device)
         if given.choices is not None:
             values |= given.choices.of_extra
-        if given.policy is not None and given.policy.owned:
+        if given.policy is not None and given.policy.asks_for_owners:
             values["owner"] = torch.arange(len(own), device=own.device) % given.own.unit.shape[1] + batch.own.start
         first = sum(batch.more[: engine.ranks.rank])
         gathered = engine.ranks.gather([*values.values()], batch.more) if max(batch.more) else values.values()

@@ -15,7 +15,7 @@ Importance = Literal["plain", "normalized", "differentiated"]
 Prior = float | Literal["given"]
 Positives = Literal["own", "labels"]
 SoftTargets = float | Literal["classes"]
-Also = Literal["query_to_query", "document_to_query", "document_to_document"]
+Also = Literal["query_to_query", "document_to_query", "document_to_document", "document_to_every_document"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -63,8 +63,10 @@ class PairPolicy:
             here and with ``positives="labels"``: they are negatives.
         also: similarities whose sums the anchors of ``directions="forward"`` share beside their own, ``z1`` being
             queries and ``z2`` documents: ``"query_to_query"``, ``"document_to_document"`` (both without the sample
-            itself) and ``"document_to_query"``, which counts the positive once more (GTE). False negatives are told
-            by the anchor's one threshold; ``hardness`` and ``extra`` are of the first direction alone.
+            itself) and ``"document_to_query"``, which counts the positive once more (GTE).
+            ``"document_to_every_document"``: ``z2`` and the ``extra=`` of other anchors, which has ``k B`` rows as
+            above. False negatives are told by the anchor's one threshold; ``hardness`` and otherwise ``extra`` are of
+            the first direction alone.
         within: ``True``: only samples whose keys in ``within=`` equal the anchor's are its candidates, for example
             those of its data set or language.
 
@@ -171,6 +173,8 @@ class PairPolicy:
             checks.one_of("also", kind, get_args(Also))
         if not isinstance(self.also, tuple) or len(set(self.also)) < len(self.also):
             raise ValueError(f"also must be a tuple of different names, got {self.also!r}")
+        if {"document_to_document", "document_to_every_document"} <= set(self.also):
+            raise ValueError(f"also={self.also!r} has documents against documents twice; drop 'document_to_document'")
 
     def _check_positives(self) -> None:
         checks.one_of("positives", self.positives, get_args(Positives))
@@ -220,6 +224,11 @@ class PairPolicy:
     def owned(self) -> bool:
         """True if an anchor's own further candidates have another hardness than those of other anchors."""
         return isinstance(self.hardness, tuple) and self.hardness[:1] in (("mined",), ("others",))
+
+    @property
+    def asks_for_owners(self) -> bool:
+        """True if calls must tell which anchor each further candidate was mined for."""
+        return self.owned or "document_to_every_document" in self.also
 
     @property
     def strengths(self) -> tuple[float, float]:

@@ -20,7 +20,7 @@ FLOORS = [
     {"arguments", "checkpoint", "curation", "module", "negatives", "objective", "schedules", "temperatures"},
     {"normalizers", "samplers"},
     {"compositional", "contrastive"},
-    {"diagnostics", "gradient_cache", "losses", "presets"},
+    {"diagnostics", "gradient_cache", "losses", "pairwise", "presets"},
     {"integrations"},
 ]
 # Packages that are optional; imported inside a function, where they are used. Callbacks of trainers derive from a class

@@ -280,6 +280,7 @@ REFUSED = [
     ({"prior": 1.0}, ValueError, r"prior must be in \(0, 1\), got 1.0"),
     ({"also": "query_to_query"}, ValueError, "also must be a tuple of different names"),
     ({"also": ("query_to_doc",)}, ValueError, "also must be one of 'query_to_query'"),
+    ({"also": ("document_to_document", "document_to_every_document")}, ValueError, "documents against documents twice"),
     ({"positives": "mine"}, ValueError, "positives must be one of 'own', 'labels'"),
     ({"targets": "soft"}, ValueError, "targets must be one of 'classes'"),
     ({"targets": 0.0}, ValueError, "targets must be greater than 0"),

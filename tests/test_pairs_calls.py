@@ -221,22 +221,50 @@ def test_hardness_of_own_mined_negatives(hardness, name, kind, chunk_size):
         compare_state(est, ref, N, BY_NAME[name], rtol=1e-9)
 
 
-def mined_on_ranks(group, kind, sizes, batch, extra, chunk_size):
+EVERY = ("query_to_query", "document_to_query", "document_to_every_document")
+EVERYTHING = {"hardness": ("others", 3.0), "also": EVERY, "false_negatives": 0.4}
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("name", ["infonce", "sogclr", pytest.param("isogclr", marks=FULL)])
+@pytest.mark.parametrize("options", [{}, {"guided": True}, {"guided": True, "spare_extra": True, "within": True}])
+def test_everything_but_an_anchor_s_own_mined_negatives(name, options, chunk_size):
+    """Mined negatives that are somebody's positive too."""
+    kind, batch, extra = mined("forward", 68)
+    policy, g = {**EVERYTHING, **options}, generator(69)
+    est, ref = make(BY_NAME[name], kind, N, tau=0.3, chunk_size=chunk_size, pairs=PairPolicy(**policy))
+    ref.policy = PolicyReference(**policy)
+    given = {"extra": extra, "extra_index": torch.cat([batch[2].roll(2), batch[2].flip(0)])}
+    if policy.get("guided"):
+        sizes = (BATCH, BATCH) if policy.get("spare_extra") else (BATCH, BATCH, 2 * BATCH)
+        given["guide"] = [torch.randn(size, 5, generator=g, dtype=torch.float64) for size in sizes]
+    if policy.get("within"):
+        given["within"] = torch.arange(BATCH) // 3, torch.arange(2 * BATCH) // 2 % 2
+    for _ in range(2):
+        compare_forward(BY_NAME[name], est, ref, *batch, rtol=1e-9, **given)
+        est.step(), ref.step()
+        compare_state(est, ref, N, BY_NAME[name], rtol=1e-9)
+
+
+def mined_on_ranks(group, kind, sizes, batch, extra, chunk_size, policy=MINED):
     rank = dist.get_rank(group)
     own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    options = {"pairs": PairPolicy(**MINED), "process_group": group, "chunk_size": chunk_size}
+    options = {"pairs": PairPolicy(**policy), "process_group": group, "chunk_size": chunk_size}
     est, _ = make(BY_NAME["infonce"], kind, N, tau=0.3, **options)
     extra = torch.cat([column[own] for column in extra.split(BATCH)])
     return run(est, *(x[own] for x in batch), extra=extra)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind, chunk_size", [("unimodal", 2), pytest.param("bimodal", None, marks=FULL)])
-def test_own_mined_negatives_on_ranks(kind, chunk_size):
+@pytest.mark.parametrize(
+    "kind, chunk_size, policy",
+    [("unimodal", 2, MINED), pytest.param("bimodal", None, MINED, marks=FULL), ("forward", 2, EVERYTHING)],
+)
+def test_own_mined_negatives_on_ranks(kind, chunk_size, policy):
     kind, batch, extra = mined(kind, 67)
-    ((loss, *gradients),) = the_pool().run(mined_on_ranks, 1, kind, [BATCH], batch, extra, None)
+    ((loss, *gradients),) = the_pool().run(mined_on_ranks, 1, kind, [BATCH], batch, extra, None, policy)
     sizes = [2, 0, 4]
-    parts = the_pool().run(mined_on_ranks, 3, kind, sizes, batch, extra, chunk_size)
+    parts = the_pool().run(mined_on_ranks, 3, kind, sizes, batch, extra, chunk_size, policy)
     for found in parts:
         near(found[0], loss, 1e-11)
     for at, want in enumerate(gradients, start=1):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import os
 import warnings
 from importlib.util import find_spec
@@ -530,57 +531,134 @@ def columns_of(count, dim, seed):
     return [torch.randn(7, dim, generator=generator, dtype=torch.float64) for _ in range(count)]
 
 
-def close_to_theirs(est, loss, columns, candidates, **given):
-    """Value, up to the logarithm of the number of candidates, and gradients are those of a loss of theirs."""
-    import math
-
-    results = []
-    for ours in (True, False):
-        leaves = [column.clone().requires_grad_() for column in columns]
-        extra = {"extra": leaves[2]} if len(leaves) > 2 else {}
-        value = est(leaves[0], leaves[1], **extra, **given) + math.log(candidates) if ours else loss(leaves)
-        value.backward()
-        results.append([value.detach(), *(leaf.grad for leaf in leaves)])
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
-
-
-RANKING = [
-    ((), {}, 2, 6),
-    ((), {}, 3, 13),
-    (("query_to_query",), {}, 2, 12),
-    (("document_to_query",), {}, 3, 20),
-    (("document_to_document",), {}, 2, 12),
-    (("query_to_query", "document_to_query", "document_to_document"), {}, 2, 25),
-    ((), {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}, 2, 6),
-    ((), {"hardness_mode": "all_negatives", "hardness_strength": 5.0}, 3, 13),
-    (("query_to_query",), {"hardness_mode": "all_negatives", "hardness_strength": 5.0}, 3, 19),
-    ((), {"hardness_mode": "hard_negatives", "hardness_strength": 5.0}, 3, 13),
-    ((), {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}, 3, 13),
-]
-
-
-@pytest.mark.parametrize("also, hardness, columns, candidates", RANKING)
-def test_multiple_negatives_ranking_loss(also, hardness, columns, candidates):
+def ranking(similarity, **options):
+    """Options, and the loss of theirs that has them; None where it refuses them."""
+    from sentence_transformers import util
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
-    theirs = [name.replace("document", "doc") for name in also]
-    loss = MultipleNegativesRankingLoss(Columns(), scale=20.0, directions=("query_to_doc", *theirs), **hardness)
-    beta = hardness.get("hardness_strength")
-    whose = {"hard_negatives": ("mined", beta), "in_batch_negatives": ("others", beta)}
-    policy = compopt.PairPolicy(also=tuple(also), hardness=whose.get(hardness.get("hardness_mode"), beta))
-    est = compopt.InfoNCEEstimator(0.05, directions="forward", multiply_tau=False, pairs=policy)
-    data = columns_of(columns, 5, seed=columns)
-    close_to_theirs(est, lambda leaves: loss.compute_loss_from_embeddings(leaves, None), data, candidates)
+    options |= {"similarity_fct": getattr(util, similarity), "scale": 7.0}
+    with contextlib.suppress(ValueError):
+        return options, MultipleNegativesRankingLoss(None, **options)
+    return options, None
 
 
-def test_one_softmax_per_direction():
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+def all_options():
+    further = ("query_to_query", "doc_to_query", "doc_to_doc")
+    some = [kinds for number in range(4) for kinds in itertools.combinations(further, number)]
+    modes = (None, "in_batch_negatives", "hard_negatives", "all_negatives")
+    for kinds, partition, mode in itertools.product(some, ("joint", "per_direction"), modes):
+        yield {
+            "directions": ("query_to_doc", *kinds), "partition_mode": partition,
+            "hardness_mode": mode, "hardness_strength": 3.0,
+        }  # fmt: skip
 
+
+def value_and_gradients(loss, columns, **given):
+    leaves = [column.clone().requires_grad_() for column in columns]
+    value = loss(leaves, **given)
+    value.backward()
+    return [value.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def refuses(similarity, options):
+    return similarity == "euclidean_sim" and {"query_to_query", "doc_to_doc"} & set(options["directions"])
+
+
+@pytest.mark.parametrize("similarity", ["cos_sim", "dot_score", "euclidean_sim"])
+@pytest.mark.parametrize("columns", [2, pytest.param(3, marks=pytest.mark.full), 4])
+def test_all_options_of_the_ranking_loss(columns, similarity):
+    """Value and gradients; in evaluation the value."""
+    compared, data = 0, columns_of(columns, 5, seed=columns)
+    for options in all_options():
+        options, theirs = ranking(similarity, **options)
+        if theirs is None:
+            continue
+        mine = losses().EstimatorLoss(Columns(), **options)
+        if refuses(similarity, options):
+            with pytest.raises(ValueError, match="similarity_fct=.*leave out the other directions"):
+                value_and_gradients(mine.compute_loss_from_embeddings, data)
+            continue
+        found = value_and_gradients(mine.compute_loss_from_embeddings, data)
+        expected = value_and_gradients(theirs.compute_loss_from_embeddings, data, labels=None)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+        with torch.no_grad():
+            assert torch.equal(mine.compute_loss_from_embeddings(data), expected[0])
+        compared += 1
+    assert compared == (40 if similarity != "euclidean_sim" else 16)
+
+
+def on_two_ranks(group, columns, options, gather):
+    """Value and gradients of this rank's half of the columns, and of the same with a graph of theirs if it is alone."""
+    options, theirs = ranking(**options)
+    half = len(columns[0]) // 2
+    mine = [column[dist.get_rank() * half :][:half] for column in columns]
+    loss = losses().EstimatorLoss(Columns(), gather_across_devices=gather, **options)
+    found = value_and_gradients(loss.compute_loss_from_embeddings, mine)
+    return found, value_and_gradients(theirs.compute_loss_from_embeddings, mine, labels=None)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", range(3))
+def test_the_ranking_loss_on_two_ranks(number):
+    """Gathered, it is that of the whole batch, with gradients for wrappers that average; otherwise each rank's own."""
+    every = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+    weights = {"hardness_mode": "in_batch_negatives", "hardness_strength": 3.0}
+    options = [
+        {"similarity": "cos_sim", "directions": every, **weights},
+        {"similarity": "euclidean_sim", "directions": every[::2]},
+        {"similarity": "dot_score", "directions": every[::2], "partition_mode": "per_direction", **weights},
+    ][number]
+    columns = [column[:6] for column in columns_of(4, 5, seed=3)]
+    for found, theirs in the_pool(2, 60).run(on_two_ranks, 2, columns, options, False):
+        torch.testing.assert_close(found, theirs, rtol=1e-6, atol=1e-9)
+    _, theirs = ranking(**options)
+    value, *whole = value_and_gradients(theirs.compute_loss_from_embeddings, columns, labels=None)
+    for rank, (found, _) in enumerate(the_pool(2, 60).run(on_two_ranks, 2, columns, options, True)):
+        expected = [2 * gradient[3 * rank :][:3] for gradient in whole]
+        torch.testing.assert_close(found, [value, *expected], rtol=1e-6, atol=1e-9)
+
+
+@KINDS
+def test_options_are_attributes(kind):
+    loss = loss_of(None, kind=kind, scale=50.0, directions=("query_to_doc", "doc_to_query"))
+    assert loss.scale == 50.0 and loss.temperature == 1 / 50.0 and loss.hardness_mode is None
+    assert loss.get_config_dict()["directions"] == ("query_to_doc", "doc_to_query")
+    loss.scale, loss.directions = 20.0, ("query_to_doc",)
+    torch.testing.assert_close(call(loss, 3, None), call(theirs(False), 3, None), rtol=1e-4, atol=1e-5)
+    for _ in range(2):  # before one step, as layers or dimensions call it
+        assert call(loss, 3, torch.zeros(BATCH))[0].isfinite()
+
+
+def test_options_of_theirs_for_estimators_with_rows():
+    options = losses().ranking_options(scale=20.0, hardness_mode="in_batch_negatives", hardness_strength=9.0)
+    assert repr(options["pairs"]) == "PairPolicy(hardness=('others', 9.0))"
+    est = compopt.SogCLREstimator(N, gamma=1.0, reference="positive", **options)
+    value = loss_of(est)(embed(encoder(), [texts(column) for column in range(3)], range(BATCH)), torch.arange(BATCH))
+    value.backward()
+    est.step()
+    assert est.t == 1 and value.isfinite()
     both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
-    loss = MultipleNegativesRankingLoss(Columns(), scale=20.0, **both)
-    est = compopt.InfoNCEEstimator(0.05, multiply_tau=False)
-    close_to_theirs(est, lambda leaves: loss.compute_loss_from_embeddings(leaves, None), columns_of(2, 5, 9), 6)
+    assert losses().ranking_options(**both)["directions"] == "both"
+    with pytest.raises(ValueError, match="hardness_strength=2.0 weights the direction query_to_doc alone"):
+        losses().ranking_options(hardness_mode="all_negatives", hardness_strength=2.0, **both)
+    with pytest.raises(ValueError, match="scale, hardness_mode must be left out beside est="):
+        loss_of(est, scale=20.0, hardness_mode=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scales'"):
+        loss_of(None, scales=20.0)
+
+
+@pytest.mark.parametrize(
+    "labels", [None, torch.arange(7) // 2, torch.stack([torch.arange(7), torch.arange(7) // 3], 1)]
+)
+def test_labels_of_both_directions(labels):
+    """Equal ones are no negatives, in the second direction too: the parts are those of two estimators."""
+    options = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+    loss = losses().EstimatorLoss(Columns(), scale=5.0, index_labels=labels is not None, **options)
+    z1, z2 = columns_of(2, 5, seed=4)
+    plain = loss.compute_loss_from_embeddings([z1.requires_grad_(), z2], labels)
+    loss.hardness_mode, loss.hardness_strength = "all_negatives", 1e-9  # asks for one estimator per direction
+    torch.testing.assert_close(loss.compute_loss_from_embeddings([z1, z2], labels), plain, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("also", [("query_to_query", "document_to_document"), ("query_to_query",), ()])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal, TypedDict, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 try:
     from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_static_embedding_input
     from sentence_transformers.base.losses.merged_forward import embed_columns
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.util import all_gather_with_grad, cos_sim, dot_score, get_rank, similarity_fct_name
 except ImportError as error:
     raise ImportError(
         "this needs sentence-transformers 6.2 or newer: "
@@ -21,21 +25,109 @@ except ImportError as error:
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
+from compopt.distributed.ranks import ProcessGroup
+from compopt.estimator.options import takes_options
 from compopt.integrations.transformers import EstimatorCallback
 from compopt.kernel.features import with_gradients
 from compopt.module import as_module
+from compopt.pairs import Also, Hardness, PairPolicy
+from compopt.presets import InfoNCEEstimator
 
-__all__ = ["CachedEstimatorLoss", "EstimatorCallback", "EstimatorLoss", "add_index"]
+__all__ = ["CachedEstimatorLoss", "EstimatorCallback", "EstimatorLoss", "add_index", "ranking_options"]
 
 ADD_INDEX = "compopt.integrations.sentence_transformers.add_index"
 NOBODY = -1  # row of a negative that is nobody's positive
 LABELS = ("label", "labels", "score", "scores")  # the first of these columns is the trainer's label
 LOOKS = 8  # batches whose labels are compared with classes
-_BOTH: dict[str, Any] = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+_ALSO: dict[str, Also] = {
+    "query_to_query": "query_to_query",
+    "doc_to_query": "document_to_query",
+    "doc_to_doc": "document_to_every_document",
+}
+
+
+class RankingOptions(TypedDict, total=False):
+    """Keywords of ``MultipleNegativesRankingLoss``."""
+
+    scale: float
+    similarity_fct: Callable[[Tensor, Tensor], Tensor]
+    gather_across_devices: bool
+    directions: tuple[Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"], ...]
+    partition_mode: Literal["joint", "per_direction"]
+    hardness_mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"] | None
+    hardness_strength: float
+
+
+# which of an anchor's candidates have a hardness; its own mined negatives are not among the others
+_HARDER: dict[str, Literal["mined", "others"]] = {"in_batch_negatives": "others", "hard_negatives": "mined"}
+_READ = {*RankingOptions.__annotations__, "temperature"}  # attributes of their loss
+_BOTH: RankingOptions = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+
+
+def ranking_options(**options: Unpack[RankingOptions]) -> dict[str, Any]:
+    """Return options of estimators from those of ``MultipleNegativesRankingLoss``.
+
+    ``scale`` becomes ``tau=1/scale``; the further ``directions`` of one softmax and ``hardness_strength`` become a
+    :class:`~compopt.PairPolicy`; one softmax for each direction becomes ``directions="both"``.
+
+    Args:
+        **options: ``scale``, ``similarity_fct``, ``directions``, ``partition_mode``, ``hardness_mode`` and
+            ``hardness_strength``, with the defaults of sentence-transformers. Any ``similarity_fct`` but ``cos_sim``
+            gives ``normalize=False``. ``gather_across_devices`` has no effect: see the ``process_group`` of estimators.
+
+    Returns:
+        ``tau``, ``directions``, ``multiply_tau``, ``normalize`` and ``pairs``, keywords of all presets with one
+        temperature. The gradient of an :class:`~compopt.InfoNCEEstimator` with them is that of the ranking loss.
+
+    Raises:
+        ValueError: values that sentence-transformers refuses; hardness with one softmax for each direction.
+
+    Example:
+        >>> import compopt
+        >>> from compopt.integrations.sentence_transformers import ranking_options
+        >>> options = ranking_options(scale=50.0, hardness_mode="all_negatives", hardness_strength=5.0)
+        >>> options["tau"], options["pairs"]
+        (0.02, PairPolicy(hardness=5.0))
+        >>> est = compopt.SogCLREstimator(n=1000, **options)
+    """
+    first, *others = _estimators(MultipleNegativesRankingLoss(cast(Any, None), **options))
+    if others:
+        raise ValueError(
+            f"hardness_strength={options['hardness_strength']} weights the direction query_to_doc alone, and an "
+            f"estimator both; use partition_mode='joint', or EstimatorLoss without an estimator"
+        )
+    return first
+
+
+def _estimators(loss: MultipleNegativesRankingLoss) -> list[dict[str, Any]]:
+    """Return the options of one estimator, or of one for each direction where only the first has weights."""
+    both = loss.partition_mode == "per_direction" and "doc_to_query" in loss.directions
+    hardness: Hardness | None = None
+    if loss.hardness_mode is not None and loss.hardness_strength:
+        kind = _HARDER.get(loss.hardness_mode)
+        hardness = loss.hardness_strength if kind is None else (kind, loss.hardness_strength)
+    also = () if both else tuple(kind for name, kind in _ALSO.items() if name in loss.directions)
+    options = {
+        "tau": 1 / loss.scale,
+        "directions": "both" if both and not hardness else "forward",
+        "multiply_tau": False,
+        "normalize": loss.similarity_fct is cos_sim,
+        "pairs": PairPolicy(also=also, hardness=hardness) if also or hardness else None,
+    }
+    return [options, {**options, "pairs": None}] if both and hardness else [options]
+
+
+@lru_cache(maxsize=1)
+def _this_rank(world: ProcessGroup) -> ProcessGroup:
+    """Return a group of this process alone."""
+    return dist.new_group([dist.get_rank(world)], use_local_synchronization=True)
 
 
 class EstimatorLoss(nn.Module):
     """An estimator in the place of ``MultipleNegativesRankingLoss``.
+
+    Without an estimator it takes the options of that loss, and has its value and gradients, in closed form and without
+    an autograd graph of the similarities. ``SogCLREstimator(n, **ranking_options(...))`` has these options and rows.
 
     The columns are (anchor, positive) or (anchor, positive, negative, ...): anchors are ``z1``, positives ``z2``, and
     negatives, if there are any, ``extra``: candidates of every anchor. The loss of sentence-transformers has anchors
@@ -54,15 +146,21 @@ class EstimatorLoss(nn.Module):
         model: the ``SentenceTransformer``.
         est: the estimator, built after the training arguments, which make the process group. Under ``MatryoshkaLoss``
             one for each dimension, ``{256: est, 64: est2}``: their normalizers differ. One without rows may serve all.
-        eval_scale: ``scale`` of the loss in evaluation.
+            ``None``: an :class:`~compopt.InfoNCEEstimator` by the options.
+        eval_scale: ``scale`` of the loss in evaluation, if there is an estimator.
         index_labels: read the rows in the label column for an estimator without rows too.
+        **options: without an estimator, those of ``MultipleNegativesRankingLoss``. They can be read and assigned as
+            attributes. A ``similarity_fct`` other than ``cos_sim`` and ``dot_score`` keeps the matrices of
+            similarities of the batch in the graph, and does not take ``"query_to_query"`` and ``"doc_to_doc"``. With
+            ``gather_across_devices`` the value is the mean over the anchors of all ranks, not of this one alone.
 
     Raises:
         TypeError: ``est`` is no contrastive estimator; the labels are no integers.
         IndexError: the label column has rows beyond those of the estimator.
-        ValueError: no second column; no label column where there are rows; one label for a whole batch; as many labels
-            per sample as fit neither pairs nor columns; a dimension without an estimator; a loss around this one that
-            calls it several times with one batch (``AdaptiveLayerLoss``), where there are rows.
+        ValueError: options beside an estimator, or that sentence-transformers refuses; no second column; no label
+            column where there are rows; one label for a whole batch; as many labels per sample as fit neither pairs nor
+            columns; a dimension without an estimator; a loss around this one that calls it several times with one batch
+            (``AdaptiveLayerLoss``), where there are rows.
 
     Warns:
         UserWarning: labels that look like classes; what the estimator warns of.
@@ -88,30 +186,46 @@ class EstimatorLoss(nn.Module):
         >>> est.step()
         >>> est.t
         1
+        >>> theirs = EstimatorLoss(model, scale=50.0, directions=("query_to_doc", "query_to_query"))
+        >>> theirs([questions, answers]).backward()
     """
 
+    @takes_options(MultipleNegativesRankingLoss, RankingOptions)
     def __init__(
         self,
         model: nn.Module,
-        est: ContrastiveEstimator | Mapping[int, ContrastiveEstimator],
+        est: ContrastiveEstimator | Mapping[int, ContrastiveEstimator] | None = None,
         eval_scale: float = 20.0,
         index_labels: bool = False,
+        **options: Unpack[RankingOptions],
     ) -> None:
         super().__init__()
         checks.positive("eval_scale", eval_scale)
         checks.flag("index_labels", index_labels)
         self.model, self.eval_scale, self.index_labels = model, eval_scale, index_labels
-        every = est if isinstance(est, Mapping) else {None: est}
-        self._by_dimension: dict[Any, ContrastiveEstimator] = dict(every)  # under None for any dimension
-        if not self._by_dimension:
-            raise ValueError("est is an empty mapping; give it an estimator for each dimension")
-        for each in self._by_dimension.values():
-            if not isinstance(each, ContrastiveEstimator):
-                raise TypeError(f"est must be a contrastive estimator, got {type(each).__name__}")
+        self._by_dimension = _checked(est)
+        if self._by_dimension and options:
+            raise ValueError(
+                f"{', '.join(options)} must be left out beside est=, which has such options itself; build the "
+                f"estimator with **ranking_options(...), or leave est= out"
+            )
+        if est is not None:
+            both = any(each.directions == "both" for each in self._by_dimension.values())
+            options = {**(_BOTH if both else {}), "scale": eval_scale}
+        self.loss = MultipleNegativesRankingLoss(cast(Any, None), **options)  # holds the options, and evaluates
         modules = (as_module(each, state=False) for each in self._by_dimension.values())
         self.estimators = nn.ModuleList(modules)  # for devices, and for parameters that the trainer optimizes
         self._looks = 0
         self._latest: dict[int, Tensor | None] = {}  # labels of the latest call, by dimension
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loss, name) if name in _READ else super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in RankingOptions.__annotations__:
+            setattr(self.loss, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """Compute the loss of tokenised columns of ``B`` texts, 0-d; ``labels`` are ``(B,)`` or ``(B, k)`` integers."""
@@ -121,12 +235,47 @@ class EstimatorLoss(nn.Module):
         """Compute the loss of each column's embeddings ``(B, d)``, 0-d; ``SpladeLoss`` calls this with its own."""
         if len(embeddings) < 2:
             raise ValueError("the data set needs two columns of text or more, (anchor, positive, negative, ...)")
-        z1, z2, *negatives = embeddings
         if not torch.is_grad_enabled():
-            both = _BOTH if next(iter(self._by_dimension.values())).directions == "both" else {}
-            theirs: Any = MultipleNegativesRankingLoss(cast(Any, self.model), scale=self.eval_scale, **both)
-            return theirs.compute_loss_from_embeddings(embeddings, labels)
-        est = self._estimator(z1.shape[1])
+            return self.loss.compute_loss_from_embeddings(embeddings, cast(Any, labels))
+        if self._by_dimension:
+            return self._call(self._estimator(embeddings[0].shape[1]), embeddings, labels)
+        return self._ranking(self._similar(embeddings), labels)
+
+    def _ranking(self, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
+        """Compute the loss by the options, which may have been assigned since the last call."""
+        local = dist.is_available() and dist.is_initialized() and not self.loss.gather_across_devices
+        group = _this_rank(cast(ProcessGroup, dist.group.WORLD)) if local else None
+        values: list[Tensor] = []
+        for options in _estimators(self.loss):
+            if values:  # the other direction
+                embeddings = embeddings[1::-1]
+                labels = None if labels is None else labels.reshape(len(labels), -1)[:, :2].flip(1)
+            est = InfoNCEEstimator(**options, process_group=group)
+            value = self._call(est, embeddings, labels)
+            values.append(value + (est.metrics["info_nce"] - value).detach())  # a sum over candidates, not their mean
+        return torch.stack(values).mean()
+
+    def _similar(self, embeddings: list[Tensor]) -> list[Tensor]:
+        """Return features whose inner products are the similarities."""
+        similarity, queries = self.loss.similarity_fct, embeddings[0]
+        if similarity in (cos_sim, dot_score):
+            return embeddings
+        if {"query_to_query", "doc_to_doc"} & set(self.loss.directions):
+            raise ValueError(
+                f"similarity_fct={similarity_fct_name(similarity)} is for queries and documents; leave out the other "
+                f"directions, or take cos_sim or dot_score"
+            )
+        # rows of the identity, and columns of the matrix of similarities
+        first = 0
+        if self.loss.gather_across_devices:
+            first, queries = get_rank() * len(queries), all_gather_with_grad(queries)
+        one_hot = torch.eye(len(queries), dtype=queries.dtype, device=queries.device)
+        columns = [similarity(queries, documents).T for documents in embeddings[1:]]
+        return [one_hot[first : first + len(embeddings[0])], *columns]
+
+    def _call(self, est: ContrastiveEstimator, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
+        """Call an estimator with the columns and the rows in the labels."""
+        z1, z2, *negatives = embeddings
         self._refuse_second_call(est, z1.shape[1], labels)
         rows = self._rows(est, labels, len(z1), len(embeddings))
         given: dict[str, Any] = dict(zip(("index", "index2"), rows, strict=False))
@@ -198,7 +347,9 @@ class EstimatorLoss(nn.Module):
         return rows
 
     def get_config_dict(self) -> dict[str, Any]:
-        """Return estimators with their hyper-parameters, for the model card."""
+        """Return the options, or the estimators with their hyper-parameters, for the model card."""
+        if not self._by_dimension:
+            return self.loss.get_config_dict()
         described = {
             dimension: {
                 "estimator": type(est).__name__,
@@ -216,7 +367,8 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
     Every text is encoded twice, as by ``CachedMultipleNegativesRankingLoss``: for the loss, and for its gradient.
 
     Args:
-        model, est, eval_scale, index_labels: see :class:`EstimatorLoss`, also for state, communication and warnings.
+        model, est, eval_scale, index_labels, **options: see :class:`EstimatorLoss`, also for state, communication and
+            warnings.
         mini_batch_size: texts that are encoded at a time.
         mini_batch_num_tokens: if given, mini-batches have so many tokens instead.
         show_progress_bar: show the progress of the mini-batches.
@@ -237,17 +389,19 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         >>> loss([questions, answers]).backward()
     """
 
+    @takes_options(MultipleNegativesRankingLoss, RankingOptions)
     def __init__(
         self,
         model: nn.Module,
-        est: ContrastiveEstimator | Mapping[int, ContrastiveEstimator],
+        est: ContrastiveEstimator | Mapping[int, ContrastiveEstimator] | None = None,
         mini_batch_size: int = 32,
         mini_batch_num_tokens: int | None = None,
         eval_scale: float = 20.0,
         show_progress_bar: bool = False,
         index_labels: bool = False,
+        **options: Unpack[RankingOptions],
     ) -> None:
-        super().__init__(model, est, eval_scale, index_labels)
+        super().__init__(model, est, eval_scale, index_labels, **options)
         if has_static_embedding_input(model):
             raise ValueError("inputs of a StaticEmbedding cannot be cut into mini-batches; use EstimatorLoss")
         self.mini_batch_size = checks.count("mini_batch_size", mini_batch_size)
@@ -255,6 +409,10 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
             checks.count("mini_batch_num_tokens", mini_batch_num_tokens)
         self.mini_batch_num_tokens, self.show_progress_bar = mini_batch_num_tokens, show_progress_bar
         self._learned: list[tuple[Tensor, Tensor]] = []  # parameters of the estimators, and their gradients
+
+    def get_config_dict(self) -> dict[str, Any]:
+        cached = {name: getattr(self, name) for name in ("mini_batch_size", "mini_batch_num_tokens")}
+        return {**super().get_config_dict(), **cached}
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         self._learned = []
@@ -346,6 +504,19 @@ def add_index(
         made[name] = each.add_column("label", labels)
     make: Any = type(data)  # a DatasetDict stays one
     return make(made) if isinstance(data, Mapping) else made[""]
+
+
+def _checked(
+    est: ContrastiveEstimator | Mapping[int, ContrastiveEstimator] | None,
+) -> dict[Any, ContrastiveEstimator]:
+    """Return estimators by dimension, under ``None`` for any dimension."""
+    if isinstance(est, Mapping) and not est:
+        raise ValueError("est is an empty mapping; give it an estimator for each dimension")
+    every: dict[Any, Any] = {} if est is None else dict(est) if isinstance(est, Mapping) else {None: est}
+    for each in every.values():
+        if not isinstance(each, ContrastiveEstimator):
+            raise TypeError(f"est must be a contrastive estimator, got {type(each).__name__}")
+    return every
 
 
 def _rows(data: Any, column: str | None, first: int, known: dict[str, int]) -> list[int]:

@@ -44,6 +44,7 @@ class Extra:
         own: where this process's are among all.
         guide, key: what a policy of pairs asks of ``everyone``, ``(M, g)`` and ``(M,)``, or ``None``.
         owner: anchors that they were mined for, positions in the global batch, ``(M,)``, or ``None``.
+        apart: they are no candidates of these anchors.
     """
 
     features: Tensor
@@ -54,10 +55,21 @@ class Extra:
     guide: Tensor | None = None
     key: Tensor | None = None
     owner: Tensor | None = None
+    apart: bool = False
+
+    @property
+    def excludes(self) -> bool:
+        """True if some of them are no candidates of some anchors."""
+        return self.apart or self.positions is not None
 
     def same(self, anchors: slice, candidates: slice = slice(None)) -> Tensor:
-        """True where a candidate is a positive of an anchor, ``(anchors, candidates)``."""
+        """True where a candidate is a positive of an anchor, or its own if ``apart``, ``(anchors, candidates)``."""
         positive = self.positive[anchors, None]
         if self.positions is None:
-            return torch.zeros(len(positive), len(self.everyone[candidates]), dtype=torch.bool, device=positive.device)
-        return positive == self.positions[None, candidates]
+            same = positive.new_zeros(len(positive), len(self.everyone[candidates]), dtype=torch.bool)
+        else:
+            same = positive == self.positions[None, candidates]
+        if self.apart and self.owner is not None:
+            names = torch.arange(len(self.positive), device=positive.device)
+            same |= names[anchors, None] == self.owner[None, candidates]
+        return same

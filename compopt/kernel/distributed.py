@@ -345,7 +345,7 @@ class GatheredPairs(PairStatistics):
             first = extra.own.start
             return extra.same(slice(None), slice(first + rows.start, first + rows.stop)).T
 
-        masked = None if extra.positions is None else same
+        masked = same if extra.excludes else None
         y, selected = self._everyone[0], None
         if self.selection is not None:
             axes = self.selection.axis((), slice(0, 0), extra.own), self.selection.axis((0,), slice(0, self._batch))

@@ -26,6 +26,7 @@ SIDES: dict[Also, tuple[int, int]] = {
     "query_to_query": (0, 0),
     "document_to_query": (1, 0),
     "document_to_document": (1, 1),
+    "document_to_every_document": (1, 1),
 }
 
 
@@ -42,14 +43,17 @@ class JoinedPairs(PairStatistics):
         super().__init__(first.keys, options, 2)
         assert selection is not None  # which names the kinds
         self._source, self.positive, self.sides = source, first.positive, first.sides
-        sides = [SIDES[kind] for kind in selection.policy.also]
-        selection = replace(selection, threshold=selection.thresholds(source.everyone, 1), extra=None)
-        options = options._replace(extra=None, positive=positives(torch.stack([*source.everyone]), 1))
+        also = selection.policy.also
+        selection = replace(selection, threshold=selection.thresholds(source.everyone, 1))
+        options = options._replace(positive=positives(torch.stack([*source.everyone]), 1))
         self._parts: list[tuple[tuple[int, int], PairStatistics]] = [((0, 1), first)]
-        for side in sides:
-            kind = options._replace(selection=selection.of_sides(side))
-            self._parts.append((side, source.pairs(kind, views=side)))
-        self._again = float(sum(side == (1, 0) for side in sides))  # how often the positive is a candidate
+        for kind, side in ((kind, SIDES[kind]) for kind in also):
+            extra = None
+            if kind == "document_to_every_document" and self.extra is not None:
+                extra = replace(self.extra, apart=True)
+            chosen = replace(selection.of_sides(side), extra=extra)
+            self._parts.append((side, source.pairs(options._replace(extra=extra, selection=chosen), views=side)))
+        self._again = float("document_to_query" in also)  # how often the positive is a candidate
         self._join([part for _, part in self._parts])
 
     def _join(self, parts: Sequence[PairStatistics]) -> None:
@@ -72,7 +76,8 @@ class JoinedPairs(PairStatistics):
             gradient, of_extra = part.gradients(alpha + self.log_count - part.log_count, coefficient, 0.0)
             for view, of_view in zip(side, gradient, strict=True):
                 total[view] += of_view
-            outside = of_extra if outside is None else outside
+            if of_extra is not None:
+                outside = of_extra if outside is None else outside + of_extra
         # the positive as a candidate has the weight of h = 0
         weight = positive_weight - self._again * (-alpha - self.log_count).exp_()
         pull = self.factor(coefficient) * weight

@@ -154,7 +154,7 @@ class PairStatistics(ABC):
         )
         self.keys, self.views = keys, views
         # view 2 has none of the further candidates
-        told = self.extra is None or (self.extra.positions is None and not self.unimodal)
+        told = self.extra is None or not (self.extra.excludes or self.unimodal)
         self.distinct = told and (distinct or self.whole)
 
     def names(self, views: Sequence[int]) -> Sequence[Tensor]:

@@ -123,7 +123,7 @@ class Matrix(NamedTuple):
         rows, (by_row, by_column) = self.rows.part(start, stop), self.thresholds
         candidates = self.columns if dim == 1 else rows
         threshold = by_column if dim == 0 else None if by_row is None else by_row[start:stop]
-        if rows.name is not None and self.columns.name is not None:
+        if self.policy.owned and rows.name is not None and self.columns.name is not None:
             mined = rows.name[:, None] == ~self.columns.name
             others, own = (s * (beta / scale + 1) for beta in self.policy.strengths)
             result = torch.where(mined, own, others)

@@ -44,6 +44,7 @@ class Anchor:
 
 
 ALSO = {"query_to_query": (0, 0), "document_to_query": (1, 0), "document_to_document": (1, 1)}  # rows, columns
+ALSO["document_to_every_document"] = (1, 1)  # and further candidates, columns -1, of the other anchors
 
 
 def unit_rows(z: Tensor) -> list[Tensor]:
@@ -83,6 +84,10 @@ def anchors(z, index, mode, normalize=True, index2=None, group=None, extra=None,
                     if may_be_negative(i, j, index, index2, group) or (i == j and row > column):
                         negatives.append((views[row][i] * views[column][j]).sum())
                         who.append(("also", row, column, j))
+            for j, candidate in enumerate(further if "document_to_every_document" in also else ()):
+                if j % len(index) != i and (extra_index is None or extra_index[j] != positive[i]):
+                    negatives.append((other[i] * candidate).sum())
+                    who.append(("also", partner, -1, j))
             for j, candidate in enumerate(further if view == 0 else ()):
                 if extra_index is None or extra_index[j] != positive[i]:
                     negatives.append((own[i] * candidate).sum())

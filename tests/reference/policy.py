@@ -50,7 +50,7 @@ class PolicyReference:
         for a in anchors:
             kept, own = [], positives[(a.view, a.position)]
             for s, who in zip(a.negatives, a.who, strict=True):
-                outside = who[0] == "extra"
+                outside = who[0] == "extra" or who[2:3] == (-1,)
                 if within is not None and int(within[0][a.position]) != int(within[outside][who[-1]]):
                     continue
                 seen, positive = s.item(), sum(p for p, _ in own) / len(own)

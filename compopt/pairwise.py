@@ -1,0 +1,101 @@
+"""Several modalities: one contrastive objective for each pair of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from compopt import accelerator
+from compopt.checks.inputs import check_vector
+from compopt.contrastive import ContrastiveEstimator
+
+Pair = tuple[str, str]
+
+
+def pairwise(
+    est: ContrastiveEstimator | Mapping[Pair, ContrastiveEstimator],
+    features: Mapping[str, Tensor],
+    index: Tensor | Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    r"""Sum of the objectives of pairs of modalities, each over the samples that have both.
+
+    .. math:: F = \sum_{(a, b)} F_{ab}\bigl(z^a_S, z^b_S\bigr), \qquad S = S_a \cap S_b
+
+    Args:
+        est: an estimator for each pair, ``{("image", "text"): est, ("image", "audio"): est2}``: their rows and states
+            are apart, and only these pairs are contrasted. Or one without rows and state (InfoNCE, DCL), for all pairs.
+        features: of each modality ``(B, d)``, as an estimator takes them. Pairs with a modality that is not here are
+            left out.
+        index: positions in the data set, ``(B,)``, if all modalities have the same samples. If some samples lack a
+            modality, one for each, ``{"image": (B_a,), "audio": (B_b,)}``, of features ``(B_a, d)`` and ``(B_b, d)``;
+            samples are then found by their positions, which occur once in a modality. A pair with fewer than two
+            samples on all ranks together is left out.
+
+    State: that of the estimators. ``attach``, :func:`~compopt.save` and :func:`~compopt.load` each of them.
+
+    Communicates, with K ranks: what each estimator does, in the order of ``est``. All ranks must have the same
+    modalities, of which a rank may have no samples, ``(0, d)``. With one ``index`` for each modality, a small message
+    more.
+
+    Returns:
+        0-d loss; 0 where no pair has two samples.
+
+    Raises:
+        ValueError: no pair of modalities is here; a modality that is in no pair; an estimator with rows or a state for
+            several pairs.
+        KeyError: a modality without ``index``, where others have one.
+        TypeError, ValueError, IndexError: what a call raises.
+
+    References:
+        Girdhar et al., ImageBind, CVPR 2023, eq. 1: pairs of images and each other modality.
+
+    Example:
+        >>> import torch, compopt
+        >>> pairs = [("image", "text"), ("image", "audio")]
+        >>> est = {pair: compopt.SogCLREstimator(n=100) for pair in pairs}
+        >>> z = {name: torch.randn(8, 4, requires_grad=True) for name in ("image", "text", "audio")}
+        >>> loss = compopt.pairwise(est, z, torch.arange(8))
+        >>> heard = {"image": z["image"], "audio": z["audio"][:3]}  # three samples have a sound
+        >>> loss = loss + compopt.pairwise(est, heard, {"image": torch.arange(8), "audio": torch.arange(3)})
+        >>> loss.backward()
+    """
+    pairs = _pairs(est, features)
+    if not isinstance(index, Mapping):
+        return torch.stack([each(features[a], features[b], index) for (a, b), each in pairs.items()]).sum()
+    positions, engine = {}, next(iter(pairs.values()))._engine
+    with engine.handshake.guard():  # a refusal reaches the other ranks
+        for name, z in features.items():
+            positions[name] = check_vector(f"index[{name!r}]", index[name], len(z)).cpu()
+    common = [(positions[a][:, None] == positions[b]).nonzero(as_tuple=True) for a, b in pairs]
+    counts = zip(*engine.ranks.gather_objects([len(rows) for rows, _ in common]), strict=True)
+    loss = torch.stack([(z.float() * 0.0).sum() for z in features.values()]).sum()  # a gradient for every encoder
+    for ((a, b), each), (rows_a, rows_b), count in zip(pairs.items(), common, counts, strict=True):
+        if sum(count) >= 2:
+            loss = loss + each(_at(features[a], rows_a), _at(features[b], rows_b), positions[a][rows_a])
+    return loss
+
+
+def _at(z: Tensor, rows: Tensor) -> Tensor:
+    return z[accelerator.to_device(rows, z.device)]
+
+
+def _pairs(
+    est: ContrastiveEstimator | Mapping[Pair, ContrastiveEstimator], features: Mapping[str, Tensor]
+) -> dict[Pair, ContrastiveEstimator]:
+    """Return the pairs of the modalities that are here, with their estimators."""
+    every = est if isinstance(est, Mapping) else dict.fromkeys(combinations(features, 2), est)
+    unknown = set(features).difference(*every)
+    pairs = {pair: each for pair, each in every.items() if set(pair) <= set(features)}
+    if unknown or not pairs:
+        raise ValueError(f"features has {sorted(features)}, of which {sorted(unknown or features)} make no pair of est")
+    for pair, each in pairs.items():
+        keeps = each.n is not None or any(part.state for part in each._engine.parts.values())
+        if keeps and sum(each is other for other in every.values()) > 1:
+            raise ValueError(
+                f"{type(each).__name__} keeps a state, which belongs to one pair of modalities; pass an estimator for "
+                f"each, {{{pair}: est, ...}}"
+            )
+    return pairs
