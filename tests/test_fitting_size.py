@@ -123,7 +123,7 @@ ZERO = [pytest.param(f"ZeRO{k}", marks=[pytest.mark.launch, pytest.mark.full]) f
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("when", [pytest.param("forward", marks=pytest.mark.full), "backward"])
 @pytest.mark.parametrize("framework", ["DDP", pytest.param("FSDP2", marks=pytest.mark.full), *ZERO])
 def test_one_rank_of_two_has_less_memory(framework, when, request):
     """It encodes more micro-batches than the other, in a window of two calls."""
