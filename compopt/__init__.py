@@ -7,7 +7,7 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.base import Estimator
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.score_keeper import ScoreKeeper
-from compopt.gradient_cache import gradient_cache
+from compopt.gradient_cache import FittingSize, gradient_cache
 from compopt.module import as_module
 from compopt.negatives import MCMCNegativeSampler
 from compopt.normalizers import (
@@ -44,6 +44,7 @@ __all__ = [
     "EMC2Estimator",
     "Estimator",
     "FastCLIPEstimator",
+    "FittingSize",
     "FixedTemperature",
     "ISogCLREstimator",
     "InfoNCEEstimator",

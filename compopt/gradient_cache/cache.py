@@ -1,0 +1,217 @@
+"""The call: features without a graph, one call of the estimator, and micro-batches with a graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compopt import checks
+from compopt.checks.context import outside_of_graphs
+from compopt.contrastive import ContrastiveEstimator
+from compopt.distributed.collectives import doing
+from compopt.gradient_cache.fitting import fit, with_trials
+from compopt.gradient_cache.inputs import Sizes, lengths
+from compopt.gradient_cache.replay import kept
+from compopt.gradient_cache.towers import BatchNorm, Column, Encode, Tower, new_towers, pad, running_statistics
+from compopt.gradient_cache.wrappers import BOUNDARY, without_reduction
+from compopt.kernel.features import with_gradients
+from compopt.pairs import PairPolicy
+
+
+@outside_of_graphs
+def gradient_cache(
+    est: ContrastiveEstimator,
+    model: Any,
+    batch: Any,
+    index: Tensor | None = None,
+    index2: Tensor | None = None,
+    *,
+    micro_batch_size: Sizes | Sequence[Sizes],
+    encode: Encode | None = None,
+    backward: Callable[[Tensor], Any] | None = None,
+    reduce: bool = True,
+    batch_norm: BatchNorm = "refuse",
+    group: Tensor | None = None,
+    tau: Tensor | float | None = None,
+    labels: Tensor | None = None,
+    extra: Tensor | None = None,
+    extra_index: Tensor | None = None,
+    anchors: int | None = None,
+    guide: Sequence[Tensor] | None = None,
+    within: Tensor | tuple[Tensor, Tensor] | None = None,
+    teacher: Tensor | Sequence[Tensor] | None = None,
+    prior: Tensor | None = None,
+    pairs: PairPolicy | None = None,
+) -> Tensor:
+    r"""Compute the gradients of ``est(*model(batch), index)`` in micro-batches; every sample is a negative of all.
+
+    .. math::
+        \frac{\partial L}{\partial \theta} = \sum_{\text{micro-batches } m}
+        \frac{\partial L}{\partial z_m} \frac{\partial z_m}{\partial \theta}
+
+    The batch is encoded in micro-batches without a graph; the estimator is called once, on all features, and gives
+    :math:`\partial L / \partial z`; each micro-batch is encoded again, with a graph, and back-propagated. The memory is
+    that of one micro-batch and of the features; the time is that of one more forward pass. Gradients are those of
+    ``backward(est(*model(batch), index))`` in the same framework, and lie where its step expects them, those of
+    :meth:`~compopt.Estimator.parameters` too. Call the framework's step afterwards.
+
+    Both passes draw the same random numbers, so that dropout drops the same; afterwards the generators are where the
+    first pass left them. Training mode, autocast, activation checkpointing and compilation of the model are left
+    as they are. Generators of the model's own, ``random`` and ``numpy`` are not replayed. A forward pass must not
+    change its inputs; buffers other than running statistics that it changes are changed twice.
+
+    *Frameworks* are told from the modules of ``model``. ``DistributedDataParallel`` and FSDP2 reduce gradients in the
+    last micro-batch alone. A DeepSpeed engine sees one accumulation boundary; ZeRO 2 and 3 reduce in every micro-batch
+    by design. Ranks with fewer micro-batches encode their last one again, with gradients of zero, until all have the
+    same number: parameters that are gathered in every pass (FSDP2, ZeRO 3) need that. It costs no time,
+    since the other ranks are still encoding. The estimator's process group must contain all ranks of the wrapper.
+
+    Args:
+        est: the estimator. Its rows are deposited once.
+        model: maps the batch to features. Or two towers, which encode one part of ``batch`` each, to ``z1`` and
+            ``z2``; or three, where the third encodes further candidates, to ``extra``. A tower may be any callable;
+            wrappers and frozen parameters are found in modules and their methods. A tower none of whose parameters
+            requires a gradient is encoded once.
+        batch: the inputs; a tuple, or a list, for towers. A tuple is passed as ``model(*part)``, a mapping as
+            ``model(**part)``, anything else as ``model(part)``. Tensors, along their first dimension,
+            and lists, of texts for example, have one entry per sample, at any depth of tuples and mappings; the rest
+            (numbers, strings, 0-d tensors, ``None``) goes to every micro-batch.
+        index, index2, group, tau, labels, extra, extra_index, anchors, guide, within, teacher, prior, pairs: as in a
+            call of ``est``, of the whole batch. A ``tau`` or ``extra`` that requires a gradient gets it, with the last
+            micro-batch.
+        micro_batch_size: samples per micro-batch. Or a function that returns the sizes of all micro-batches for given
+            inputs, ``(inputs) -> [8, 8, 3]``: a budget of tokens. Or a :class:`FittingSize`, which is halved until a
+            micro-batch fits in memory. For towers also one of these for each.
+        encode: any other way to encode, ``encode(model, part) -> outputs``; with towers, for each of them. Outputs are
+            ``(z1, z2)``, ``(z1, z2, extra)``, or one tensor of views, ``(V, b, d)``; a last one that is 0-d is
+            ``tau``, such as ``1 / scale`` of a CLIP model, which may require a gradient.
+        backward: what takes the place of ``loss.backward()``, for example ``accelerator.backward`` or
+            ``lambda loss: scaler.scale(loss).backward()``; called once per micro-batch, with a tensor of the loss's
+            value. ``None``: ``loss.backward()``, or that of the DeepSpeed engine.
+        reduce: ``False`` in all but the last of several calls for one update. Calls inside DDP's ``no_sync`` and
+            DeepSpeed's own ``gradient_accumulation_steps`` do not need it. Under FSDP2 use it instead of
+            ``set_requires_gradient_sync``, which this function sets itself and leaves at ``True``.
+        batch_norm: for layers with running statistics in training mode. ``"refuse"``: raise. ``"update_once"``: the
+            first pass updates them, once per micro-batch; a micro-batch is normalised by its own statistics, so that
+            the gradients are not those of the whole batch.
+
+    Returns:
+        The loss, 0-d and detached. Under ``torch.no_grad()`` nothing else is done.
+
+    State and communication: as a call of ``est``; with a wrapper and several ranks a gather of one small object, and
+    what the wrapper communicates.
+
+    Raises:
+        TypeError: outputs that are no tensors; towers without a ``batch`` or ``micro_batch_size`` to match.
+        ValueError: inputs of several lengths; sizes that do not sum up to it; batch normalisation, see above; nothing
+            that requires a gradient; whatever a call raises.
+
+    Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, RepL4NLP 2021, for
+    losses without state and one device.
+
+    Example:
+        >>> import torch, compopt
+        >>> est, model = compopt.DCLEstimator(), torch.nn.Linear(8, 4)
+        >>> texts, images, index = torch.randn(64, 8), torch.randn(64, 8), torch.arange(64)
+        >>> loss = compopt.gradient_cache(est, (model, model), (texts, images), index, micro_batch_size=16)
+        >>> tuple(model.weight.grad.shape)
+        (4, 8)
+    """
+    if not isinstance(est, ContrastiveEstimator):
+        raise TypeError(f"est must be a contrastive estimator, got {type(est).__name__}")
+    checks.one_of("batch_norm", batch_norm, ("refuse", "update_once"))
+    checks.flag("reduce", reduce)
+    with est._engine.handshake.guard():  # other ranks do not wait for one that refuses its arguments
+        towers = new_towers(model, batch, micro_batch_size, encode)
+        statistics = running_statistics(towers, batch_norm)
+        tried = with_trials(towers)
+    with doing("compopt.gradient_cache()", est.t):
+        fit(est._engine.ranks, towers, tried)
+        pad(est._engine.ranks, towers)
+    features, further, temperature = _arrange([column for tower in towers for column in tower.encode_all()])
+    _check_samples(towers[0], features[0])
+    torch.clear_autocast_cache()  # weights that were cast without a graph would have none in the second pass
+    tau, extra = _either("tau", temperature, tau), _either("extra", further, extra)
+    z1, z2 = features[0], features[1] if features[1:] else None
+    call = functools.partial(est, z1, z2, index, index2, group, tau=tau, labels=labels, anchors=anchors)
+    call = functools.partial(call, guide=guide, within=within, teacher=teacher, prior=prior, pairs=pairs)
+    loss: Tensor = call(extra=extra, extra_index=extra_index)
+    if torch.is_grad_enabled():
+        others = [x for x in (tau, extra, *est.parameters()) if isinstance(x, Tensor)]
+        with kept(statistics):
+            _back_propagate(loss, towers, others, backward, reduce)
+    return loss.detach()
+
+
+def _back_propagate(
+    loss: Tensor,
+    towers: list[Tower],
+    others: list[Tensor],
+    backward: Callable[[Tensor], Any] | None,
+    reduce: bool,
+) -> None:
+    """Give all micro-batches, and with the last one other tensors, their gradients."""
+    shared = _differentiate(loss, [column for tower in towers for column in tower.columns], others)
+    jobs = [(tower, number) for tower in towers if tower.trained for number in range(tower.count)]
+    final = {wrapper: k for k, (tower, _) in enumerate(jobs) for wrapper in tower.wrappers}
+    ran = False
+    for k, (tower, number) in enumerate(jobs):
+        held = [wrapper for wrapper in tower.wrappers if not reduce or final[wrapper] != k]
+        with without_reduction(held):
+            pairs = [*tower.encode_again(number), *(shared if k + 1 == len(jobs) else ())]
+            ran |= _backward(with_gradients(loss.detach().clone(), pairs), tower.wrappers, held, backward)
+    if not jobs:
+        ran = _backward(with_gradients(loss.detach().clone(), shared), [], [], backward)
+    if not ran:
+        raise ValueError("nothing requires a gradient: no parameter of model, nor tau, extra, or est.parameters()")
+
+
+def _differentiate(loss: Tensor, columns: list[Column], others: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Give columns their gradients; return pairs of the other tensors and theirs."""
+    columns = [column for column in columns if column.leaf.requires_grad]
+    own = {id(column.leaf) for column in columns}
+    others = [x for x in others if x.requires_grad and id(x) not in own]
+    leaves = [*(column.leaf for column in columns), *others]
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
+    for column, gradient in zip(columns, gradients, strict=False):
+        column.gradient = gradient
+    return [(x, g) for x, g in zip(others, gradients[len(columns) :], strict=True) if g is not None]
+
+
+def _backward(value: Tensor, wrappers: list[Any], held: list[Any], backward: Callable[[Tensor], Any] | None) -> bool:
+    """Back-propagate a micro-batch by the framework's own method; return False if it has no graph."""
+    if not value.requires_grad:  # a callable without a module, whose outputs need no gradient
+        return False
+    engine = next((wrapper for wrapper in wrappers if hasattr(wrapper, BOUNDARY)), None)
+    if engine is not None and (backward is None or engine in held):
+        backward = engine.backward  # accelerate's would also take the step
+    (backward or Tensor.backward)(value)
+    return True
+
+
+def _arrange(columns: list[Column]) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+    """Return features, further candidates, and a temperature, from all outputs in their order."""
+    features = [column.leaf for column in columns if not column.is_tau]
+    temperatures = [column.leaf for column in columns if column.is_tau]
+    if not 1 <= len(features) <= 3 or len(temperatures) > 1:
+        raise ValueError(f"model must return z1, z2 and perhaps extra and tau, got {len(columns)} outputs")
+    return features[:2], features[2] if features[2:] else None, temperatures[0] if temperatures else None
+
+
+def _check_samples(tower: Tower, z1: Tensor) -> None:
+    samples = sum(length for part in tower.parts for length in lengths(part))
+    if z1.shape[-2] != samples:
+        raise ValueError(
+            f"z1 has {z1.shape[-2]} rows for inputs of {samples} samples; a list has one entry per sample, so that "
+            f"several inputs, [images, texts], must be a tuple"
+        )
+
+
+def _either(name: str, made: Tensor | None, given: Any) -> Any:
+    if made is not None and given is not None:
+        raise ValueError(f"{name} comes from model and as {name}=; give one of them")
+    return given if made is None else made

@@ -1,0 +1,149 @@
+"""A size of micro-batches that is found by trials."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from compopt import checks
+from compopt.distributed.ranks import Ranks
+from compopt.gradient_cache.inputs import amount, equal_sizes, lengths
+from compopt.gradient_cache.replay import kept, random_state, replayed
+from compopt.gradient_cache.towers import Tower, outputs_of
+from compopt.gradient_cache.wrappers import RESET, SYNC, gathered, holds_a_module
+
+# what devices without torch.OutOfMemoryError say, as in accelerate's should_reduce_batch_size
+OUT_OF_MEMORY = "MPS backend out of memory", "can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED"
+
+
+class FittingSize:
+    """Size of micro-batches for :func:`gradient_cache` that is halved until a micro-batch fits in memory.
+
+    Before anything is accumulated, a trial encodes the largest micro-batch with a graph and computes the gradients of
+    the parameters, which are discarded. After an out-of-memory error the size is halved, and the trial repeated. It
+    leaves gradients, random states and running statistics as they were, and the found size is used in both passes, so
+    that results are those of a run with this size from the start. Keep the object: later calls begin with ``size``.
+
+    Each rank finds its own size, and ranks with fewer micro-batches are padded. A rank whose trial fails must not leave
+    others waiting, so that a trial communicates nothing: it calls the module inside DDP or a DeepSpeed engine, where
+    inputs have to be on the right device; under FSDP2 each rank holds all parameters in a trial, beside the gradients
+    that it holds anyway. ZeRO 3, FSDP1, synchronised batch normalisation and reentrant activation checkpointing are
+    refused. Other models must not communicate in their forward pass.
+
+    Args:
+        size: the size to begin with, for all towers that share this object.
+        cut: ``(inputs, size) -> sizes``: the sizes of all micro-batches for a budget, such as one of tokens.
+            ``None``: ``size`` samples in each.
+        trials: number of calls that begin with a trial. Two by default: the optimizer makes its state between them.
+            ``None``: every call, for batches of various shapes.
+
+    State: ``size`` and the number of calls; not saved. Communication: with several ranks two small objects per trial,
+    and under FSDP2 the parameters. ``trials`` must be the same on all ranks.
+
+    Raises:
+        ValueError: wrappers as above; a model that is no module, nor a method or a partial call of one.
+        RuntimeError: a size of 1 does not fit, here or on another rank.
+
+    Source: ``find_executable_batch_size`` of accelerate, which repeats the whole training function.
+
+    Example:
+        >>> import torch, compopt
+        >>> model, x, size = torch.nn.Linear(8, 4), torch.randn(64, 8), compopt.FittingSize(32)
+        >>> loss = compopt.gradient_cache(compopt.DCLEstimator(), (model, model), (x, x), micro_batch_size=size)
+        >>> size
+        FittingSize(32)
+    """
+
+    def __init__(
+        self, size: int, cut: Callable[[Any, int], Sequence[int]] | None = None, trials: int | None = 2
+    ) -> None:
+        self.size, self.cut = checks.count("size", size), cut
+        self.trials = None if trials is None else checks.count("trials", trials)
+        self.calls = 0
+
+    def __call__(self, inputs: Any) -> Sequence[int]:
+        """Return the sizes of all micro-batches."""
+        return equal_sizes(max(lengths(inputs)), self.size) if self.cut is None else self.cut(inputs, self.size)
+
+    def __repr__(self) -> str:
+        return f"FittingSize({self.size})"
+
+    @property
+    def due(self) -> bool:
+        """Return True if the next call begins with a trial."""
+        return self.trials is None or self.calls < self.trials
+
+    def halve(self) -> None:
+        """Halve the size; raise a ``RuntimeError`` if that is not possible."""
+        if self.size == 1:
+            raise RuntimeError("out of memory with micro-batches of size 1")
+        self.size //= 2
+
+
+Trial = tuple[Tower, FittingSize]
+
+
+def with_trials(towers: list[Tower]) -> list[Trial]:
+    """Return the towers that begin with a trial; refuse those whose trial other ranks would take part in."""
+    sized = [(tower, tower.size) for tower in towers if isinstance(tower.size, FittingSize)]
+    due = [(tower, size) for tower, size in sized if size.due and torch.is_grad_enabled()]
+    for tower, _ in due:
+        _check(tower)
+    return due
+
+
+def _check(tower: Tower) -> None:
+    if tower.module is None:
+        raise ValueError("FittingSize needs a module as model, whose parameters are known")
+    layers: list[Any] = [m for m in tower.module.modules() if isinstance(m, nn.SyncBatchNorm) and m.training]
+    layers += [w for w in tower.wrappers if not hasattr(w, RESET) and not (w is tower.model and holds_a_module(w))]
+    if layers:
+        raise ValueError(
+            f"FittingSize would leave other ranks waiting in {type(layers[0]).__name__}, which communicates in every "
+            f"pass; give a number as micro_batch_size, or as model DDP, an engine of DeepSpeed (ZeRO 0 to 2), or FSDP2 "
+            f"of torch 2.13 or newer"
+        )
+
+
+def fit(ranks: Ranks, towers: list[Tower], tried: list[Trial]) -> None:
+    """Halve sizes until the largest micro-batches of all ranks pass a trial."""
+    again = bool(tried)
+    while again:
+        with gathered([wrapper for tower, _ in tried for wrapper in tower.wrappers if hasattr(wrapper, SYNC)]):
+            failed = ranks.agree(lambda: any(_fails(*trial) for trial in tried))
+        for tower in towers:
+            tower.split()
+        again = any(ranks.gather_objects(failed))
+    for size in {size for _, size in tried}:
+        size.calls += 1
+
+
+def _fails(tower: Tower, size: FittingSize) -> bool:
+    """Return True, and halve the size, if the memory does not suffice for the largest micro-batch."""
+    try:
+        _try(tower)
+        return False
+    except RuntimeError as error:
+        if not isinstance(error, torch.cuda.OutOfMemoryError) and not any(x in str(error) for x in OUT_OF_MEMORY):
+            raise
+    finally:
+        torch.clear_autocast_cache()
+    gc.collect()  # the graph of the trial, which the error has held until here
+    for device in tower.devices:
+        getattr(torch, device.type).empty_cache()
+    size.halve()
+    return True
+
+
+def _try(tower: Tower) -> None:
+    """Encode the largest micro-batch with a graph and compute gradients of parameters, without adding them up."""
+    inside = tower.model.module if holds_a_module(tower.model) else tower.model
+    with replayed(random_state(tower.devices), tower.devices), kept(tower.statistics):
+        made = [z for z in outputs_of(inside, tower.encode, max(tower.parts, key=amount)) if z.requires_grad]
+        learned = [p for p in tower.parameters() if p.requires_grad]
+        if made and learned:
+            torch.autograd.grad(made, learned, [torch.zeros_like(z) for z in made], allow_unused=True)

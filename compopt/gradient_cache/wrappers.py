@@ -1,0 +1,73 @@
+"""Modules of frameworks that communicate between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+BOUNDARY = "set_gradient_accumulation_boundary"  # of DeepSpeed's engine
+SYNC, RESET = "set_requires_gradient_sync", "reset_iter_state"  # of FSDP2
+
+
+def wrappers_in(module: nn.Module) -> list[Any]:
+    """Return the outermost modules that reduce gradients between ranks."""
+    if any(hasattr(module, name) for name in (BOUNDARY, SYNC, "no_sync")):
+        return [module]
+    return [wrapper for child in module.children() for wrapper in wrappers_in(child)]
+
+
+@contextmanager
+def without_reduction(wrappers: Iterable[Any]) -> Iterator[None]:
+    """Let gradients add up on each rank."""
+    with ExitStack() as stack:
+        for wrapper in wrappers:
+            if hasattr(wrapper, BOUNDARY):
+                before = getattr(wrapper, "_is_gradient_accumulation_boundary", None)
+                stack.callback(getattr(wrapper, BOUNDARY), before)
+                getattr(wrapper, BOUNDARY)(False)
+            elif hasattr(wrapper, SYNC):
+                stack.callback(getattr(wrapper, SYNC), True)
+                getattr(wrapper, SYNC)(False)
+            elif not _in_first_static_backward(wrapper):
+                stack.enter_context(wrapper.no_sync())
+        yield
+
+
+def _in_first_static_backward(wrapper: Any) -> bool:
+    """Return True before the first backward pass of DDP with ``static_graph``, which must reduce.
+
+    What has been averaged is averaged again with the rest, and stays as it is.
+    """
+    return getattr(wrapper, "static_graph", False) and not wrapper._static_graph_delay_allreduce_enqueued
+
+
+def holds_a_module(model: Any) -> bool:
+    """Return True for a wrapper whose ``module`` runs without it."""
+    engine = hasattr(model, BOUNDARY) and model.zero_optimization_stage() < 3
+    return engine or isinstance(model, DistributedDataParallel)
+
+
+@contextmanager
+def gathered(wrappers: Sequence[Any]) -> Iterator[None]:
+    """Hold all parameters of FSDP2 on each rank, so that passes communicate nothing."""
+    modules = [module for wrapper in wrappers for module in wrapper.modules() if hasattr(module, SYNC)]
+    for wrapper in wrappers:
+        wrapper._get_fsdp_state()._lazy_init()  # sets what is kept here
+    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    alone = {"post_forward_mesh_info": None, "reshard_after_backward": False, "reduce_grads": False}
+    before = [{name: getattr(group, name) for name in alone} for group in groups]
+    for module in modules:
+        module.unshard()
+    for group in groups:
+        vars(group).update(alone)
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            wrapper.reset_iter_state()  # a pass may have ended in the middle
+        for group, values in zip(groups, before, strict=True):
+            vars(group).update(values)
