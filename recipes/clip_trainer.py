@@ -307,7 +307,8 @@ class Trainer(loop.Loop):
             self.accelerator.print(f"{read} of the {len(sizes)} shards of its index are read")
         index = open_index(args.index) if args.index else sizes
         read = indexed_reader(wds.tarfile_to_samples(handler=wds.warn_and_continue), index)
-        options = {"num_workers": args.workers, "shuffle": args.shuffle, "seed": args.seed, "repeats": args.repeats}
+        options = {"num_workers": args.workers, "shuffle": args.shuffle, "seed": args.seed}
+        options |= {"repeats": args.repeats, "replacement": args.dataset_resampled}
         batches = ShardBatches(args.shards, read, args.batch_size, sizes=sizes, **options)
         if not 1 <= args.accumulate <= len(batches):
             raise SystemExit(f"--accumulate {args.accumulate}: an epoch has {len(batches)} batches on each process")
@@ -616,6 +617,7 @@ def parse(argv=None):
     root = loop.flags(__doc__, "runs/clip")
     add = root.add_argument
     add("--upsample", type=int, nargs="*", metavar="K", help="an epoch reads each source of --shards so often")
+    add("--dataset-resampled", action="store_true", help="draw the shards of an epoch with replacement")
     add("--index", default="", help="keys:N for img2dataset's keys, a .npy of uids; default: position in the shards")
     add("--sizes", type=Path, help="a saved ShardIndex; default: OUTPUT/shards.json, made once")
     add("--val-shards", help="held-out shards for recall after every epoch")
@@ -667,6 +669,8 @@ def parse(argv=None):
         raise SystemExit(
             f"--epochs-cooldown must be above 0 and at most --epochs {args.epochs}, got {args.epochs_cooldown}"
         )
+    if args.keep < 1:
+        raise SystemExit(f"--keep must be at least 1, got {args.keep}: --resume goes on from the newest state")
     if not 0 <= args.warmup < 1:
         raise SystemExit(f"--warmup is a share of the training, at least 0 and below 1, got {args.warmup}")
     if args.upsample is not None:
