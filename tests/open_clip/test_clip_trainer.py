@@ -25,9 +25,19 @@ open_clip = pytest.importorskip("open_clip")
 import compopt  # noqa: E402
 from recipes import clip_trainer as recipe  # noqa: E402
 from tests.launching import environment  # noqa: E402
-from tests.open_clip.data import caption_of, image_of, write_model, write_pairs  # noqa: E402
+from tests.open_clip.data import (  # noqa: E402
+    SIZES,
+    N,
+    arguments,
+    caption_of,
+    image_of,
+    rows,
+    same,
+    weights,
+    write_model,
+    write_pairs,
+)
 
-SIZES, N = [9, 13, 7, 11], 40
 LEARN = ("--epochs", "30", "--lr", "0.003", "--batch-size", "8")  # enough to tell some pairs
 
 
@@ -38,36 +48,11 @@ def given(tmp_path_factory):
     return write_pairs(folder / "shards", SIZES), model
 
 
-def arguments(given, output, *more, estimator="sogclr"):
-    shards, model = given
-    small = ["--batch-size", "4", "--epochs", "2", "--shuffle", "5", "--workers", "0", "--quiet"]
-    return [
-        *("--shards", str(shards), "--model", str(model), "--estimator", estimator, "--output", str(output)),
-        *small,
-        *more,
-    ]
-
-
 def train(given, output, *more, **options):
     try:
         recipe.main(arguments(given, output, *more, **options))
     except SystemExit as end:
         assert not end.code, end.code
-
-
-def weights(output, epoch=2):
-    return torch.load(output / f"epoch_{epoch}.pt", weights_only=True)["state_dict"]
-
-
-def rows(output, epoch=2):
-    est = compopt.SogCLREstimator(N)
-    compopt.load(est, output / f"epoch_{epoch}.compopt")
-    return est.read(torch.arange(N))
-
-
-def same(one, other):
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 WAYS = {
