@@ -1,12 +1,12 @@
-"""A day of two nodes, compressed: the CLIP trainer is told to stop, loses nodes, folders and its store, and goes on.
+"""A day of two nodes, compressed: the CLIP trainer is told to stop, loses nodes and folders, and goes on.
 
-    python -m benchmarks.nodes                  # ten minutes on a busy core
-    python -m benchmarks.nodes --rounds 20      # every event so often
+    python -m benchmarks.nodes                  # every event once
+    python -m benchmarks.nodes --rounds 20      # and so often
 
 Two agents of torchrun on one machine are two nodes: they share an output folder, have a folder for their rows each, and
 a store for uploads. After each event they start again with ``--resume``. The end must be that of a run that nobody
-disturbed, weights and rows, bit for bit, in the output and in the store. From the state that the loss of a node left, one
-node and three go on too. It runs in the environment of ``make test-clip``.
+disturbed, weights and rows, bit for bit, in the output and in the store. From the state that the loss of a node left,
+one node and three go on too. It runs in the environment of ``make test-clip``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from tests.open_clip.data import SIZES, N, arguments, rows, weights, write_model
 from tests.open_clip.nodes import EVENTS, LONG, Day, Nodes, disks_of
 
 LOST = "a node is lost"
-PER_EVENT = 2  # epochs of 10 updates: some pass before an event, and before it is noticed
-ABOUT = """The smallest CLIP model of the tests, SogCLR, rows sharded on disk, on two nodes of one process each. They have
-started again after every event. Anything but the end of a run that nobody disturbed would have ended the program with an
-error."""
+ABOUT = """The smallest CLIP model of the tests, SogCLR, rows sharded on disk, a state after every third update, on two
+nodes of one process each, which have started again after every event. Anything but the end of a run that nobody
+disturbed would have ended the program with an error."""
 
 
 def digest(folder: Path, epoch: int) -> str:
@@ -59,7 +58,7 @@ def go_on_elsewhere(flags: Callable[..., Sequence[str]], state: Path, epochs: in
 def carry_out(folder: Path, rounds: int) -> dict[str, object]:
     """Let every event happen so often, and compare the end."""
     flags = functools.partial(arguments, (write_pairs(folder / "shards", SIZES), write_model(folder)))
-    epochs, started = PER_EVENT * (rounds * len(EVENTS) + 1), time.perf_counter()
+    epochs, started = rounds * len(EVENTS) + 1, time.perf_counter()  # an event takes some of an epoch's ten updates
     run(flags, folder / "undisturbed", 2, "--epochs", str(epochs))
     day, others = Day(flags, folder, epochs), []
     for number in range(rounds):
@@ -80,16 +79,10 @@ def carry_out(folder: Path, rounds: int) -> dict[str, object]:
 def tables(found: dict[str, object]) -> list[str]:
     """Return the paragraphs of the page."""
     head = ["event", "newest state before", "after", "exit codes", "s"]
-    body = [
-        [
-            event["event"],
-            event["before"] or "none",
-            event["left"] or "none",
-            str(event["codes"]),
-            f"{event['seconds']:.0f}",
-        ]
-        for event in found["events"]
-    ]
+    body = []
+    for event in found["events"]:
+        states = [event[name] or "none" for name in ("before", "left")]
+        body.append([event["event"], *states, str(event["codes"]), f"{event['seconds']:.0f}"])
     ends = [["2", name, value, f"{found['epochs']} each"] for name, value in found["digests"].items()]
     for other in found["others"]:
         low, high = other["visits"]
