@@ -552,7 +552,9 @@ class Trainer(loop.Loop):
         line = f"loss {loss:.3f}, InfoNCE {info_nce:.3f}, {per_second:.0f} samples/s"
         self.bar.set_postfix_str(line)
         if self.args.quiet and launch.is_main():  # a log file has no progress bar
-            more = {"lr": place["lr"], "gradient norm": self.gradient_norm, **pace}
+            names = {"tau": "estimator/tau_median", "effective negatives": "estimator/effective_negatives"}
+            more = {name: estimator[key] for name, key in names.items()}
+            more |= {"lr": place["lr"], "gradient norm": self.gradient_norm, **pace}
             print(f"step {self.step}: {line}, " + ", ".join(f"{k} {v:.3g}" for k, v in more.items()), flush=True)
 
     # -- results -----------------------------------------------------------------------------------------------

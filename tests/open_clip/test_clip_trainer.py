@@ -228,6 +228,26 @@ def test_metrics_reach_a_tracker(given, tmp_path):
     assert 0 < last["data_seconds"] < last["step_seconds"] and last["gradient_norm"] > 0 and last["slowest_rank"] == 0
 
 
+def test_metrics_reach_the_console(given, tmp_path, capsys):
+    train(given, tmp_path, "--log-every", "5", "--epochs", "1", "--set", "tau=0.05")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    said = [dict(re.findall(r"(?:^|, |: )([\w ]+?) (\S+?)(?=,|$)", line)) for line in lines]
+    assert [line.split(":")[0] for line in lines] == ["step 5", "step 10"]
+    names = {"loss", "InfoNCE", "tau", "effective negatives", "lr", "gradient norm", "data_seconds", "step_seconds"}
+    assert names | {"data_seconds_slowest", "slowest_rank"} <= said[-1].keys() and "samples/s" in lines[-1]
+    assert float(said[-1]["tau"]) == pytest.approx(0.05) and 1 <= float(said[-1]["effective negatives"]) <= 3
+
+
+def test_the_process_that_waits_longest_is_named():
+    trainer = recipe.Trainer.__new__(recipe.Trainer)
+    trainer.paces = [torch.tensor([[0.1, 1.0], [0.5, 1.2]]), torch.tensor([[0.1, 1.0], [0.7, 1.2]])]
+    found = trainer._pace()
+    assert found == pytest.approx(
+        {"data_seconds": 0.35, "step_seconds": 1.1, "data_seconds_slowest": 0.6, "slowest_rank": 1}
+    )
+    assert trainer._pace() == {}
+
+
 def test_metrics_reach_wandb_without_a_network(given, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
