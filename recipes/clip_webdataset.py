@@ -59,7 +59,8 @@ class Decode:
 class Loop:
     """A model and an estimator in training, and their place in the data."""
 
-    decoder, window = Decode, 1  # batches of an update
+    decoder = Decode
+    window = 1  # batches of an update
 
     def __init__(self, args):
         self.args, self.step, self.saving = args, 0, None
@@ -88,9 +89,9 @@ class Loop:
     def build_batches(self):
         """Return the index, which gives samples rows by their place in the shards, and the batches."""
         args, path = self.args, self.args.output / "shards.json"
-        if not path.exists():
-            ShardIndex.build(args.shards).save(path)
-        index = ShardIndex.load(path)
+        index = ShardIndex.load(path) if path.exists() else ShardIndex.build(args.shards)
+        if RANK == 0:
+            index.save(path)
         read = indexed_reader(wds.tarfile_to_samples(handler=wds.warn_and_continue), index)
         options = {"num_workers": args.workers, "shuffle": args.shuffle, "seed": args.seed}
         return index, ShardBatches(args.shards, read, args.batch_size, sizes=index, **options)
@@ -148,7 +149,8 @@ class Loop:
 
     def loader(self):
         """Return the batches that are left of the epoch."""
-        return DataLoader(self.batches, batch_size=None, num_workers=self.args.workers)
+        options = {"num_workers": self.args.workers, "pin_memory": self.device.type == "cuda"}
+        return DataLoader(self.batches, batch_size=None, **options)
 
     def rate(self, progress):
         """Return the factor of the learning rate: a linear warm-up, then a cosine; ``progress`` goes from 0 to 1."""
@@ -159,7 +161,7 @@ class Loop:
 
     def encode(self, model, part):
         """Return the features of images and texts."""
-        images, texts = (inputs.to(self.device) for inputs in part)
+        images, texts = (inputs.to(self.device, non_blocking=True) for inputs in part)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.bf16):
             z1, z2, *_ = model(images, texts)
         return z1, z2
