@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -136,7 +136,7 @@ class Day:
     def __init__(self, flags: Flags, folder: Path, epochs: int) -> None:
         self.flags, self.folder, self.epochs = flags, folder, epochs
         self.output, self.store = folder / "out", folder / "store"
-        self.events: list[dict[str, object]] = []
+        self.events: list[dict[str, Any]] = []
         (folder / "file").touch()  # below which there is no folder
 
     def start(self, event: Event | None = None) -> Nodes:
