@@ -91,11 +91,8 @@ def tables(found: dict[str, Any]) -> list[str]:
         name = "gone on from the state that the lost node left"
         ends.append([str(other["nodes"]), name, other["digest"], f"{low} to {high}"])
     about = f"{ABOUT} {found['epochs']} epochs of {N} pairs; {found['seconds']:.0f} s in all."
-    return [
-        about,
-        table(head, body, "lllr"),
-        table(["nodes", "run", "digest of its end", "visits of a pair"], ends, "rllr"),
-    ]
+    runs = table(["nodes", "run", "digest of its end", "visits of a pair"], ends, "rllr")
+    return [about, table(head, body, "lllr"), runs]
 
 
 def main() -> None:
