@@ -28,8 +28,8 @@ from tests.open_clip.nodes import EVENTS, LONG, Day, Nodes, disks_of
 LOST = "a node is lost"
 ABOUT = """The smallest CLIP model of the tests, SogCLR, rows sharded on disk, a state after every third update, on two
 nodes of one process each, which have started again after every event. Anything but the end of a run that nobody
-disturbed would have ended the program with an error. Batches of one node and of three are others, so that their ends
-are; an epoch leaves out the pairs that fill no batch."""
+disturbed would have ended the program with an error. One node and three form other batches, so that they end
+otherwise; an epoch leaves out the pairs that fill no batch."""
 
 
 def digest(folder: Path, epoch: int) -> str:

@@ -110,7 +110,8 @@ class Loop:
 
     def prepare(self, model):
         """Keep the model, distributed, and its optimizer, after whose steps the estimator commits."""
-        model.logit_scale.requires_grad_(False).fill_(math.log(1 / self.est.sample_groups[0]["tau"]))
+        tau = self.est.sample_groups[0].get("tau", 0.07)  # what those who load the model take as its temperature
+        model.logit_scale.requires_grad_(False).fill_(math.log(1 / tau))
         parameters = [p for p in model.to(self.device).parameters() if p.requires_grad]
         gains = [p for p in parameters if p.ndim < 2] + list(self.est.parameters())
         matrices = {"params": [p for p in parameters if p.ndim > 1], "weight_decay": self.args.weight_decay}
