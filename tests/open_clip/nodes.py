@@ -19,7 +19,7 @@ from recipes.clip_trainer import STOPPED
 from tests.launching import environment
 from tests.pool import free_port
 
-WAIT = 240.0  # seconds
+WAIT = 600.0  # seconds: a busy machine takes minutes for what takes seconds
 LONG = ("--save-every", "3", "--shard", "--workers", "1")
 Flags = Callable[..., Sequence[str]]  # of an output folder and further flags
 

@@ -19,7 +19,7 @@ from tests.open_clip.nodes import EVENTS, LONG, WAIT, Day, Nodes, disks_of
 from tests.open_clip.test_clip_trainer import arguments, given, rows, same, weights  # noqa: F401
 from tests.pool import free_port
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(1800)]
 EPOCHS = 6
 WHOLE = ("--epochs", str(EPOCHS), *LONG)
 
@@ -75,7 +75,6 @@ def test_a_node_is_lost_and_two_or_one_or_three_go_on(flags, tmp_path, undisturb
             assert EPOCHS * 40 - 6 * EPOCHS < int(counts.sum()) <= EPOCHS * 40 and counts.max() == EPOCHS
 
 
-@pytest.mark.timeout(1800)  # six starts of two nodes
 def test_a_day(flags, tmp_path, undisturbed):
     """The bits are those of a day without events, here and in the store."""
     day = Day(flags, tmp_path, EPOCHS)
