@@ -15,34 +15,38 @@ rows, state/ what --resume reads. Batch sizes count per process and forward, as 
 
 import argparse
 import ast
+import contextlib
 import hashlib
 import inspect
 import json
 import math
 import os
+import random
 import shutil
 import socket
 import time
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import open_clip
 import torch
 import webdataset as wds
 from accelerate import DistributedDataParallelKwargs
 from accelerate.tracking import get_available_trackers
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import compopt
-from compopt.data import ShardIndex, shard_list
+from compopt.data import ShardBatches, ShardIndex, indexed_reader, shard_list
 from compopt.data.shard_files import check_files
 from compopt.files import lock
 from compopt.integrations import accelerate as integration
 from compopt.integrations.open_clip.options import DECIDED, METHODS, MODEL
 from compopt.integrations.open_clip.rows import open_index
 from recipes import checkpoints, launch, tars
+from recipes import clip_webdataset as loop
 from recipes.clip_evaluation import NAMES, TEMPLATES, Evaluation
-from recipes.clip_webdataset import IMAGES, Decode, Loop, flags, hold_scale, parameter_groups, write
 from recipes.uploads import Uploads, holds_run
 
 ELSEWHERE = DECIDED | {"dim", "dtype", "offload", "offload_dir", "shard"}  # what --set does not decide
@@ -53,6 +57,29 @@ MAX_SCALE = 100.0  # open_clip's bound of a learned logit_scale.exp()
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
+
+
+class Decode(loop.Decode):
+    """The loop's, which counts the samples that it leaves out."""
+
+    lost = 0
+
+    def __call__(self, samples):
+        with torch.random.fork_rng(devices=[]):
+            batch = super().__call__(samples)
+        self.lost += len(samples) - (0 if batch is None else len(batch[2]))
+        return batch
+
+    def pair(self, sample):
+        seed = hash((self.seed, self.epoch, sample["index"]))
+        random.seed(seed)  # of open_clip's colour jitter and of timm
+        np.random.seed(seed % 2**32)
+        return super().pair(sample)
+
+    def counted(self, batch):
+        """Return a batch, and the number of samples that were lost since the one before."""
+        lost, self.lost = self.lost, 0
+        return *batch, lost
 
 
 def count_samples(shards, path):
@@ -151,6 +178,16 @@ def rows_folder(args):
     return args.output / "rows"
 
 
+def parameter_groups(model, est, weight_decay):
+    """Matrices decay; gains, biases and temperatures do not (open_clip's rule)."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    plain = {name for name, p in named if p.ndim < 2 or any(word in name for word in ("bn", "ln", "bias"))}
+    return [
+        {"params": [p for name, p in named if name in plain] + list(est.parameters()), "weight_decay": 0.0},
+        {"params": [p for name, p in named if name not in plain], "weight_decay": weight_decay},
+    ]
+
+
 def link(source, target):
     """Link a file, or copy it where the file system has no links."""
     try:
@@ -163,12 +200,10 @@ def set_scale(model, group):
     """Learn the model's logit_scale, or keep it at the temperature of the estimator's sample group."""
     if group is None:  # DeepSpeed cannot send parameters without a dimension
         model.logit_scale = torch.nn.Parameter(model.logit_scale.detach().reshape(1))
-    else:
-        hold_scale(model, float(group.get("tau", group.get("tau_init", 0.07))))
-
-
-def required(parameter):
-    return parameter.default is inspect.Parameter.empty
+    else:  # no parameter: FSDP cannot shard those without a dimension
+        scale = 1 / float(group.get("tau", group.get("tau_init", 0.07)))
+        del model.logit_scale
+        model.register_buffer("logit_scale", torch.tensor(math.log(scale)))
 
 
 def build_estimator(args, options, n, dim):
@@ -177,7 +212,8 @@ def build_estimator(args, options, n, dim):
     batch = args.batch_size * launch.world_size() * (args.accumulate if args.gradient_cache else 1)
     given = {"n": n, "dim": dim, "batch_size": batch}
     if "batch_size" not in method.parameters:  # what is recommended depends on all of them; others take what they need
-        given = {k: v for k, v in given.items() if k in method.parameters and required(method.parameters[k])}
+        needed = {k for k, parameter in method.parameters.items() if parameter.default is inspect.Parameter.empty}
+        given = {k: v for k, v in given.items() if k in needed}
     rows = {"offload": args.offload, "offload_dir": rows_folder(args), "shard": args.shard}
     rows = {name: value for name, value in rows.items() if name in method.parameters}
     est = method.preset(**options, **given, **rows)
@@ -189,8 +225,14 @@ def build_estimator(args, options, n, dim):
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-class Trainer(Loop):
+class Stopped(Exception):
+    """The run was told to end before its next step, and has saved."""
+
+
+class Trainer(loop.Loop):
     """The loop on accelerate, which refuses at once what would go wrong later."""
+
+    decoder = Decode
 
     def start(self):
         args = self.args
@@ -203,6 +245,7 @@ class Trainer(Loop):
             )
         if args.ddp_static_graph:
             tracking["handlers"] = [DistributedDataParallelKwargs(static_graph=True)]
+        self.window, self.lost = args.accumulate, 0
         self.stopping = False  # a signal told this run to stop
         self.gradient_norm = math.nan  # of the last step that log_every divides
         windows = 1 if args.gradient_cache else args.accumulate
@@ -221,12 +264,8 @@ class Trainer(Loop):
         found = launch.from_main(checkpoints.latest(states))
         if found is not None and not args.resume:
             raise SystemExit(f"--output {args.output} holds a run: add --resume, or give another folder")
-        if (
-            args.upload
-            and found is None
-            and not args.evaluate
-            and launch.on_main(lambda: holds_run(args.upload, states))
-        ):
+        begins = found is None and not args.evaluate
+        if begins and args.upload and launch.on_main(lambda: holds_run(args.upload, states)):
             raise SystemExit(f"--upload {args.upload} holds a run: add --resume {args.upload}, or give another URL")
         if args.evaluate and not (args.val_shards or args.zero_shot):
             raise SystemExit("--evaluate: on what? give --val-shards or --zero-shot")
@@ -254,8 +293,8 @@ class Trainer(Loop):
         except RuntimeError as error:
             raise SystemExit(f"--output: {error}") from None
 
-    def load_indices(self):
-        """Return what gives samples their rows, and the sizes of all shards; counted once if nothing says them."""
+    def build_batches(self):
+        """Shards are counted once if nothing says their sizes; rows may come from keys or uids."""
         args = self.args
         path = args.sizes or args.output / "shards.json"
         if args.sizes and not path.exists():
@@ -264,7 +303,14 @@ class Trainer(Loop):
         sizes = ShardIndex.load(path)
         if (read := len(shard_list(args.shards))) < len(sizes):
             self.accelerator.print(f"{read} of the {len(sizes)} shards of its index are read")
-        return (open_index(args.index) if args.index else sizes), sizes
+        index = open_index(args.index) if args.index else sizes
+        read = indexed_reader(wds.tarfile_to_samples(handler=wds.warn_and_continue), index)
+        options = {"num_workers": args.workers, "shuffle": args.shuffle, "seed": args.seed}
+        options |= {"repeats": args.repeats, "replacement": args.dataset_resampled}
+        batches = ShardBatches(args.shards, read, args.batch_size, sizes=sizes, **options)
+        if not 1 <= args.accumulate <= len(batches):
+            raise SystemExit(f"--accumulate {args.accumulate}: an epoch has {len(batches)} batches on each process")
+        return index, batches
 
     def build_model(self):
         return build_model(self.args)
@@ -302,13 +348,13 @@ class Trainer(Loop):
     def _check_data(self):
         """Refuse before training what a look at some samples shows: foreign keys, nothing that can be decoded."""
         self.batches.read.check(shard_list(self.args.shards))
-        decode = Decode(self.preprocess_val, self.tokenizer)
+        decode = Decode(self.transforms[1], self.tokenizer)
         for flag, shards in ("--shards", self.batches.shards), ("--val-shards", shard_list(self.args.val_shards or [])):
             some = [look(flag, shard) for shard in (*shards[:1], *shards[-1:])]
             if shards and all(decode([{**sample, "index": 0} for sample in samples]) is None for samples in some):
                 raise SystemExit(
                     f"{flag}: none of the first {LOOK} samples of {shards[0]} and of {shards[-1]} can be decoded; a "
-                    f"sample has a picture ({', '.join(IMAGES)}) and a caption (txt)"
+                    f"sample has a picture ({', '.join(loop.IMAGES)}) and a caption (txt)"
                 )
 
     def _check_run(self, est, config, options):
@@ -355,12 +401,14 @@ class Trainer(Loop):
                 self.begin()
                 self.evaluate()
             else:
-                super().train()
+                with contextlib.suppress(Stopped):
+                    super().train()
             self.states.finish()
         self.accelerator.end_training()
+        left = self.uploads.finish(hurry=self.stopping) if self.uploads else {}
         if self.stopping:
             raise SystemExit(STOPPED)
-        if self.uploads and (left := self.uploads.finish(hurry=self.stopping)):
+        if left:
             missing = ", ".join(f"{path} ({why})" for path, why in left.items())
             raise SystemExit(f"--upload: the store lacks {missing}; the files in {self.args.output} are complete")
 
@@ -374,23 +422,29 @@ class Trainer(Loop):
             schedule.load_state_dict({"t": self.est.t})
             self.est.register_step_post_hook(lambda *_: schedule.step())
 
-    def run_epoch(self):
-        ended = super().run_epoch()
-        self.bar.close()
-        self.bar = None  # the loader's workers end
-        if ended and self.lost and launch.is_main():
-            tqdm.write(f"{self.lost} samples of process 0 could not be decoded or had no caption, so far")
-        return ended
+    @property
+    def samples(self):
+        """Samples that all processes have trained on."""
+        return self.batches.epoch * self.batches.n + self.batches.samples_seen
 
     def loader(self):
+        """Yield windows of batches, as long as the run is not told to stop; batches that make up no window are left."""
         batches = self.batches
-        pinned = compopt.accelerator.has_streams(self.device)
-        loader = super().loader(worker_init_fn=launch.leave_group, pin_memory=pinned)
+        options = {"pin_memory": compopt.accelerator.has_streams(self.device), "collate_fn": batches.decode.counted}
+        options |= {"num_workers": self.args.workers, "worker_init_fn": launch.leave_group}
+        loader = DataLoader(batches, batch_size=None, **options)
         loader = self.est.prefetch(loader, index=2) if self.args.prefetch else loader
         total, quiet = len(batches) + batches.done, not launch.is_main() or self.args.quiet
         self.began, self.waited, self.beats, self.paces = time.perf_counter(), 0.0, 0, []
-        self.bar = tqdm(self._timed(loader), total=total, initial=batches.done, unit="batch", disable=quiet)
-        return self.bar
+        self.started, self.first = self.began, self.samples
+        with tqdm(self._timed(loader), total=total, initial=batches.done, unit="batch", disable=quiet) as self.bar:
+            for window in zip(*[iter(self.bar)] * self.window, strict=False):
+                if self.stops():
+                    self.save()
+                    raise Stopped
+                yield window
+        if self.lost and launch.is_main():
+            tqdm.write(f"{self.lost} samples of process 0 could not be decoded or had no caption, so far")
 
     def rate(self, progress):
         args = self.args
@@ -410,7 +464,7 @@ class Trainer(Loop):
         self.stopping, self.beats = bool(beats[:, 0].any()), self.beats + 1
         if self.beats > 2:  # the first is of the epoch before, the second of the time before the first step
             self.paces.append(beats[:, 1:])
-        return self.stopping or super().stops()
+        return self.stopping or (self.args.max_steps is not None and self.step >= self.args.max_steps)
 
     def _timed(self, loader):
         """Yield batches, and note how long they were waited for."""
@@ -432,17 +486,8 @@ class Trainer(Loop):
         slowest = {"data_seconds_slowest": data.max().item(), "slowest_rank": int(data.argmax())}
         return {"data_seconds": data.mean().item(), "step_seconds": step.mean().item(), **slowest}
 
-    def _gradient_norm(self):
-        """Norm of all gradients before they are clipped."""
-        if launch.uses_deepspeed(self.accelerator):
-            return float(self.model.get_global_grad_norm() or math.nan)
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        scaler = self.accelerator.scaler
-        return norm.item() / (scaler.get_scale() if scaler is not None else 1.0)
-
     def update(self, window):
+        self.lost += sum(lost for *_, lost in window)
         return (self._cached if self.args.gradient_cache else self._accumulated)(window)
 
     def encode(self, model, part):
@@ -456,10 +501,11 @@ class Trainer(Loop):
     def _take_step(self):
         """After the window's last micro-batch the attached estimator commits; before, nothing happens."""
         accelerator = self.accelerator
-        if accelerator.sync_gradients and (self.step + 1) % self.args.log_every == 0:
-            self.gradient_norm = self._gradient_norm()
-        if accelerator.sync_gradients and self.args.grad_clip:
-            accelerator.clip_grad_norm_(self.model.parameters(), self.args.grad_clip)
+        logged = (self.step + 1) % self.args.log_every == 0
+        if accelerator.sync_gradients and (logged or self.args.grad_clip):
+            norm = accelerator.clip_grad_norm_(self.model.parameters(), self.args.grad_clip or math.inf)
+            if logged and norm is not None:  # DeepSpeed may have none
+                self.gradient_norm = float(norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if accelerator.sync_gradients and self.args.learn_scale and not launch.uses_deepspeed(accelerator):
@@ -489,20 +535,24 @@ class Trainer(Loop):
         self._take_step()
         return loss
 
-    def report(self, values):
+    def report(self, loss):
+        per_second = (self.samples - self.first) / (time.perf_counter() - self.started)
         estimator = {f"estimator/{name}": value.item() for name, value in self.est.metrics.items()}
         own = launch.from_all(estimator["estimator/effective_negatives"])  # the others are of the global batch
         estimator["estimator/effective_negatives"] = sum(own) / len(own)
         place = {"lr": self.optimizer.param_groups[0]["lr"], "lost": self.lost, "samples": self.samples}
-        place["samples_per_second_per_process"] = values["samples_per_second"] / launch.world_size()
+        place |= {"loss": loss, "samples_per_second": per_second}
+        place["samples_per_second_per_process"] = per_second / launch.world_size()
         place["gradient_norm"] = self.gradient_norm
         pace = self._pace()
-        self.accelerator.log({**values, **estimator, **place, **pace}, step=self.step)
+        self.accelerator.log({**estimator, **place, **pace}, step=self.step)
         info_nce = estimator["estimator/info_nce"]
-        line = f"loss {values['loss']:.3f}, InfoNCE {info_nce:.3f}, {values['samples_per_second']:.0f} samples/s"
+        line = f"loss {loss:.3f}, InfoNCE {info_nce:.3f}, {per_second:.0f} samples/s"
         self.bar.set_postfix_str(line)
         if self.args.quiet and launch.is_main():  # a log file has no progress bar
-            more = {"lr": place["lr"], "gradient norm": self.gradient_norm, **pace}
+            names = {"tau": "estimator/tau_median", "effective negatives": "estimator/effective_negatives"}
+            more = {name: estimator[key] for name, key in names.items()}
+            more |= {"lr": place["lr"], "gradient norm": self.gradient_norm, **pace}
             print(f"step {self.step}: {line}, " + ", ".join(f"{k} {v:.3g}" for k, v in more.items()), flush=True)
 
     # -- results -----------------------------------------------------------------------------------------------
@@ -518,13 +568,15 @@ class Trainer(Loop):
     def _export(self, epoch):
         """Write ``epoch_K.pt`` for open_clip and its tools; on all processes."""
         weights, path = self.accelerator.get_state_dict(self.model), self.args.output / f"epoch_{epoch}.pt"
+        partial = path.with_suffix(".partial")
         if launch.is_main():
             weights["logit_scale"] = weights["logit_scale"].reshape(())
             try:
                 with checkpoints.writing(path, self.args.output / "state"):
-                    write({"epoch": epoch, "name": self.name, "state_dict": weights}, path)
+                    torch.save({"epoch": epoch, "name": self.name, "state_dict": weights}, partial)
+                    partial.replace(path)
             finally:
-                path.with_suffix(".partial").unlink(missing_ok=True)
+                partial.unlink(missing_ok=True)
         launch.barrier()
 
     def _link_rows(self, state, epoch):
@@ -542,7 +594,7 @@ class Trainer(Loop):
         """Measure the model on --val-shards and --zero-shot, and tell what was found."""
         args = self.args
         self.model.eval()
-        decode = Decode(self.preprocess_val, self.tokenizer)
+        decode = Decode(self.transforms[1], self.tokenizer)
         measure = Evaluation(lambda *part: self.encode(self.model, part), decode)
         found = measure.recall(args.val_shards, args.val_samples) if args.val_shards else {}
         found |= measure.zero_shot(args.zero_shot) if args.zero_shot else {}
@@ -562,9 +614,10 @@ def option(text):
 
 
 def parse(argv=None):
-    root = flags(__doc__, "runs/clip")
+    root = loop.flags(__doc__, "runs/clip")
     add = root.add_argument
     add("--upsample", type=int, nargs="*", metavar="K", help="an epoch reads each source of --shards so often")
+    add("--dataset-resampled", action="store_true", help="draw the shards of an epoch with replacement")
     add("--index", default="", help="keys:N for img2dataset's keys, a .npy of uids; default: position in the shards")
     add("--sizes", type=Path, help="a saved ShardIndex; default: OUTPUT/shards.json, made once")
     add("--val-shards", help="held-out shards for recall after every epoch")
@@ -591,6 +644,8 @@ def parse(argv=None):
     add("--use-bn-sync", action="store_true", help="batch normalisation over all processes")
     add("--ddp-static-graph", action="store_true")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile of the model")
+    add("--max-steps", type=int, metavar="STEPS", help="stop there; --resume continues")
+    add("--accumulate", type=int, default=1, help="batches per update")
     add("--gradient-cache", action="store_true", help="samples of all --accumulate batches are negatives")
     add("--grad-clip", type=float, default=0.0)
     add("--precision", choices=("no", "bf16", "fp16"), default="no")
@@ -609,10 +664,13 @@ def parse(argv=None):
     add("--quiet", action="store_true", help="no progress bar; a line per report instead")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
     args = root.parse_args(argv)
+    args.repeats = None
     if args.lr_scheduler == "const-cooldown" and not 0 < args.epochs_cooldown <= args.epochs:
         raise SystemExit(
             f"--epochs-cooldown must be above 0 and at most --epochs {args.epochs}, got {args.epochs_cooldown}"
         )
+    if args.keep < 1:
+        raise SystemExit(f"--keep must be at least 1, got {args.keep}: --resume goes on from the newest state")
     if not 0 <= args.warmup < 1:
         raise SystemExit(f"--warmup is a share of the training, at least 0 and below 1, got {args.warmup}")
     if args.upsample is not None:

@@ -131,6 +131,38 @@ def test_shards_are_read_as_often_as_asked():
         batches_of(repeats=[0] * 10)
 
 
+def test_shards_are_drawn_with_replacement():
+    """On two ranks; a shard that is drawn twice in turn is read twice, and a resumed epoch has the same draws."""
+
+    def epoch(number, rank=0, ranks=1, workers=0, left=0, **options):
+        batches = batches_of(rank, ranks, workers, replacement=True, **options)
+        batches.set_epoch(number)
+        if left:
+            batches.advance(left)
+        return batches
+
+    counts = [Counter(sum((sum(read(epoch(number, rank, 2, 2)), []) for rank in (0, 1)), [])) for number in range(120)]
+    assert {sum(count.values()) for count in counts} == {TOTAL // 6 * 6} and counts[0] != counts[1]
+    mean = torch.tensor([[count[row] for row in range(TOTAL)] for count in counts]).double().mean(dim=0)
+    assert (mean - 96 / 99).abs().max() < 0.4  # each has a standard deviation of 0.09
+    order = epoch(3, shuffle=1, batch_size=1)
+    orders = [epoch(number)._order() for number in range(50)]
+    assert any(a == b for order in orders for a, b in zip(order, order[1:], strict=False))
+    for number in range(10):
+        whole = read(epoch(number))
+        assert read(epoch(number, left=11)) == whole[11:]
+        resumed = batches_of(2, 3, replacement=True, batch_size=2)
+        resumed.load_state_dict(epoch(number, left=11).state_dict())
+        assert len(read(resumed)) == (TOTAL - 33) // 6
+    weighted = batches_of(replacement=True, repeats=[20] + [1] * 9, batch_size=1)
+    first = sum(row < SIZES[0] for row in sum(read(weighted), [])) / weighted.n
+    assert 0.3 < first < 0.75  # of 20 * 5 among 194 on the mean
+    with pytest.raises(ValueError, match="the position is of other shards"):
+        batches_of().load_state_dict(order.state_dict())
+    with pytest.raises(TypeError, match="replacement"):
+        batches_of(replacement=1)
+
+
 def test_samples_that_cannot_be_read_make_a_batch_shorter():
     with pytest.warns(UserWarning, match="shard .*00004.tar gave 1 of 6"):
         given = read(batches_of(lost=[4], shuffle=20))

@@ -123,6 +123,9 @@ class ShardBatches(IterableDataset[Any]):
         seed: seed of all orders.
         repeats: how many times an epoch reads each of ``shards`` (up-sampling); ``None``: once each. A sample keeps the
             row that ``sizes`` gives it.
+        replacement: draw the shards of an epoch with replacement, those that ``repeats`` names several times more
+            often; an epoch still has ``n`` samples. A shard may then come several times or not at all, and a sample
+            twice in a batch, with the same row.
         decode: function from a list of samples to a batch, or to ``None`` if nothing can be made of them. A function
             that never returns ``None`` may as well be the loader's ``collate_fn``.
         rank, ranks: this process and their number; by default those of ``torch.distributed``.
@@ -173,6 +176,7 @@ class ShardBatches(IterableDataset[Any]):
         shuffle: int = 2000,
         seed: int = 0,
         repeats: Sequence[int] | None = None,
+        replacement: bool = False,
         decode: Callable[[list[Sample]], Any] | None = None,
         rank: int | None = None,
         ranks: int | None = None,
@@ -191,7 +195,10 @@ class ShardBatches(IterableDataset[Any]):
             times = [place for place, k in enumerate(repeats) for _ in range(checks.count("repeats", k))]
             self.shards, listed = [self.shards[place] for place in times], [listed[place] for place in times]
         self._counts = [count for _, count in listed]
-        self._fingerprint = hashlib.sha256(repr(listed).encode()).hexdigest()[:32]
+        checks.flag("replacement", replacement)
+        self._replacement = replacement
+        order = ("drawn", listed) if replacement else listed
+        self._fingerprint = hashlib.sha256(repr(order).encode()).hexdigest()[:32]
         grouped = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if grouped else 0
         ranks = ranks if ranks is not None else dist.get_world_size() if grouped else 1
@@ -355,7 +362,7 @@ class ShardBatches(IterableDataset[Any]):
         opened, at = -1, 0  # the open shard, the place in it
         stream: Iterator[Sample] = iter(())
         for shard, start, stop in self._places(spans):
-            if shard != opened:
+            if shard != opened or start < at:  # the same shard may be drawn twice in turn
                 opened, at, stream = shard, 0, iter(self.read(iter([{"url": self.shards[shard]}])))
             missing = stop - start
             for sample in islice(stream, start - at, stop - at):
@@ -369,9 +376,19 @@ class ShardBatches(IterableDataset[Any]):
                     f"append it under another name"
                 )
 
+    def _order(self) -> list[int]:
+        """Shards of the epoch in its order, of at least ``n`` samples together."""
+        if not self._replacement:
+            return block_order((self.seed, self.epoch), len(self.shards))
+        generator = torch.Generator("cpu").manual_seed(fold(self.seed, self.epoch))
+        drawn: list[int] = []
+        while sum(self._counts[shard] for shard in drawn) < self.n:
+            drawn += torch.randint(len(self.shards), (len(self.shards),), generator=generator).tolist()
+        return drawn
+
     def _places(self, spans: Iterable[list[int]]) -> Iterator[tuple[int, int, int]]:
         """``(shard, first, stop)`` of positions of the epoch, in its order of shards."""
-        order = block_order((self.seed, self.epoch), len(self.shards))
+        order = self._order()
         ends = list(accumulate(self._counts[shard] for shard in order))
         for start, stop in spans:
             at = bisect_right(ends, start)

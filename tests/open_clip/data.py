@@ -1,17 +1,21 @@
-"""A model of open_clip's and pairs in tar shards, both as small as they can be."""
+"""A model of open_clip's and pairs in tar shards, both as small as they can be, and what a run of them leaves."""
 
 import io
 import json
 import tarfile
 
 import numpy as np
+import torch
 from PIL import Image
+
+import compopt
 
 MODEL = {
     "embed_dim": 16,
     "vision_cfg": {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
     "text_cfg": {"context_length": 8, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
 }
+SIZES, N = [9, 13, 7, 11], 40
 WORDS = "red green blue round square large small old new left right near far open closed deep".split()
 
 
@@ -50,3 +54,28 @@ def write_pairs(folder, sizes, corrupt=(), captionless=(), first=0):
                     archive.addfile(member, io.BytesIO(content))
         row += size
     return folder
+
+
+def arguments(given, output, *more, estimator="sogclr"):
+    shards, model = given
+    small = ["--batch-size", "4", "--epochs", "2", "--shuffle", "5", "--workers", "0", "--quiet"]
+    return [
+        *("--shards", str(shards), "--model", str(model), "--estimator", estimator, "--output", str(output)),
+        *small,
+        *more,
+    ]
+
+
+def weights(output, epoch=2):
+    return torch.load(output / f"epoch_{epoch}.pt", weights_only=True)["state_dict"]
+
+
+def rows(output, epoch=2):
+    est = compopt.SogCLREstimator(N)
+    compopt.load(est, output / f"epoch_{epoch}.compopt")
+    return est.read(torch.arange(N))
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []

@@ -1,5 +1,7 @@
 """recipes/clip_evaluation.py: the measures of one process and of several, and open_clip's own."""
 
+import io
+import json
 import re
 
 import open_clip
@@ -19,22 +21,23 @@ from tests.open_clip.test_clip_trainer import arguments, given, launch, train  #
 CLASSES = WORDS[:7]
 
 
-@pytest.fixture(scope="module")
-def test_set(tmp_path_factory):
-    """Pictures of seven classes, of which one cannot be read."""
-    import io
-
-    folder = tmp_path_factory.mktemp("test_set")
+def write_test_set(folder, broken=()):
+    """Pictures of seven classes, of which some cannot be read."""
 
     def files(row, key):
         picture = io.BytesIO()
         Image.fromarray(image_of(row)).save(picture, "png")
-        return {"png": b"broken" if row == 5 else picture.getvalue(), "cls": str(row % 7).encode()}
+        return {"png": b"broken" if row in broken else picture.getvalue(), "cls": str(row % 7).encode()}
 
     tars.write_benchmark(folder / "test", 60, 25, files, progress=False)
     (folder / "classnames.txt").write_text("\n".join(CLASSES) + "\n")
     (folder / "zeroshot_classification_templates.txt").write_text("a {c} thing\n{c}\n")
     return folder
+
+
+@pytest.fixture(scope="module")
+def test_set(tmp_path_factory):
+    return write_test_set(tmp_path_factory.mktemp("test_set"), broken=[5])
 
 
 def measured(said, *names):
@@ -56,6 +59,23 @@ def test_zero_shot_is_open_clips(given, test_set, tmp_path, capsys):  # noqa: F8
         logits = model.encode_image(images, normalize=True) @ classifier
     theirs = zero_shot.accuracy(logits, torch.tensor([row % 7 for row in rows]), topk=(1, 5))
     assert ours == pytest.approx([*(hits / len(rows) for hits in theirs), 1], rel=1e-3)
+
+
+def test_clip_benchmark_measures_the_same_accuracy(given, tmp_path, capsys):  # noqa: F811
+    """It reads the same folder, to which ``dataset_type.txt`` may be added."""
+    from clip_benchmark.cli import main
+
+    folder = write_test_set(tmp_path / "mine")
+    (folder / "dataset_type.txt").write_text("classification\n")
+    train(given, tmp_path / "run", "--epochs", "1", "--zero-shot", str(folder))
+    ours = measured(capsys.readouterr().out, "zero_shot_top1", "zero_shot_top5")
+    more = ["--model", "micro", "--pretrained", str(tmp_path / "run" / "epoch_1.pt"), "--no_amp", "--num_workers", "0"]
+    more += ["--dataset", "wds/mine", "--dataset_root", str(folder), "--task", "zeroshot_classification"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["clip_benchmark", "eval", *more, "--output", str(tmp_path / "found.json")])
+        main()
+    metrics = json.loads((tmp_path / "found.json").read_text())["metrics"]
+    assert [metrics["acc1"], metrics["acc5"]] == pytest.approx(ours, abs=1e-3)
 
 
 def test_evaluation_alone_changes_nothing(given, tmp_path, capsys):  # noqa: F811

@@ -1,6 +1,8 @@
 """recipes/clip_webdataset.py: the loop to copy goes on where it was left, and trains as the trainer does."""
 
+import gc
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,26 +30,66 @@ def train(given, output, *more):
     clip_webdataset.main(arguments(given, output, *more))
 
 
-WAYS = {"plain": (), "workers": ("--workers", "2"), "cached": ("--accumulate", "2"), "bf16": ("--precision", "bf16")}
+class Killed(Exception):
+    pass
+
+
+def killed(given, output, step, *more):
+    """The same, killed before an update."""
+    original = clip_webdataset.Loop.update
+
+    def update(self, batch):
+        if self.step == step:
+            raise Killed
+        return original(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(clip_webdataset.Loop, "update", update)
+        train(given, output, *more)
+    gc.collect()  # what it held of the folder
+
+
+WAYS = {
+    "plain": (),
+    "workers": ("--workers", "2"),
+    "cached": ("--batch-size", "8", "--micro-batch-size", "4"),
+    "bf16": ("--bf16",),
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_loop_that_was_stopped_within_an_epoch_ends_with_the_same_bits(given, tmp_path, way):
+def test_a_loop_that_was_killed_ends_with_the_same_bits(given, tmp_path, way):
+    """Within an epoch, and after one."""
     train(given, tmp_path / "whole", *WAYS[way])
-    train(given, tmp_path / "stopped", *WAYS[way], "--max-steps", "3")
-    train(given, tmp_path / "stopped", *WAYS[way], "--resume")
+    killed(given, tmp_path / "killed", 3, *WAYS[way], "--save-every", "2")
+    assert (tmp_path / "killed" / "state-000000002.pt").exists()
+    killed(given, tmp_path / "killed", 8, *WAYS[way], "--save-every", "100")
+    train(given, tmp_path / "killed", *WAYS[way])
     for epoch in (1, 2):
-        same(weights(tmp_path / "stopped", epoch), weights(tmp_path / "whole", epoch))
-        same(rows(tmp_path / "stopped", epoch), rows(tmp_path / "whole", epoch))
+        same(weights(tmp_path / "killed", epoch), weights(tmp_path / "whole", epoch))
+        same(rows(tmp_path / "killed", epoch), rows(tmp_path / "whole", epoch))
     assert sorted(set(rows(tmp_path / "whole")["count"].tolist())) == [0, 2]  # one sample is corrupt
+    train(given, tmp_path / "killed", *WAYS[way])  # nothing is left to do
+
+
+def test_a_state_whose_rows_are_not_complete_does_not_count(given, tmp_path):
+    train(given, tmp_path / "whole")
+    killed(given, tmp_path / "killed", 5, "--save-every", "2")
+    newest = max((tmp_path / "killed" / "rows").iterdir())
+    assert "-t4-" in newest.name
+    (newest / "manifest.json").unlink()
+    train(given, tmp_path / "killed", "--save-every", "1")
+    same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
+    same(rows(tmp_path / "killed"), rows(tmp_path / "whole"))
+    assert len(list((tmp_path / "killed").glob("state-*.pt"))) == 3
 
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_the_trainer_is_this_loop_to_the_bit(given, tmp_path, cache):
-    accumulate = ("--accumulate", "2") if cache else ()
-    train(given, tmp_path / "loop", *accumulate, "--gamma", "0.8", "--save-every", "3")
-    more = (*accumulate, *(["--gradient-cache"] if cache else []), "--set", "gamma=0.8")
-    clip_trainer.main(arguments(given, tmp_path / "trainer", *more, "--quiet"))
+    ours = ("--batch-size", "8", "--micro-batch-size", "4") if cache else ()
+    theirs = ("--accumulate", "2", "--gradient-cache") if cache else ()
+    train(given, tmp_path / "loop", *ours, "--save-every", "3")
+    clip_trainer.main(arguments(given, tmp_path / "trainer", *theirs, "--quiet"))
     same(weights(tmp_path / "loop"), weights(tmp_path / "trainer"))
     same(rows(tmp_path / "loop"), rows(tmp_path / "trainer"))
     model, _, _ = open_clip.create_model_and_transforms("micro", pretrained=str(tmp_path / "loop" / "epoch_2.pt"))
@@ -68,13 +110,16 @@ def test_two_processes_of_the_loop(given, tmp_path):
     def run(output, *more):
         launch(2, given, output, *more, module="recipes.clip_webdataset", arguments=arguments)
 
-    more = ("--batch-size", "2", "--accumulate", "2")
+    more = ("--batch-size", "4", "--micro-batch-size", "2", "--save-every", "2")
     run(tmp_path / "whole", *more)
-    run(tmp_path / "stopped", *more, "--max-steps", "3")
-    run(tmp_path / "stopped", *more, "--resume")
-    same(weights(tmp_path / "stopped"), weights(tmp_path / "whole"))
-    same(rows(tmp_path / "stopped"), rows(tmp_path / "whole"))
-    run(tmp_path / "moved", *more, "--max-steps", "3")
-    train(given, tmp_path / "moved", "--batch-size", "8", "--resume")  # one process goes on
+    for folder in ("killed", "moved"):  # as if it had ended within the last epoch
+        shutil.copytree(tmp_path / "whole", tmp_path / folder)
+        (tmp_path / folder / "state-000000010.pt").unlink()
+        (tmp_path / folder / "epoch_2.pt").unlink()
+        shutil.rmtree(tmp_path / folder / "epoch_2.compopt")
+    run(tmp_path / "killed", *more)
+    same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
+    same(rows(tmp_path / "killed"), rows(tmp_path / "whole"))
+    train(given, tmp_path / "moved", "--batch-size", "8")  # one process goes on
     for folder in ("whole", "moved"):  # one sample is corrupt; a batch of two with it is replaced by another
         assert N - 2 <= int((rows(tmp_path / folder)["count"] >= 2).sum()) <= N - 1

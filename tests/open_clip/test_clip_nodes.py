@@ -1,6 +1,6 @@
 """recipes/clip_trainer.py on several nodes: agents of torchrun with disks of their own, which are lost."""
 
-import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -15,79 +15,29 @@ pytest.importorskip("open_clip")
 
 from recipes import clip_trainer as recipe
 from tests.launching import environment
+from tests.open_clip.nodes import EVENTS, LONG, WAIT, Day, Nodes, disks_of
 from tests.open_clip.test_clip_trainer import arguments, given, rows, same, weights  # noqa: F401
 from tests.pool import free_port
 
-pytestmark = pytest.mark.launch
-WAIT = 120.0
-EPOCHS = 4
-LONG = ("--epochs", str(EPOCHS), "--save-every", "3", "--shard", "--workers", "1")
-
-
-class Nodes:
-    """An agent of torchrun for each of several nodes, which share an output folder and have a disk each."""
-
-    def __init__(self, given, outputs, disks, *more, before=""):  # noqa: F811
-        self.outputs, self.agents, self.logs = outputs, [], []
-        port = str(free_port())
-        for node, (output, disk) in enumerate(zip(outputs, disks, strict=True)):
-            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(disks))]
-            command += ["--node_rank", str(node), "--nproc_per_node", "1"]
-            command += ["--master_addr", "127.0.0.1", "--master_port", port, "-m", "recipes.clip_trainer"]
-            command += arguments(given, output, "--batch-size", "2", *more)
-            command += ["--offload", "disk", "--offload-dir", str(disk)]
-            self.logs.append(disk.with_suffix(".log"))
-            with open(self.logs[-1], "w") as log:
-                pipes = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-                shell = ["bash", "-c", f'{before} exec "$@"', "bash"]
-                self.agents.append(subprocess.Popen([*shell, *command], env=environment(), **pipes))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for node in range(len(self.agents)):
-            self.kill(node)
-
-    def kill(self, node):
-        """Lose a node: everything that runs there, at once."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            agent = psutil.Process(self.agents[node].pid)
-            for process in (agent, *agent.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        self.agents[node].wait()
-
-    def await_state(self, after=None):
-        """Wait for a state that is newer than another one; return its name."""
-        pointer, deadline = self.outputs[0] / "state" / "latest", time.monotonic() + WAIT
-        while not pointer.exists() or pointer.read_text() == after:
-            assert time.monotonic() < deadline and self.agents[0].poll() is None, self.said()
-            time.sleep(0.01)
-        return pointer.read_text()
-
-    def end(self):
-        """Wait for all; return their exit codes."""
-        return [agent.wait(WAIT) for agent in self.agents]
-
-    def said(self):
-        return "\n".join(log.read_text() for log in self.logs)
-
-
-def disks_of(folder, count):
-    folder.mkdir(exist_ok=True)
-    return [folder / f"disk{node}" for node in range(count)]
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(1800)]
+EPOCHS = 6
+WHOLE = ("--epochs", str(EPOCHS), *LONG)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(given, tmp_path_factory):  # noqa: F811
+def flags(given):  # noqa: F811
+    return functools.partial(arguments, given)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(flags, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
-    with Nodes(given, [folder / "out"] * 2, disks_of(folder, 2), *LONG) as nodes:
+    with Nodes(flags, [folder / "out"] * 2, disks_of(folder, 2), *WHOLE) as nodes:
         assert nodes.end() == [0, 0], nodes.said()
     return weights(folder / "out", EPOCHS), rows(folder / "out", EPOCHS)
 
 
-def test_two_nodes(given, tmp_path):  # noqa: F811
+def test_two_nodes(given, flags, tmp_path):  # noqa: F811
     """Each removes the stale rows of its own disk; a folder that they do not share is refused."""
     disks, output = disks_of(tmp_path, 2), tmp_path / "out"
     more = ("--offload", "disk", "--offload-dir")
@@ -95,26 +45,26 @@ def test_two_nodes(given, tmp_path):  # noqa: F811
     for file in stale:
         file.parent.mkdir(parents=True)
         file.touch()
-    with Nodes(given, [output] * 2, disks, "--epochs", "1") as nodes:
+    with Nodes(flags, [output] * 2, disks, "--epochs", "1") as nodes:
         assert nodes.end() == [0, 0], nodes.said()
     assert not any(file.exists() for file in stale)
     assert set(rows(output, 1)["count"].tolist()) == {1}
     (tmp_path / "unshared").mkdir()
-    with Nodes(given, [output, tmp_path / "unshared"], disks, "--resume") as nodes:
+    with Nodes(flags, [output, tmp_path / "unshared"], disks, "--resume") as nodes:
         assert 0 not in nodes.end()
         assert all("does not see what process 0 on" in log.read_text() for log in nodes.logs)
 
 
-def test_a_node_is_lost_and_two_or_one_or_three_go_on(given, tmp_path, undisturbed):  # noqa: F811
+def test_a_node_is_lost_and_two_or_one_or_three_go_on(flags, tmp_path, undisturbed):
     output = tmp_path / "out"
-    with Nodes(given, [output] * 2, disks_of(tmp_path, 2), *LONG) as nodes:
+    with Nodes(flags, [output] * 2, disks_of(tmp_path, 2), *WHOLE) as nodes:
         nodes.await_state()
         nodes.kill(1)
         assert nodes.end()[0] not in (0, None)
     for count in (2, 1, 3):
         copy = tmp_path / f"on{count}"
         shutil.copytree(output, copy)  # its rows go to new disks: a node may be another machine
-        with Nodes(given, [copy] * count, disks_of(tmp_path / f"disks{count}", count), *LONG, "--resume") as nodes:
+        with Nodes(flags, [copy] * count, disks_of(tmp_path / f"disks{count}", count), *WHOLE, "--resume") as nodes:
             assert nodes.end() == [0] * count, nodes.said()
         assert "begins anew" not in nodes.said()
         if count == 2:
@@ -125,36 +75,15 @@ def test_a_node_is_lost_and_two_or_one_or_three_go_on(given, tmp_path, undisturb
             assert EPOCHS * 40 - 6 * EPOCHS < int(counts.sum()) <= EPOCHS * 40 and counts.max() == EPOCHS
 
 
-def test_a_day(given, tmp_path, undisturbed):  # noqa: F811
-    """A node is told to stop, one is lost, the disk is full, uploads fail; the bits are those of a quiet day."""
-    output, disks = tmp_path / "out", disks_of(tmp_path, 2)
-    (tmp_path / "file").touch()
-    nowhere, store = f"file://{tmp_path}/file/run", f"file://{tmp_path}/store"
-    start = (given, [output] * 2, disks, *LONG, "--resume", "--upload")
-
-    with Nodes(*start, nowhere) as nodes:  # one node's torchrun is told to stop, as by a scheduler
-        state = nodes.await_state()
-        os.kill(nodes.agents[0].pid, signal.SIGTERM)
-        assert 0 not in nodes.end()
-        newer = (output / "state" / "latest").read_text()
-        assert newer > state and f"exitcode  : {recipe.STOPPED}" in nodes.logs[1].read_text(), nodes.said()
-
-    with Nodes(*start, nowhere) as nodes:
-        state = nodes.await_state(newer)
-        nodes.kill(1)
-        assert nodes.end()[0] != 0
-        assert "is not in the store" in nodes.said() and "training goes on" in nodes.said()
-
-    with Nodes(*start, store, before="ulimit -f 500;") as nodes:  # no file above 500 KiB
-        assert 0 not in nodes.end()
-        assert "could not be written" in nodes.said() and "is complete: --resume goes on from it" in nodes.said()
-
-    with Nodes(*start, store) as nodes:
-        assert nodes.end() == [0, 0], nodes.said()
-    same(weights(output, EPOCHS), undisturbed[0])
-    same(rows(output, EPOCHS), undisturbed[1])
-    same(weights(tmp_path / "store", EPOCHS), undisturbed[0])
-    same(rows(tmp_path / "store", EPOCHS), undisturbed[1])
+def test_a_day(flags, tmp_path, undisturbed):
+    """The bits are those of a day without events, here and in the store."""
+    day = Day(flags, tmp_path, EPOCHS)
+    for event in EVENTS:
+        day.bear(event)
+    day.finish()
+    for folder in (day.output, day.store):
+        same(weights(folder, EPOCHS), undisturbed[0])
+        same(rows(folder, EPOCHS), undisturbed[1])
 
 
 STAND_INS = {
@@ -180,7 +109,7 @@ def test_slurm_requeues_a_job_whose_time_is_over(given, tmp_path, undisturbed): 
     output, calls = tmp_path / "out", tmp_path / "calls"
     path = os.pathsep.join((str(tmp_path), os.path.dirname(sys.executable), os.environ["PATH"]))
     slurm = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": "node", "CALLS": str(calls), "PATH": path}
-    more = ("--batch-size", "2", *LONG, "--offload", "disk", "--offload-dir", str(tmp_path / "disk"))
+    more = ("--batch-size", "2", *WHOLE, "--offload", "disk", "--offload-dir", str(tmp_path / "disk"))
     command = ["bash", "recipes/slurm/clip.sbatch", *arguments(given, output, *more)]
 
     def job():

@@ -12,7 +12,7 @@ from open_clip_train import scheduler
 import compopt
 from recipes import clip_trainer as recipe
 from tests.open_clip.data import write_model, write_pairs
-from tests.open_clip.test_clip_trainer import arguments, given, rows, same, train, weights  # noqa: F401
+from tests.open_clip.test_clip_trainer import arguments, given, launch, rows, same, train, weights  # noqa: F401
 
 
 def parsed(given, *more):  # noqa: F811
@@ -107,3 +107,33 @@ def test_several_sources(given, tmp_path):  # noqa: F811
     assert count[:40].tolist() == [1] * 40 and count[40:].min() >= 1 and count[40:].max() <= 3
     with pytest.raises(SystemExit, match="--upsample: 1 factors for 2 sources"):
         recipe.main(arguments(given, tmp_path / "x", *both[:3], "--upsample", "3"))
+
+
+def test_shards_that_are_drawn_with_replacement(given, tmp_path):  # noqa: F811
+    """An epoch keeps its number of samples, and a run that was stopped draws the same."""
+    more = ("--dataset-resampled", "--epochs", "3", "--batch-size", "8", "--set", "tau=0.1")
+    train(given, tmp_path / "whole", *more)
+    train(given, tmp_path / "stopped", *more, "--max-steps", "7")
+    train(given, tmp_path / "stopped", *more, "--resume")
+    same(weights(tmp_path / "stopped", 3), weights(tmp_path / "whole", 3))
+    same(rows(tmp_path / "stopped", 3), rows(tmp_path / "whole", 3))
+    count = rows(tmp_path / "whole", 3)["count"]
+    assert count.min() < 3 < count.max() and int(count.sum()) <= 3 * 40  # less: twice in a batch is one visit
+    with pytest.raises(ValueError, match="the position is of other shards"):
+        recipe.main(arguments(given, tmp_path / "stopped", *more[1:], "--resume"))
+
+
+def test_no_state_is_not_enough(given):  # noqa: F811
+    with pytest.raises(SystemExit, match="--keep must be at least 1, got 0"):
+        parsed(given, "--keep", "0")
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("cache", [(), ("--accumulate", "2", "--gradient-cache")])
+def test_a_static_graph_changes_nothing(given, tmp_path, cache):  # noqa: F811
+    more = ("--epochs", "1", "--batch-size", "2", *cache)
+    launch(2, given, tmp_path / "dynamic", *more)
+    launch(2, given, tmp_path / "static", *more, "--ddp-static-graph")
+    for found in (weights, rows):  # the first cached window is reduced in two parts
+        one, other = found(tmp_path / "static", 1), found(tmp_path / "dynamic", 1)
+        torch.testing.assert_close(one, other, rtol=1e-4 * bool(cache), atol=1e-4 * bool(cache))

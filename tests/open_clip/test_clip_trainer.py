@@ -25,9 +25,19 @@ open_clip = pytest.importorskip("open_clip")
 import compopt  # noqa: E402
 from recipes import clip_trainer as recipe  # noqa: E402
 from tests.launching import environment  # noqa: E402
-from tests.open_clip.data import caption_of, image_of, write_model, write_pairs  # noqa: E402
+from tests.open_clip.data import (  # noqa: E402
+    SIZES,
+    N,
+    arguments,
+    caption_of,
+    image_of,
+    rows,
+    same,
+    weights,
+    write_model,
+    write_pairs,
+)
 
-SIZES, N = [9, 13, 7, 11], 40
 LEARN = ("--epochs", "30", "--lr", "0.003", "--batch-size", "8")  # enough to tell some pairs
 
 
@@ -38,36 +48,11 @@ def given(tmp_path_factory):
     return write_pairs(folder / "shards", SIZES), model
 
 
-def arguments(given, output, *more, estimator="sogclr"):
-    shards, model = given
-    small = ["--batch-size", "4", "--epochs", "2", "--shuffle", "5", "--workers", "0", "--quiet"]
-    return [
-        *("--shards", str(shards), "--model", str(model), "--estimator", estimator, "--output", str(output)),
-        *small,
-        *more,
-    ]
-
-
 def train(given, output, *more, **options):
     try:
         recipe.main(arguments(given, output, *more, **options))
     except SystemExit as end:
         assert not end.code, end.code
-
-
-def weights(output, epoch=2):
-    return torch.load(output / f"epoch_{epoch}.pt", weights_only=True)["state_dict"]
-
-
-def rows(output, epoch=2):
-    est = compopt.SogCLREstimator(N)
-    compopt.load(est, output / f"epoch_{epoch}.compopt")
-    return est.read(torch.arange(N))
-
-
-def same(one, other):
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 WAYS = {
@@ -241,6 +226,26 @@ def test_metrics_reach_a_tracker(given, tmp_path):
     assert told <= set(events.Tags()["scalars"])
     last = {name: events.Scalars(name)[-1].value for name in told}
     assert 0 < last["data_seconds"] < last["step_seconds"] and last["gradient_norm"] > 0 and last["slowest_rank"] == 0
+
+
+def test_metrics_reach_the_console(given, tmp_path, capsys):
+    train(given, tmp_path, "--log-every", "5", "--epochs", "1", "--set", "tau=0.05")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    said = [dict(re.findall(r"(?:^|, |: )([\w ]+?) (\S+?)(?=,|$)", line)) for line in lines]
+    assert [line.split(":")[0] for line in lines] == ["step 5", "step 10"]
+    names = {"loss", "InfoNCE", "tau", "effective negatives", "lr", "gradient norm", "data_seconds", "step_seconds"}
+    assert names | {"data_seconds_slowest", "slowest_rank"} <= said[-1].keys() and "samples/s" in lines[-1]
+    assert float(said[-1]["tau"]) == pytest.approx(0.05) and 1 <= float(said[-1]["effective negatives"]) <= 3
+
+
+def test_the_process_that_waits_longest_is_named():
+    trainer = recipe.Trainer.__new__(recipe.Trainer)
+    trainer.paces = [torch.tensor([[0.1, 1.0], [0.5, 1.2]]), torch.tensor([[0.1, 1.0], [0.7, 1.2]])]
+    found = trainer._pace()
+    assert found == pytest.approx(
+        {"data_seconds": 0.35, "step_seconds": 1.1, "data_seconds_slowest": 0.6, "slowest_rank": 1}
+    )
+    assert trainer._pace() == {}
 
 
 def test_metrics_reach_wandb_without_a_network(given, tmp_path, monkeypatch):

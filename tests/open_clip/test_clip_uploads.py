@@ -3,6 +3,7 @@
 import contextlib
 import json
 import signal
+import time
 import uuid
 
 import fsspec
@@ -134,3 +135,24 @@ def test_a_signal_at_the_last_step_is_the_end_of_the_run(given, tmp_path, whole,
     monkeypatch.setattr(recipe.Trainer, "end_epoch", end_epoch)
     train(given, tmp_path, "--epochs", "1")
     assert (tmp_path / "epoch_1.pt").exists()
+
+
+def test_a_run_that_was_told_to_stop_tries_once_to_upload_its_state(given, tmp_path, url, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(uploads.Uploads.__init__, "__defaults__", ((600.0,),))
+    tried, original = [], recipe.Trainer.update
+
+    def put_file(self, *args, **kwargs):
+        tried.append(args)
+        time.sleep(0.2)
+        raise ConnectionError("no route to host")
+
+    def update(self, window):
+        if self.step == 6:
+            signal.raise_signal(signal.SIGTERM)
+        return original(self, window)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    monkeypatch.setattr(recipe.Trainer, "update", update)
+    with pytest.raises(SystemExit) as end:
+        recipe.main(arguments(given, tmp_path, "--upload", url))
+    assert end.value.code == recipe.STOPPED and len(tried) == 1

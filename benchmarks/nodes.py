@@ -1,0 +1,109 @@
+"""A day of two nodes, compressed: the CLIP trainer is told to stop, loses nodes and folders, and goes on.
+
+    python -m benchmarks.nodes                  # every event once
+    python -m benchmarks.nodes --rounds 20      # and so often
+
+Two agents of torchrun on one machine are two nodes: they share an output folder, have a folder for their rows each, and
+a store for uploads. After each event they start again with ``--resume``. The end must be that of a run that nobody
+disturbed, weights and rows, bit for bit, in the output and in the store. From the state that the loss of a node left,
+one node and three go on too. It runs in the environment of ``make test-clip``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import environment, finish, table
+from tests.open_clip.data import SIZES, N, arguments, rows, weights, write_model, write_pairs
+from tests.open_clip.nodes import EVENTS, LONG, Day, Nodes, disks_of
+
+LOST = "a node is lost"
+ABOUT = """The smallest CLIP model of the tests, SogCLR, rows sharded on disk, a state after every third update, on two
+nodes of one process each, which have started again after every event. Anything but the end of a run that nobody
+disturbed would have ended the program with an error. One node and three form other batches, so that they end
+otherwise; an epoch leaves out the pairs that fill no batch."""
+
+
+def digest(folder: Path, epoch: int) -> str:
+    """Hash weights and rows at the end of an epoch."""
+    found = hashlib.sha256()
+    for name, value in sorted({**weights(folder, epoch), **rows(folder, epoch)}.items()):
+        found.update(name.encode() + value.contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def run(flags: Callable[..., Sequence[str]], output: Path, count: int, *more: str) -> None:
+    """Train to the end on so many nodes, which begin with empty disks."""
+    disks = disks_of(output.with_name(f"{output.name}-disks"), count)
+    with Nodes(flags, [output] * count, disks, *LONG, *more) as nodes:
+        if nodes.end() != [0] * count:
+            raise AssertionError(nodes.said())
+
+
+def go_on_elsewhere(flags: Callable[..., Sequence[str]], state: Path, epochs: int, count: int) -> dict[str, Any]:
+    """Go on from a copy of a run's folder on another number of nodes."""
+    copy = state.with_name(f"on-{count}")
+    shutil.copytree(state, copy)
+    run(flags, copy, count, "--epochs", str(epochs), "--resume")
+    visits = rows(copy, epochs)["count"]
+    return {"nodes": count, "digest": digest(copy, epochs), "visits": [int(visits.min()), int(visits.max())]}
+
+
+def carry_out(folder: Path, rounds: int) -> dict[str, Any]:
+    """Let every event happen so often, and compare the end."""
+    flags = functools.partial(arguments, (write_pairs(folder / "shards", SIZES), write_model(folder)))
+    epochs, started = rounds * len(EVENTS) + 1, time.perf_counter()  # an event takes some of an epoch's ten updates
+    run(flags, folder / "undisturbed", 2, "--epochs", str(epochs))
+    day, others = Day(flags, folder, epochs), []
+    for number in range(rounds):
+        for name in EVENTS:
+            day.bear(name)
+            print(day.events[-1], flush=True)
+            if name == LOST and number == 0:
+                others = [go_on_elsewhere(flags, day.output, epochs, count) for count in (1, 3)]
+    day.finish()
+    ends = {"undisturbed": folder / "undisturbed", "disturbed": day.output, "disturbed, in the store": day.store}
+    digests = {name: digest(place, epochs) for name, place in ends.items()}
+    if len(set(digests.values())) != 1:
+        raise AssertionError(f"another end: {digests}")
+    seconds = time.perf_counter() - started
+    return {"epochs": epochs, "events": day.events, "others": others, "digests": digests, "seconds": seconds}
+
+
+def tables(found: dict[str, Any]) -> list[str]:
+    """Return the paragraphs of the page."""
+    head = ["event", "newest state before", "after", "exit codes", "s"]
+    body = []
+    for event in found["events"]:
+        states = [event[name] or "none" for name in ("before", "left")]
+        body.append([event["event"], *states, str(event["codes"]), f"{event['seconds']:.0f}"])
+    ends = [["2", name, value, ""] for name, value in found["digests"].items()]
+    for other in found["others"]:
+        low, high = other["visits"]
+        name = "gone on from the state that the lost node left"
+        ends.append([str(other["nodes"]), name, other["digest"], f"{low} to {high}"])
+    about = f"{ABOUT} {found['epochs']} epochs of {N} pairs; {found['seconds']:.0f} s in all."
+    runs = table(["nodes", "run", "digest of its end", "visits of a pair"], ends, "rllr")
+    return [about, table(head, body, "lllr"), runs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1, help="how often every event happens")
+    args = parser.parse_args()
+    env = environment()
+    with tempfile.TemporaryDirectory() as folder:
+        found = carry_out(Path(folder), args.rounds)
+    finish("nodes", "Two nodes through a day", env, tables(found), found)
+
+
+if __name__ == "__main__":
+    main()
