@@ -1,0 +1,300 @@
+"""Policies of pairs: what each option is worth to DCL and to the default, where negatives are false on purpose.
+
+    python -m benchmarks.studies.pairs tune  --wordnet FOLDER [--arms "repeats, glyphs: *"]   # rates, then strengths
+    python -m benchmarks.studies.pairs final --wordnet FOLDER    # three other seeds, test half
+    python -m benchmarks.studies.pairs report                    # results/pairs_quality.md
+
+Data, encoders and training are those of ``benchmarks.studies.default`` at batch 64, FOLDER too, and fewer of them:
+
+- ``repeats``: four samples of each caption (words: of each definition), which share a batch: every anchor has three
+  false negatives.
+- ``duplicates``: a tenth of the samples is in the data once more, under another index and in the same batch.
+- ``mined`` (words): every definition has four words, and at each visit a further negative, one of the 8 words that a
+  model, trained by DCL, finds nearest to it; some of these are right. Batches are random.
+
+The learning rate is chosen for DCL and for the default without a policy, then each option's strength at that rate.
+Each finished run is a line of ``results/pairs_quality.jsonl``; it is not run again. There are {runs} runs (and more
+where the best rate is at an end of its grid) of 10 to 25 seconds of one core: some 130 core-minutes in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import compopt
+from benchmarks.report import RESULTS, mean_spread, table
+from benchmarks.studies.default.mining import Clustered, neighbours
+from benchmarks.studies.default.tasks import DIM, Glyphs, Icons, Task, Words
+from benchmarks.studies.default.training import Setting, train, trained
+from benchmarks.studies.search import SEEDS, Arm, Job, Results, Search, by_seed, difference, main, provenance, settings
+from benchmarks.studies.state.cases import restricted
+from compopt import PairPolicy
+from recipes import text
+
+REPEATS, DUPLICATES, MINED = SITUATIONS = ("repeats", "duplicates", "mined")
+DATA, BASES = ("glyphs", "icons", "words"), ("DCL", "recommended")
+PAIRS, SAMPLES, BATCH, TAU = 8_192, 32_768, 64, 0.07
+TIMES, COPIED, NEAREST = 4, 11, 8  # samples of a caption; one in 11 samples is a copy; words that are mined
+RATES, WIDEN = (4e-3, 8e-3, 1.6e-2), {"lr": 2.0}
+TEACHER = Setting(batch=BATCH, lr=8e-3, samples=SAMPLES, seed=99)
+
+
+# -- options -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Option:
+    """A policy, and what its calls take.
+
+    Attributes:
+        policy: from its strength.
+        strengths: that are tried; none if it has none, or takes another option's.
+        told: samples of one caption are not each other's negatives.
+        mined: with the mined negatives, where there are any.
+        takes: the option whose settings it begins with; ``None``: its own learning rate is chosen.
+        of: the situations and the estimators that take it.
+    """
+
+    policy: Callable[[float], PairPolicy | None] = lambda strength: None
+    strengths: tuple[float, ...] = ()
+    told: bool = False
+    mined: bool = True
+    takes: str | None = "no policy"
+    of: tuple[tuple[str, ...], tuple[str, ...]] = (SITUATIONS, BASES)
+
+
+MARGIN = "false negatives, margin"
+DCL, ONLY_MINED, NOT_MINED = (SITUATIONS, BASES[:1]), ((MINED,), BASES), ((REPEATS, DUPLICATES), BASES[:1])
+OPTIONS: Mapping[str, Option] = {
+    "no policy": Option(takes=None),
+    "no mined negatives": Option(mined=False, of=ONLY_MINED),
+    MARGIN: Option(lambda m: PairPolicy(false_negatives=m), (-0.05, 0.05, 0.2)),
+    f"{MARGIN}, mined ones spared": Option(
+        lambda m: PairPolicy(false_negatives=m, spare_extra=True), takes=MARGIN, of=ONLY_MINED
+    ),
+    "false negatives, relative": Option(lambda r: PairPolicy(false_negatives=("relative", r)), (0.8, 0.95)),
+    "false negatives, guided": Option(lambda m: PairPolicy(false_negatives=m, guided=True), (-0.2, -0.05), of=DCL),
+    "hardness": Option(lambda beta: PairPolicy(hardness=beta), (1.0, 4.0)),
+    "hardness of mined ones": Option(lambda beta: PairPolicy(hardness=(0.0, beta)), (1.0, 4.0), of=ONLY_MINED),
+    "prior": Option(lambda share: PairPolicy(prior=share), (0.01, 0.05), of=DCL),
+    "told": Option(told=True),
+    "positives by label": Option(lambda strength: PairPolicy(positives="labels"), of=NOT_MINED),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairArm(Arm):
+    """An option in a situation."""
+
+    situation: str
+    data: str
+    base: str
+    option: str
+
+
+def _arm(situation: str, data: str, base: str, name: str) -> PairArm:
+    option = OPTIONS[name]
+    grids = {"strength": option.strengths} if option.strengths else {}
+    own, after = {"grids": {"lr": RATES}, "widen": WIDEN}, f"{situation}, {data}: {base}, {option.takes}"
+    chosen: Mapping[str, Any] = own if option.takes is None else {"grids": grids, "after": after}
+    return PairArm(situation=situation, data=data, base=base, option=name, **chosen)
+
+
+ARMS: Mapping[str, PairArm] = {
+    f"{situation}, {data}: {base}, {name}": _arm(situation, data, base, name)
+    for situation in SITUATIONS
+    for data in (DATA if situation != MINED else ("words",))
+    for base in BASES
+    for name, option in OPTIONS.items()
+    if situation in option.of[0] and base in option.of[1]
+}
+RUNS = sum(len(SEEDS) + sum(map(len, arm.grids.values())) for arm in ARMS.values())
+__doc__ = (__doc__ or "").format(runs=RUNS)
+
+
+def score(result: dict[str, Any]) -> float:
+    """Recall on the validation half."""
+    return result["metrics"]["validation/recall"]
+
+
+STUDY = Search(ARMS, RESULTS / "pairs_quality.jsonl", score)
+
+
+# -- data ----------------------------------------------------------------------------------------------------------
+
+
+def load(situation: str, data: str, part: str, wordnet: Path | None) -> tuple[Any, Tensor]:
+    """Return the task, and the clusters of samples that share a batch, ``(n,)``."""
+    if data == "words":
+        task, chosen = _words(situation, part, wordnet)
+    else:
+        task = {"glyphs": Glyphs, "icons": Icons}[data](part, limit=0)
+        chosen = choose(task.caption, situation)
+        task = restricted(task, chosen)
+    same = {REPEATS: task.group, DUPLICATES: chosen, MINED: torch.arange(task.n)}[situation]
+    return task, same.unique(return_inverse=True)[1]
+
+
+def _words(situation: str, part: str, wordnet: Path | None) -> tuple[Words, Tensor]:
+    """Definitions are the anchors of the first direction, and words their candidates."""
+    pairs = text.load(wordnet, held_out=4096, each=situation != DUPLICATES)
+    pairs = replace(pairs, queries=pairs.documents, documents=pairs.queries)
+    definition = np.unique([pairs.queries[at] for at in pairs.train], return_inverse=True)[1]
+    group = torch.from_numpy(definition)
+    chosen = choose(group, situation)
+    task = Words(part, pairs=replace(pairs, train=pairs.train[chosen]))
+    task.group = group[chosen]
+    return task, chosen
+
+
+def choose(caption: Tensor, situation: str) -> Tensor:
+    """Return positions of the training samples, ``(PAIRS,)``: some twice, or ``TIMES`` of each caption."""
+    draw = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(caption), generator=draw)
+    if situation == DUPLICATES:
+        copies = PAIRS // COPIED
+        return torch.cat([order[: PAIRS - copies], order[:copies]])
+    often = (torch.bincount(caption) >= TIMES).nonzero().flatten()
+    often = often[torch.randperm(len(often), generator=draw)[: PAIRS // TIMES]]
+    order = order[caption[order].argsort(stable=True)]
+    first = torch.searchsorted(caption[order], often)
+    return order[first[:, None] + torch.arange(TIMES)].flatten()
+
+
+def teacher_features(task: Task, arm: PairArm) -> list[Tensor]:
+    """Return both sides' features of a model that DCL has trained in random batches; guide and miner."""
+    name = f"pairs_{arm.situation}_{arm.data}.npz"
+    model = trained(task, lambda task: compopt.DCLEstimator(TAU), TEACHER, name)
+    with torch.no_grad():
+        return [F.normalize(side) for side in task.training_features(model)]
+
+
+# -- one run -------------------------------------------------------------------------------------------------------
+
+
+class Policed:
+    """An estimator with a policy, and the arguments that its calls take beside the features.
+
+    Args:
+        arm: of the study.
+        strength: of its option.
+        task: the data.
+        teacher: features of both sides, where the arm has a guide or mined negatives.
+        nearest: the mined words of each sample, ``(n, NEAREST)``, where the arm has them.
+    """
+
+    def __init__(
+        self, arm: PairArm, strength: float, task: Any, teacher: Sequence[Tensor] = (), nearest: Tensor | None = None
+    ) -> None:
+        self.option, self.task, self.teacher, self.nearest = OPTIONS[arm.option], task, teacher, nearest
+        self.policy = self.option.policy(strength)
+        options: dict[str, Any] = {"mode": task.mode, "pairs": self.policy}
+        if arm.base == "DCL":
+            self.est = compopt.DCLEstimator(TAU, **options)
+        else:
+            self.est = compopt.recommended(DIM, task.n, BATCH, **options)
+
+    def watch(self, model: nn.Module) -> None:
+        """See the encoders, which mined negatives need too."""
+        self.model: Any = model
+
+    def __call__(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+        """Return the loss of a batch; the mined negatives are drawn here."""
+        group, policy = self.task.group, self.policy or PairPolicy()
+        given, guide = dict[str, Any](), [side[index] for side in self.teacher]
+        if self.option.told:
+            given["index2"] = group[index]
+        if policy.positives == "labels":
+            given["labels"] = group[index]
+        if self.nearest is not None:
+            mined = self.nearest[index, torch.randint(NEAREST, (len(index),))]
+            given["extra"] = self.model.text(self.task.answers[mined])
+            given["extra_index"] = group[mined] if self.option.told else mined
+            guide.append(self.teacher[1][mined])
+        if policy.guided:
+            given["guide"] = guide
+        return self.est(z1, z2, index, **given)
+
+    def step(self) -> None:
+        self.est.step()
+
+    def parameters(self) -> list[Tensor]:
+        return []
+
+
+def run_one(job: Job, wordnet: Path | None) -> dict[str, Any]:
+    """Train and evaluate, in this process."""
+    arm, part = ARMS[job.arm], "test" if job.final else "validation"
+    task, clusters = load(arm.situation, arm.data, part, wordnet)
+    option, facts = OPTIONS[arm.option], dict[str, Any]()
+    strength = job.options.get("strength", 0.0)
+    mines, policy = arm.situation == MINED and option.mined, option.policy(strength)
+    teacher = teacher_features(task, arm) if mines or (policy and policy.guided) else []
+    nearest = neighbours(teacher, 0, NEAREST)[0] if mines else None
+    if nearest is not None:
+        facts["wrong_mined"] = (task.group[nearest] == task.group[:, None]).float().mean().item()
+    setting = Setting(batch=BATCH, lr=job.options["lr"], samples=SAMPLES, seed=job.seed)
+    order = Clustered(clusters, BATCH, job.seed)
+    model, _, seconds = train(task, lambda task: Policed(arm, strength, task, teacher, nearest), setting, order=order)
+    metrics = {f"{part}/{name}": round(value, 6) for name, value in task.score(model).items()}
+    return {"metrics": metrics, "seconds": round(seconds, 1), **facts}
+
+
+# -- the page ------------------------------------------------------------------------------------------------------
+
+ABOUT = (
+    f"{PAIRS:,} training pairs, {SAMPLES:,} samples seen, batch {BATCH}, temperature {TAU}, small encoders from "
+    "scratch. Recall as in the study of the default (glyphs, words: R@1; icons: accuracy among 500 names), in per cent "
+    f"on the test half, mean ± standard deviation of the seeds {', '.join(map(str, SEEDS))}; in brackets the gain over "
+    "the same estimator without a policy, mean of the differences by seed ± their standard error. `recommended` is a "
+    "`MemoryEstimator` here; empty cells are options that a memory refuses. *Told*: `index2=` says which samples have "
+    "one caption. *Guided*: by a model that DCL has trained on the same data in random batches. *Positives by label*: "
+    '`positives="labels"`, all samples of the caption.'
+)
+LIMITS = (
+    "Limits: small data, small encoders, four passes. False negatives are more frequent in a batch than in random "
+    "batches of these data, where duplicates would hardly ever meet. The learning rate is that of no policy, and the "
+    "temperature is not tuned, which hardness could stand in for. Strengths are chosen by one seed from two or three "
+    "values."
+)
+TITLES = {
+    REPEATS: f"Captions that repeat: {TIMES} samples of each, in one batch",
+    DUPLICATES: "Duplicates: a tenth of the samples once more, in the same batch",
+    MINED: f"Mined negatives: one of the {NEAREST} nearest words for each definition, {{wrong}} % of them wrong",
+}
+CHOSEN = "Chosen on seed 100 by recall on the validation half, in per cent; the chosen ones are bold."
+
+
+def page(results: Results) -> str:
+    """The page from the finished runs."""
+    finals, runs = STUDY.finals(results), list(results.values())
+    wrong = mean_spread([run["wrong_mined"] for run in runs if "wrong_mined" in run][:1], 100)
+    parts = ["# What policies of pairs are worth", provenance(runs, "benchmarks/studies/pairs.py"), ABOUT, LIMITS]
+    for situation in SITUATIONS:
+        parts += [f"## {TITLES[situation].format(wrong=wrong)}", _of_situation(finals, situation)]
+    return "\n\n".join([*parts, settings(STUDY, results, CHOSEN, "validation", 1)])
+
+
+def _of_situation(finals: dict[str, list[dict[str, Any]]], situation: str) -> str:
+    columns = dict.fromkeys(f"{arm.data}: {arm.base}" for arm in ARMS.values() if arm.situation == situation)
+    rows = [name for name, option in OPTIONS.items() if situation in option.of[0]]
+    cells = [[name, *(_cell(finals, f"{situation}, {column}", name) for column in columns)] for name in rows]
+    return table(["", *columns], cells)
+
+
+def _cell(finals: dict[str, list[dict[str, Any]]], where: str, name: str) -> str:
+    runs, base = (by_seed(finals.get(f"{where}, {each}", []), "test/recall") for each in (name, "no policy"))
+    gain = "" if name == "no policy" else difference(runs, base)
+    return (mean_spread(list(runs.values())) + (f" ({gain})" if gain else "")) if runs else ""
+
+
+if __name__ == "__main__":
+    main(STUDY, "benchmarks.studies.pairs", __doc__, run_one, page, needs_data=lambda arm: ARMS[arm].data == "words")
