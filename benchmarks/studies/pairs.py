@@ -6,7 +6,7 @@
 
 Data, encoders and training are those of ``benchmarks.studies.default`` at batch 64, FOLDER too, and fewer of them:
 
-- ``repeats``: four samples of each caption (words: of each definition), which share a batch: every anchor has three
+- ``repeats``: four samples of each frequent caption (words: definition), which share a batch: every anchor has three
   false negatives.
 - ``duplicates``: a tenth of the samples is in the data once more, under another index and in the same batch.
 - ``mined`` (words): every definition has four words, and at each visit a further negative, one of the 8 words that a
@@ -156,14 +156,12 @@ def _words(situation: str, part: str, wordnet: Path | None) -> tuple[Words, Tens
 
 
 def choose(caption: Tensor, situation: str) -> Tensor:
-    """Return positions of the training samples, ``(PAIRS,)``: some twice, or ``TIMES`` of each caption."""
-    draw = torch.Generator().manual_seed(0)
-    order = torch.randperm(len(caption), generator=draw)
+    """Return positions of the training samples, ``(PAIRS,)``: some twice, or ``TIMES`` of each frequent caption."""
+    order = torch.randperm(len(caption), generator=torch.Generator().manual_seed(0))
     if situation == DUPLICATES:
         copies = PAIRS // COPIED
         return torch.cat([order[: PAIRS - copies], order[:copies]])
-    often = (torch.bincount(caption) >= TIMES).nonzero().flatten()
-    often = often[torch.randperm(len(often), generator=draw)[: PAIRS // TIMES]]
+    often = torch.bincount(caption).argsort(descending=True, stable=True)[: PAIRS // TIMES]
     order = order[caption[order].argsort(stable=True)]
     first = torch.searchsorted(caption[order], often)
     return order[first[:, None] + torch.arange(TIMES)].flatten()
