@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.studies import pairs
-from benchmarks.studies.search import Search
+from benchmarks.studies.search import SEEDS, Search
 from recipes.text import TextPairs
 
 DEFINITIONS, HELD_OUT = 24, 8
@@ -39,6 +39,11 @@ def made_up(folder, held_out, each):
     out = [f"held{at}" for at in range(2 * HELD_OUT)]
     at = np.arange(len(words), len(words) + 2 * HELD_OUT)
     return TextPairs(words + out, definitions + out, np.arange(len(words)), at[:HELD_OUT], at[HELD_OUT:])
+
+
+def test_the_description_says_how_many_runs_there_are():
+    runs = sum(len(SEEDS) + sum(map(len, arm.grids.values())) for arm in pairs.ARMS.values())
+    assert f"There are {runs} runs" in pairs.__doc__
 
 
 @pytest.mark.parametrize("situation", pairs.SITUATIONS)
@@ -73,5 +78,5 @@ def test_every_arm_comes_onto_the_page(study):
     for name in study.arms:
         assert page.count(f"| {name} |") == bool(study.arms[name].grids), "each setting that was tried"
     for name, option in pairs.OPTIONS.items():
-        assert page.count(f"\n| {name} |") == len(option.of[0]), "a row of each situation"
+        assert page.count(f"\n| {name} |") == len(option.situations), "a row of each situation"
     assert page.count("±") > 3 * len(study.arms) // 2

@@ -13,8 +13,8 @@ Data, encoders and training are those of ``benchmarks.studies.default`` at batch
   model, trained by DCL, finds nearest to it; some of these are right. Batches are random.
 
 The learning rate is chosen for DCL and for the default without a policy, then each option's strength at that rate.
-Each finished run is a line of ``results/pairs_quality.jsonl``; it is not run again. There are {runs} runs (and more
-where the best rate is at an end of its grid) of 10 to 25 seconds of one core: some 130 core-minutes in all.
+Each finished run is a line of ``results/pairs_quality.jsonl``; it is not run again. There are 460 runs (and more
+where the best rate is at an end of its grid) of 12 to 25 seconds of one core: some 150 core-minutes in all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -60,7 +59,7 @@ class Option:
         told: samples of one caption are not each other's negatives.
         mined: with the mined negatives, where there are any.
         takes: the option whose settings it begins with; ``None``: its own learning rate is chosen.
-        of: the situations and the estimators that take it.
+        situations, bases: that have it.
     """
 
     policy: Callable[[float], PairPolicy | None] = lambda strength: None
@@ -68,25 +67,27 @@ class Option:
     told: bool = False
     mined: bool = True
     takes: str | None = "no policy"
-    of: tuple[tuple[str, ...], tuple[str, ...]] = (SITUATIONS, BASES)
+    situations: tuple[str, ...] = SITUATIONS
+    bases: tuple[str, ...] = BASES
 
 
-MARGIN = "false negatives, margin"
-DCL, ONLY_MINED, NOT_MINED = (SITUATIONS, BASES[:1]), ((MINED,), BASES), ((REPEATS, DUPLICATES), BASES[:1])
+MARGIN, DCL = "false negatives, margin", BASES[:1]  # a memory refuses guide, prior and several positives
 OPTIONS: Mapping[str, Option] = {
     "no policy": Option(takes=None),
-    "no mined negatives": Option(mined=False, of=ONLY_MINED),
+    "no mined negatives": Option(mined=False, situations=(MINED,)),
     MARGIN: Option(lambda m: PairPolicy(false_negatives=m), (-0.05, 0.05, 0.2)),
     f"{MARGIN}, mined ones spared": Option(
-        lambda m: PairPolicy(false_negatives=m, spare_extra=True), takes=MARGIN, of=ONLY_MINED
+        lambda m: PairPolicy(false_negatives=m, spare_extra=True), takes=MARGIN, situations=(MINED,)
     ),
     "false negatives, relative": Option(lambda r: PairPolicy(false_negatives=("relative", r)), (0.8, 0.95)),
-    "false negatives, guided": Option(lambda m: PairPolicy(false_negatives=m, guided=True), (-0.2, -0.05), of=DCL),
+    "false negatives, guided": Option(lambda m: PairPolicy(false_negatives=m, guided=True), (-0.2, -0.05), bases=DCL),
     "hardness": Option(lambda beta: PairPolicy(hardness=beta), (1.0, 4.0)),
-    "hardness of mined ones": Option(lambda beta: PairPolicy(hardness=(0.0, beta)), (1.0, 4.0), of=ONLY_MINED),
-    "prior": Option(lambda share: PairPolicy(prior=share), (0.01, 0.05), of=DCL),
+    "hardness of mined ones": Option(lambda beta: PairPolicy(hardness=(0.0, beta)), (1.0, 4.0), situations=(MINED,)),
+    "prior": Option(lambda share: PairPolicy(prior=share), (0.01, 0.05), bases=DCL),
     "told": Option(told=True),
-    "positives by label": Option(lambda strength: PairPolicy(positives="labels"), of=NOT_MINED),
+    "positives by label": Option(
+        lambda strength: PairPolicy(positives="labels"), situations=(REPEATS, DUPLICATES), bases=DCL
+    ),
 }
 
 
@@ -101,11 +102,12 @@ class PairArm(Arm):
 
 
 def _arm(situation: str, data: str, base: str, name: str) -> PairArm:
-    option = OPTIONS[name]
-    grids = {"strength": option.strengths} if option.strengths else {}
-    own, after = {"grids": {"lr": RATES}, "widen": WIDEN}, f"{situation}, {data}: {base}, {option.takes}"
-    chosen: Mapping[str, Any] = own if option.takes is None else {"grids": grids, "after": after}
-    return PairArm(situation=situation, data=data, base=base, option=name, **chosen)
+    where = {"situation": situation, "data": data, "base": base, "option": name}
+    takes, strengths = OPTIONS[name].takes, OPTIONS[name].strengths
+    if takes is None:
+        return PairArm(**where, grids={"lr": RATES}, widen=WIDEN)
+    grids = {"strength": strengths} if strengths else {}
+    return PairArm(**where, grids=grids, after=f"{situation}, {data}: {base}, {takes}")
 
 
 ARMS: Mapping[str, PairArm] = {
@@ -114,10 +116,8 @@ ARMS: Mapping[str, PairArm] = {
     for data in (DATA if situation != MINED else ("words",))
     for base in BASES
     for name, option in OPTIONS.items()
-    if situation in option.of[0] and base in option.of[1]
+    if situation in option.situations and base in option.bases
 }
-RUNS = sum(len(SEEDS) + sum(map(len, arm.grids.values())) for arm in ARMS.values())
-__doc__ = (__doc__ or "").format(runs=RUNS)
 
 
 def score(result: dict[str, Any]) -> float:
@@ -147,8 +147,8 @@ def _words(situation: str, part: str, wordnet: Path | None) -> tuple[Words, Tens
     """Definitions are the anchors of the first direction, and words their candidates."""
     pairs = text.load(wordnet, held_out=4096, each=situation != DUPLICATES)
     pairs = replace(pairs, queries=pairs.documents, documents=pairs.queries)
-    definition = np.unique([pairs.queries[at] for at in pairs.train], return_inverse=True)[1]
-    group = torch.from_numpy(definition)
+    number: dict[str, int] = {}
+    group = torch.tensor([number.setdefault(pairs.queries[at], len(number)) for at in pairs.train])
     chosen = choose(group, situation)
     task = Words(part, pairs=replace(pairs, train=pairs.train[chosen]))
     task.group = group[chosen]
@@ -254,7 +254,7 @@ ABOUT = (
     f"on the test half, mean ± standard deviation of the seeds {', '.join(map(str, SEEDS))}; in brackets the gain over "
     "the same estimator without a policy, mean of the differences by seed ± their standard error. `recommended` is a "
     "`MemoryEstimator` here; empty cells are options that a memory refuses. *Told*: `index2=` says which samples have "
-    "one caption. *Guided*: by a model that DCL has trained on the same data in random batches. *Positives by label*: "
+    "one caption. *Guided*: by a model that DCL has trained on the same data, in random batches. *Positives by label*: "
     '`positives="labels"`, all samples of the caption.'
 )
 LIMITS = (
@@ -266,7 +266,7 @@ LIMITS = (
 TITLES = {
     REPEATS: f"Captions that repeat: {TIMES} samples of each, in one batch",
     DUPLICATES: "Duplicates: a tenth of the samples once more, in the same batch",
-    MINED: f"Mined negatives: one of the {NEAREST} nearest words for each definition, {{wrong}} % of them wrong",
+    MINED: f"Mined negatives: one of the {NEAREST} nearest words for each definition, {{wrong}} % of which are right",
 }
 CHOSEN = "Chosen on seed 100 by recall on the validation half, in per cent; the chosen ones are bold."
 
@@ -283,7 +283,7 @@ def page(results: Results) -> str:
 
 def _of_situation(finals: dict[str, list[dict[str, Any]]], situation: str) -> str:
     columns = dict.fromkeys(f"{arm.data}: {arm.base}" for arm in ARMS.values() if arm.situation == situation)
-    rows = [name for name, option in OPTIONS.items() if situation in option.of[0]]
+    rows = [name for name, option in OPTIONS.items() if situation in option.situations]
     cells = [[name, *(_cell(finals, f"{situation}, {column}", name) for column in columns)] for name in rows]
     return table(["", *columns], cells)
 
