@@ -9,8 +9,10 @@ Data, encoders and training are those of ``benchmarks.studies.default`` at batch
 - ``repeats``: four samples of each frequent caption (words: definition), which share a batch: every anchor has three
   false negatives.
 - ``duplicates``: a tenth of the samples is in the data once more, under another index and in the same batch.
-- ``mined`` (words): every definition has four words, and at each visit a further negative, one of the 8 words that a
-  model, trained by DCL, finds nearest to it; some of these are right. Batches are random.
+- ``mined`` (words): every definition has four words, and at each visit a further negative, one of the 4 words that a
+  teacher finds nearest to it; some of these are right. Batches are random.
+
+The teacher, also the guide, is a model that DCL has trained on the same data four times as long, in random batches.
 
 The learning rate is chosen for DCL and for the default without a policy, then each option's strength at that rate.
 Each finished run is a line of ``results/pairs_quality.jsonl``; it is not run again. There are 460 runs (and more
@@ -41,9 +43,9 @@ from recipes import text
 REPEATS, DUPLICATES, MINED = SITUATIONS = ("repeats", "duplicates", "mined")
 DATA, BASES = ("glyphs", "icons", "words"), ("DCL", "recommended")
 PAIRS, SAMPLES, BATCH, TAU = 8_192, 32_768, 64, 0.07
-TIMES, COPIED, NEAREST = 4, 11, 8  # samples of a caption; one in 11 samples is a copy; words that are mined
+TIMES, COPIED, NEAREST = 4, 11, 4  # samples of a caption; one in 11 samples is a copy; words that are mined
 RATES, WIDEN = (4e-3, 8e-3, 1.6e-2), {"lr": 2.0}
-TEACHER = Setting(batch=BATCH, lr=8e-3, samples=SAMPLES, seed=99)
+TEACHER = Setting(batch=BATCH, lr=8e-3, samples=4 * SAMPLES, seed=99)
 
 
 # -- options -------------------------------------------------------------------------------------------------------
@@ -254,8 +256,8 @@ ABOUT = (
     f"on the test half, mean ± standard deviation of the seeds {', '.join(map(str, SEEDS))}; in brackets the gain over "
     "the same estimator without a policy, mean of the differences by seed ± their standard error. `recommended` is a "
     "`MemoryEstimator` here; empty cells are options that a memory refuses. *Told*: `index2=` says which samples have "
-    "one caption. *Guided*: by a model that DCL has trained on the same data, in random batches. *Positives by label*: "
-    '`positives="labels"`, all samples of the caption.'
+    "one caption. *Guided*: by a teacher that DCL has trained on these data four times as long, in random batches. "
+    '*Positives by label*: `positives="labels"`, all samples of the caption.'
 )
 LIMITS = (
     "Limits: small data, small encoders, four passes. False negatives are more frequent in a batch than in random "
