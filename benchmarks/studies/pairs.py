@@ -255,15 +255,15 @@ ABOUT = (
     "scratch. Recall as in the study of the default (glyphs, words: R@1; icons: accuracy among 500 names), in per cent "
     f"on the test half, mean ± standard deviation of the seeds {', '.join(map(str, SEEDS))}; in brackets the gain over "
     "the same estimator without a policy, mean of the differences by seed ± their standard error. `recommended` is a "
-    "`MemoryEstimator` here; empty cells are options that a memory refuses. *Told*: `index2=` says which samples have "
-    "one caption. *Guided*: by a teacher that DCL has trained on these data four times as long, in random batches. "
-    '*Positives by label*: `positives="labels"`, all samples of the caption.'
+    "`MemoryEstimator` here. Empty cells are options that a memory refuses, or have not been run. *Told*: `index2=` "
+    "says which samples have one caption. *Guided*: by a teacher that DCL has trained on these data four times as long, "
+    'in random batches. *Positives by label*: `positives="labels"`, all samples of the caption.'
 )
 LIMITS = (
-    "Limits: small data, small encoders, four passes. False negatives are more frequent in a batch than in random "
-    "batches of these data, where duplicates would hardly ever meet. The learning rate is that of no policy, and the "
-    "temperature is not tuned, which hardness could stand in for. Strengths are chosen by one seed from two or three "
-    "values."
+    "Limits: small data, small encoders, four passes. Batches are made so that false negatives meet; in random batches "
+    "of these data duplicates hardly ever do. The learning rate is the best one without a policy. The temperature is "
+    "fixed; hardness acts like a smaller one of the negatives, so that a part of its gain may be that of a better "
+    "temperature. Strengths are chosen from two or three values, on one seed."
 )
 TITLES = {
     REPEATS: f"Captions that repeat: {TIMES} samples of each, in one batch",
