@@ -19,9 +19,8 @@ def study(monkeypatch, tmp_path):
     """Few samples, one learning rate and one strength of each option; of all arms those with words."""
     monkeypatch.setenv("COMPOPT_CACHE", str(tmp_path))
     monkeypatch.setattr(pairs.text, "load", made_up)
-    for name, value in {"PAIRS": 64, "SAMPLES": 64, "BATCH": 16}.items():
+    for name, value in {"PAIRS": {"words": 64}, "PASSES": 1, "BATCH": 16, "TEACHER_PASSES": 4}.items():
         monkeypatch.setattr(pairs, name, value)
-    monkeypatch.setattr(pairs, "TEACHER", replace(pairs.TEACHER, samples=256, batch=16))
     arms = {
         name: replace(arm, grids={key: values[:1] for key, values in arm.grids.items()}, widen={})
         for name, arm in pairs.ARMS.items()

@@ -16,7 +16,7 @@ The teacher, also the guide, is a model that DCL has trained on the same data fo
 
 The learning rate is chosen for DCL and for the default without a policy, then each option's strength at that rate.
 Each finished run is a line of ``results/pairs_quality.jsonl``; it is not run again. There are 460 runs (and more
-where the best rate is at an end of its grid) of 12 to 25 seconds of one core: some 150 core-minutes in all.
+where the best rate is at an end of its grid) of 15 to 25 seconds of one core: some 150 core-minutes in all.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from recipes import text
 
 REPEATS, DUPLICATES, MINED = SITUATIONS = ("repeats", "duplicates", "mined")
 DATA, BASES = ("glyphs", "icons", "words"), ("DCL", "recommended")
-PAIRS, SAMPLES, BATCH, TAU = 8_192, 32_768, 64, 0.07
+PAIRS, PASSES, BATCH, TAU = {"glyphs": 16_384, "icons": 16_384, "words": 8_192}, 4, 64, 0.07
 TIMES, COPIED, NEAREST = 4, 11, 4  # samples of a caption; one in 11 samples is a copy; words that are mined
 RATES, WIDEN = (4e-3, 8e-3, 1.6e-2), {"lr": 2.0}
-TEACHER = Setting(batch=BATCH, lr=8e-3, samples=4 * SAMPLES, seed=99)
+TEACHER_RATE, TEACHER_SEED, TEACHER_PASSES = 8e-3, 99, 16
 
 
 # -- options -------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def load(situation: str, data: str, part: str, wordnet: Path | None) -> tuple[An
         task, chosen = _words(situation, part, wordnet)
     else:
         task = {"glyphs": Glyphs, "icons": Icons}[data](part, limit=0)
-        chosen = choose(task.caption, situation)
+        chosen = choose(task.caption, situation, PAIRS[data])
         task = restricted(task, chosen)
     same = {REPEATS: task.group, DUPLICATES: chosen, MINED: torch.arange(task.n)}[situation]
     return task, same.unique(return_inverse=True)[1]
@@ -151,19 +151,19 @@ def _words(situation: str, part: str, wordnet: Path | None) -> tuple[Words, Tens
     pairs = replace(pairs, queries=pairs.documents, documents=pairs.queries)
     number: dict[str, int] = {}
     group = torch.tensor([number.setdefault(pairs.queries[at], len(number)) for at in pairs.train])
-    chosen = choose(group, situation)
+    chosen = choose(group, situation, PAIRS["words"])
     task = Words(part, pairs=replace(pairs, train=pairs.train[chosen]))
     task.group = group[chosen]
     return task, chosen
 
 
-def choose(caption: Tensor, situation: str) -> Tensor:
-    """Return positions of the training samples, ``(PAIRS,)``: some twice, or ``TIMES`` of each frequent caption."""
+def choose(caption: Tensor, situation: str, n: int) -> Tensor:
+    """Return positions of ``n`` training samples: some twice, or ``TIMES`` of each frequent caption."""
     order = torch.randperm(len(caption), generator=torch.Generator().manual_seed(0))
     if situation == DUPLICATES:
-        copies = PAIRS // COPIED
-        return torch.cat([order[: PAIRS - copies], order[:copies]])
-    often = torch.bincount(caption).argsort(descending=True, stable=True)[: PAIRS // TIMES]
+        copies = n // COPIED
+        return torch.cat([order[: n - copies], order[:copies]])
+    often = torch.bincount(caption).argsort(descending=True, stable=True)[: n // TIMES]
     order = order[caption[order].argsort(stable=True)]
     first = torch.searchsorted(caption[order], often)
     return order[first[:, None] + torch.arange(TIMES)].flatten()
@@ -175,7 +175,8 @@ def taught(arm: PairArm, policy: PairPolicy | None, task: Any) -> tuple[list[Ten
     if not mines and not (policy and policy.guided):
         return [], None
     name = f"pairs_{arm.situation}_{arm.data}.npz"
-    model = trained(task, lambda task: compopt.DCLEstimator(TAU), TEACHER, name)
+    setting = Setting(batch=BATCH, lr=TEACHER_RATE, samples=TEACHER_PASSES * task.n, seed=TEACHER_SEED)
+    model = trained(task, lambda task: compopt.DCLEstimator(TAU), setting, name)
     with torch.no_grad():
         features = [F.normalize(side) for side in task.training_features(model)]
     return features, neighbours(features, 0, NEAREST)[0] if mines else None
@@ -237,7 +238,7 @@ def run_one(job: Job, wordnet: Path | None) -> dict[str, Any]:
     task, clusters = load(arm.situation, arm.data, part, wordnet)
     policy = OPTIONS[arm.option].policy(job.options.get("strength", 0.0))
     teacher, nearest = taught(arm, policy, task)
-    setting = Setting(batch=BATCH, lr=job.options["lr"], samples=SAMPLES, seed=job.seed)
+    setting = Setting(batch=BATCH, lr=job.options["lr"], samples=PASSES * task.n, seed=job.seed)
     order = Clustered(clusters, BATCH, job.seed)
     model, _, seconds = train(task, lambda task: Policed(arm, policy, task, teacher, nearest), setting, order=order)
     metrics = {f"{part}/{name}": round(value, 6) for name, value in task.score(model).items()}
@@ -248,19 +249,20 @@ def run_one(job: Job, wordnet: Path | None) -> dict[str, Any]:
 # -- the page ------------------------------------------------------------------------------------------------------
 
 ABOUT = (
-    f"{PAIRS:,} training pairs, {SAMPLES:,} samples seen, batch {BATCH}, temperature {TAU}, small encoders from "
-    "scratch. Recall as in the study of the default (glyphs, words: R@1; icons: accuracy among 500 names), in per cent "
-    f"on the test half, mean ± standard deviation of the seeds {', '.join(map(str, SEEDS))}; in brackets the gain over "
-    "the same estimator without a policy, mean of the differences by seed ± their standard error. `recommended` is a "
-    "`MemoryEstimator` here. Empty cells are options that a memory refuses, or have not been run. *Told*: `index2=` "
-    "says which samples have one caption. *Guided*: by a teacher that DCL has trained on these data four times as "
-    'long, in random batches. *Positives by label*: `positives="labels"`, all samples of the caption.'
+    f"{PAIRS['glyphs']:,} training pairs (words: {PAIRS['words']:,}), {PASSES} passes, batch {BATCH}, temperature "
+    f"{TAU}, small encoders from scratch. Recall as in the study of the default (glyphs, words: R@1; icons: accuracy "
+    "among 500 names), in per cent on the test half, mean ± standard deviation of the seeds "
+    f"{', '.join(map(str, SEEDS))}; in brackets the gain over the same estimator without a policy, mean of the "
+    "differences by seed ± their standard error. `recommended` is a `MemoryEstimator` here. Empty cells are options "
+    "that a memory refuses, or have not been run. *Told*: `index2=` says which samples have one caption. *Guided*: by a "
+    "teacher that DCL has trained on these data four times as long, in random batches. *Positives by label*: "
+    '`positives="labels"`, all samples of the caption.'
 )
 LIMITS = (
-    "Limits: small data, small encoders, four passes. Batches are made so that false negatives meet; in random batches "
-    "of these data duplicates hardly ever do. The learning rate is the best one without a policy. The temperature is "
-    "fixed; hardness acts like a smaller one of the negatives, so that a part of its gain may be that of a better "
-    "temperature. Strengths are chosen from two or three values, on one seed."
+    "Limits: small data, small encoders, few passes; only about a thousand icons are judged. Batches are made so that "
+    "false negatives meet; in random batches of these data duplicates hardly ever do. The learning rate is the best one "
+    "without a policy. The temperature is fixed; hardness acts like a smaller one of the negatives, so that a part of "
+    "its gain may be that of a better temperature. Strengths are chosen from two or three values, on one seed."
 )
 TITLES = {
     REPEATS: f"Captions that repeat: {TIMES} samples of each, in one batch",
