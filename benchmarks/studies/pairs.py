@@ -254,14 +254,14 @@ ABOUT = (
     "among 500 names), in per cent on the test half, mean ± standard deviation of the seeds "
     f"{', '.join(map(str, SEEDS))}; in brackets the gain over the same estimator without a policy, mean of the "
     "differences by seed ± their standard error. `recommended` is a `MemoryEstimator` here. Empty cells are options "
-    "that a memory refuses, or have not been run. *Told*: `index2=` says which samples have one caption. *Guided*: by a "
-    "teacher that DCL has trained on these data four times as long, in random batches. *Positives by label*: "
+    "that a memory refuses, or have not been run. *Told*: `index2=` says which samples have one caption. *Guided*: by "
+    "a teacher that DCL has trained on these data four times as long, in random batches. *Positives by label*: "
     '`positives="labels"`, all samples of the caption.'
 )
 LIMITS = (
     "Limits: small data, small encoders, few passes; only about a thousand icons are judged. Batches are made so that "
-    "false negatives meet; in random batches of these data duplicates hardly ever do. The learning rate is the best one "
-    "without a policy. The temperature is fixed; hardness acts like a smaller one of the negatives, so that a part of "
+    "false negatives meet; in random batches of these data duplicates hardly ever do. The learning rate is the best "
+    "one without a policy. The temperature is fixed; hardness acts like a smaller one of the negatives, so that a part of "
     "its gain may be that of a better temperature. Strengths are chosen from two or three values, on one seed."
 )
 TITLES = {
