@@ -31,7 +31,7 @@ def study(monkeypatch, tmp_path):
 
 
 def made_up(folder, held_out, each):
-    """Definitions of four words that they begin with; without ``each`` every pair has a definition of its own."""
+    """Four words for each definition; without ``each`` every word has a definition of its own."""
     words = [f"{kind}{at}" for at in range(DEFINITIONS) for kind in "abcd"]
     ends = (f"of {at}" for at in range(len(words)))
     definitions = [f"some {word[1:]} {'' if each else end}" for word, end in zip(words, ends, strict=True)]

@@ -4,7 +4,7 @@
     python -m benchmarks.studies.pairs final --wordnet FOLDER    # three other seeds, test half
     python -m benchmarks.studies.pairs report                    # results/pairs_quality.md
 
-Data, encoders and training are those of ``benchmarks.studies.default`` at batch 64, FOLDER too, and fewer of them:
+Data, FOLDER, encoders and training are those of ``benchmarks.studies.default`` at batch 64, with fewer samples:
 
 - ``repeats``: four samples of each frequent caption (words: definition), which share a batch: every anchor has three
   false negatives.
@@ -261,7 +261,7 @@ ABOUT = (
 LIMITS = (
     "Limits: small data, small encoders, few passes; only about a thousand icons are judged. Batches are made so that "
     "false negatives meet; in random batches of these data duplicates hardly ever do. The learning rate is the best "
-    "one without a policy. The temperature is fixed; hardness acts like a smaller one of the negatives, so that a part of "
+    "one without a policy. The temperature is fixed; hardness acts like a smaller one of the negatives, so a part of "
     "its gain may be that of a better temperature. Strengths are chosen from two or three values, on one seed."
 )
 TITLES = {
