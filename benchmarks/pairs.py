@@ -1,10 +1,10 @@
 """Cost of each option of a policy of pairs per call, against the same estimator without a policy.
 
-    python -m benchmarks.pairs            # writes benchmarks/results/pairs.md and pairs.json
+    python -m benchmarks.pairs            # writes benchmarks/results/pairs.md and pairs.json, in some four minutes
     python -m benchmarks.pairs --quick    # B = 256, printed and not written
 
 A call is a loss with both feature gradients. Contenders run round-robin in one process, in a new order each round;
-ratios pair the calls of one round.
+ratios pair the calls of one round. Batches of more than 1,024 samples run with ``chunk_size`` only, in fewer rounds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from itertools import product
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from compopt import PairPolicy
 ABOUT = """DCL, tau 0.07, float32, random normalised features, d = {dim}. *ms*: processor time of a call;
 *ratio*: to no policy in the same round; median (first to third quartile)."""
 TAU, GUIDE_DIM, CHUNK = 0.07, 64, 512
+SMALL = 1024  # largest batch that runs without chunks too, and in all rounds
 POLICIES: dict[str, PairPolicy | None] = {
     "none": None,
     "prior": PairPolicy(prior=0.05),
@@ -55,11 +55,11 @@ def given(policy: PairPolicy | None, rows: Tensor) -> dict[str, Any]:
 
 
 def measure(B: int, d: int, rounds: int, chunk_size: int | None) -> dict[str, list[float]]:
-    """Seconds of processor time of each call by policy, after one warm-up round."""
+    """Seconds of processor time of each call by policy, after a warm-up round on at most ``SMALL`` samples."""
     made = {name: compopt.DCLEstimator(TAU, pairs=p, chunk_size=chunk_size) for name, p in POLICIES.items()}
     seconds: dict[str, list[float]] = {name: [] for name in made}
     for i in range(-1, rounds):
-        z1, z2, index = batch(B, d, seed=i + 1)
+        z1, z2, index = batch(B if i >= 0 else min(B, SMALL), d, seed=i + 1)
         for name, est in random.Random(i).sample(list(made.items()), len(made)):
             a, b = z1.clone().requires_grad_(), z2.clone().requires_grad_()
             more = given(POLICIES[name], index)
@@ -71,24 +71,30 @@ def measure(B: int, d: int, rounds: int, chunk_size: int | None) -> dict[str, li
 
 
 def section(B: int, chunk_size: int | None, seconds: dict[str, list[float]]) -> str:
-    """A table of one batch size."""
+    """Return the table of one batch size."""
     body = [
         [name, spread(quartiles(values), 1, 1e-3), spread(ratios(seconds, name, "none"))]
         for name, values in seconds.items()
     ]
-    return f"B = {B}, chunk_size = {chunk_size}\n\n" + table(["policy", "ms", "ratio"], body)
+    rounds = len(seconds["none"])
+    return f"B = {B}, chunk_size = {chunk_size}, {rounds} rounds\n\n" + table(["policy", "ms", "ratio"], body)
+
+
+def tables(sizes: list[int]) -> list[tuple[int, int | None]]:
+    """Return batch sizes with their ``chunk_size``."""
+    return [(B, chunk) for B in sizes for chunk in (None, CHUNK) if chunk or B <= SMALL]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, default=512, help="feature dimension d")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 8192], help="batch sizes B")
-    parser.add_argument("--rounds", type=int, default=9, help="calls of each policy per table, at least 2")
+    parser.add_argument("--rounds", type=int, default=9, help="calls of each policy; a third of them for large batches")
     parser.add_argument("--quick", action="store_true", help="B = 256, printed only")
     args = parser.parse_args()
     env, parts, results = environment(), [ABOUT.format(dim=args.dim)], []
-    for B, chunk_size in [(256, None)] if args.quick else product(args.sizes, (None, CHUNK)):
-        seconds = measure(B, args.dim, args.rounds, chunk_size)
+    for B, chunk_size in tables([256] if args.quick else args.sizes):
+        seconds = measure(B, args.dim, args.rounds if B <= SMALL else max(2, args.rounds // 3), chunk_size)
         results.append({"B": B, "chunk_size": chunk_size, "seconds": seconds})
         parts.append(section(B, chunk_size, seconds))
     finish("pairs", "What a policy of pairs costs", env, parts, results, args.quick)

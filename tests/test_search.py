@@ -29,3 +29,15 @@ def test_a_grid_grows_past_the_best_value(tmp_path, best):
 def test_without_a_factor_a_grid_stays(tmp_path):
     chosen, tried, _ = searched(tmp_path, Arm(first={}, grids={"lr": (1.0, 2.0)}), lambda lr: lr)
     assert chosen == {"lr": 2.0} and tried == [{"lr": 1.0}, {"lr": 2.0}]
+
+
+def test_an_arm_begins_with_what_was_chosen_for_another(tmp_path):
+    arms = {"base": Arm(grids={"lr": (1.0, 2.0)}), "own": Arm(after="base", grids={"strength": (3.0, 4.0)})}
+    study, results = Search(arms, tmp_path / "runs.jsonl", lambda run: run["score"]), {}
+    first = study.next_jobs("own", results)
+    assert [(job.arm, job.options) for job in first] == [("base", {"lr": 1.0}), ("base", {"lr": 2.0})]
+    results |= {job.key: {"score": job.options["lr"]} for job in first}
+    second = study.next_jobs("own", results)
+    assert [(job.arm, job.options["lr"]) for job in second] == [("own", 2.0)] * 2
+    results |= {job.key: {"score": -job.options["strength"]} for job in second}
+    assert study.best("own", results) == {"lr": 2.0, "strength": 3.0}

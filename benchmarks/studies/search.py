@@ -58,6 +58,7 @@ class Arm:
         widen: setting -> factor; while the best value is the grid's first or last, the grid gets one more beyond it.
         most: setting -> the largest value that the method takes.
         as_arm: take what was chosen for another arm.
+        after: begin with what was chosen for another arm, and choose the own grids then.
     """
 
     first: Mapping[str, Any] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class Arm:
     widen: Mapping[str, float] = field(default_factory=dict)
     most: Mapping[str, float] = field(default_factory=dict)
     as_arm: str = ""
+    after: str = ""
 
 
 A = TypeVar("A", bound=Arm)
@@ -110,7 +112,11 @@ class Search(Generic[A]):
 
     def _search(self, arm: str, results: Results) -> tuple[dict[str, Any], list[Job]]:
         """The best settings so far, and the runs that the present grid still lacks."""
-        chosen = dict(self.arms[arm].first)
+        after = self.arms[arm].after
+        chosen, missing = self._search(after, results) if after else ({}, [])
+        if missing:
+            return chosen, missing
+        chosen = {**chosen, **self.arms[arm].first}
         for name, values in self.arms[arm].grids.items():
             while True:
                 jobs = [Job(arm, {**chosen, name: value}, TUNE_SEED) for value in values]

@@ -106,12 +106,14 @@ class Icons(IconNames):
 
 
 class Words:
-    """Words and definitions, read by one encoder."""
+    """Words and definitions, or other pairs of texts, read by one encoder."""
 
     mode = BIMODAL
 
-    def __init__(self, part: str, folder: Path, limit: int = PAIRS) -> None:
-        pairs = text.load(folder, held_out=4096, limit=limit)
+    def __init__(
+        self, part: str, folder: Path | None = None, limit: int = PAIRS, pairs: text.TextPairs | None = None
+    ) -> None:
+        pairs = pairs or text.load(folder, held_out=4096, limit=limit)
         sides = [[plain(line) for line in side] for side in (pairs.queries, pairs.documents)]
         self.tokenizer = Tokenizer([side[i] for side in sides for i in pairs.train], min_count=3, length=24)
         train, held_out = torch.from_numpy(pairs.train), torch.from_numpy(getattr(pairs, part))

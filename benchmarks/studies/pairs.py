@@ -1,0 +1,299 @@
+"""Policies of pairs: what each option is worth to DCL and to the default, where negatives are false on purpose.
+
+    python -m benchmarks.studies.pairs tune  --wordnet FOLDER [--arms "repeats, glyphs: *"]   # rates, then strengths
+    python -m benchmarks.studies.pairs final --wordnet FOLDER    # three other seeds, test half
+    python -m benchmarks.studies.pairs report                    # results/pairs_quality.md
+
+Data, FOLDER, encoders and training are those of ``benchmarks.studies.default`` at batch 64, with fewer samples:
+
+- ``repeats``: four samples of each frequent caption (words: definition), which share a batch: every anchor has three
+  false negatives.
+- ``duplicates``: a tenth of the samples is in the data once more, under another index and in the same batch.
+- ``mined`` (words): every definition has four words, and at each visit a further negative, one of the 4 words that a
+  teacher finds nearest to it; some of these are right. Batches are random.
+
+The teacher, also the guide, is a model that DCL has trained on the same data four times as long, in random batches.
+The learning rate is chosen for DCL and for the default without a policy, then each option's strength at that rate.
+Each finished run is a line of ``results/pairs_quality.jsonl``; it is not run again. There are 460 runs (and more
+where the best rate is at an end of its grid) of 15 to 25 seconds of one core: some 150 core-minutes in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import compopt
+from benchmarks.report import RESULTS, mean_spread, table
+from benchmarks.studies.default.mining import Clustered, neighbours
+from benchmarks.studies.default.tasks import DIM, Glyphs, Icons, Words
+from benchmarks.studies.default.training import Setting, train, trained
+from benchmarks.studies.search import SEEDS, Arm, Job, Results, Search, by_seed, difference, main, provenance, settings
+from benchmarks.studies.state.cases import restricted
+from compopt import PairPolicy
+from recipes import text
+
+REPEATS, DUPLICATES, MINED = SITUATIONS = ("repeats", "duplicates", "mined")
+DATA, BASES = ("glyphs", "icons", "words"), ("DCL", "recommended")
+PAIRS, PASSES, BATCH, TAU = {"glyphs": 16_384, "icons": 16_384, "words": 8_192}, 4, 64, 0.07
+TIMES, COPIED, NEAREST = 4, 11, 4  # samples of a caption; one in 11 samples is a copy; words that are mined
+RATES, WIDEN = (4e-3, 8e-3, 1.6e-2), {"lr": 2.0}
+TEACHER_RATE, TEACHER_SEED, TEACHER_PASSES = 8e-3, 99, 16
+
+
+# -- options -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Option:
+    """A policy, and what its calls take.
+
+    Attributes:
+        policy: from its strength.
+        strengths: that are tried; none if it has none, or takes another option's.
+        told: samples of one caption are not each other's negatives.
+        mined: with the mined negatives, where there are any.
+        takes: the option whose settings it begins with; ``None``: its own learning rate is chosen.
+        situations, bases: that have it.
+    """
+
+    policy: Callable[[float], PairPolicy | None] = lambda strength: None
+    strengths: tuple[float, ...] = ()
+    told: bool = False
+    mined: bool = True
+    takes: str | None = "no policy"
+    situations: tuple[str, ...] = SITUATIONS
+    bases: tuple[str, ...] = BASES
+
+
+MARGIN, DCL = "false negatives, margin", BASES[:1]  # a memory refuses guide, prior and several positives
+OPTIONS: Mapping[str, Option] = {
+    "no policy": Option(takes=None),
+    "no mined negatives": Option(mined=False, situations=(MINED,)),
+    MARGIN: Option(lambda m: PairPolicy(false_negatives=m), (-0.05, 0.05, 0.2)),
+    f"{MARGIN}, mined ones spared": Option(
+        lambda m: PairPolicy(false_negatives=m, spare_extra=True), takes=MARGIN, situations=(MINED,)
+    ),
+    "false negatives, relative": Option(lambda r: PairPolicy(false_negatives=("relative", r)), (0.8, 0.95)),
+    "false negatives, guided": Option(lambda m: PairPolicy(false_negatives=m, guided=True), (-0.2, -0.05), bases=DCL),
+    "hardness": Option(lambda beta: PairPolicy(hardness=beta), (1.0, 4.0)),
+    "hardness of mined ones": Option(lambda beta: PairPolicy(hardness=(0.0, beta)), (1.0, 4.0), situations=(MINED,)),
+    "prior": Option(lambda share: PairPolicy(prior=share), (0.01, 0.05), bases=DCL),
+    "told": Option(told=True),
+    "positives by label": Option(
+        lambda strength: PairPolicy(positives="labels"), situations=(REPEATS, DUPLICATES), bases=DCL
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairArm(Arm):
+    """An option in a situation."""
+
+    situation: str
+    data: str
+    base: str
+    option: str
+
+
+def _arm(situation: str, data: str, base: str, name: str) -> PairArm:
+    where = {"situation": situation, "data": data, "base": base, "option": name}
+    takes, strengths = OPTIONS[name].takes, OPTIONS[name].strengths
+    if takes is None:
+        return PairArm(**where, grids={"lr": RATES}, widen=WIDEN)
+    grids = {"strength": strengths} if strengths else {}
+    return PairArm(**where, grids=grids, after=f"{situation}, {data}: {base}, {takes}")
+
+
+ARMS: Mapping[str, PairArm] = {
+    f"{situation}, {data}: {base}, {name}": _arm(situation, data, base, name)
+    for situation in SITUATIONS
+    for data in (DATA if situation != MINED else ("words",))
+    for base in BASES
+    for name, option in OPTIONS.items()
+    if situation in option.situations and base in option.bases
+}
+
+
+def score(result: dict[str, Any]) -> float:
+    """Recall on the validation half."""
+    return result["metrics"]["validation/recall"]
+
+
+STUDY = Search(ARMS, RESULTS / "pairs_quality.jsonl", score)
+
+
+# -- data ----------------------------------------------------------------------------------------------------------
+
+
+def load(situation: str, data: str, part: str, wordnet: Path | None) -> tuple[Any, Tensor]:
+    """Return the task, and the clusters of samples that share a batch, ``(n,)``."""
+    if data == "words":
+        task, chosen = _words(situation, part, wordnet)
+    else:
+        task = {"glyphs": Glyphs, "icons": Icons}[data](part, limit=0)
+        chosen = choose(task.caption, situation, PAIRS[data])
+        task = restricted(task, chosen)
+    same = {REPEATS: task.group, DUPLICATES: chosen, MINED: torch.arange(task.n)}[situation]
+    return task, same.unique(return_inverse=True)[1]
+
+
+def _words(situation: str, part: str, wordnet: Path | None) -> tuple[Words, Tensor]:
+    """Definitions are the anchors of the first direction, and words their candidates."""
+    pairs = text.load(wordnet, held_out=4096, each=situation != DUPLICATES)
+    pairs = replace(pairs, queries=pairs.documents, documents=pairs.queries)
+    number: dict[str, int] = {}
+    group = torch.tensor([number.setdefault(pairs.queries[at], len(number)) for at in pairs.train])
+    chosen = choose(group, situation, PAIRS["words"])
+    task = Words(part, pairs=replace(pairs, train=pairs.train[chosen]))
+    task.group = group[chosen]
+    return task, chosen
+
+
+def choose(caption: Tensor, situation: str, n: int) -> Tensor:
+    """Return positions of ``n`` training samples: some twice, or ``TIMES`` of each frequent caption."""
+    order = torch.randperm(len(caption), generator=torch.Generator().manual_seed(0))
+    if situation == DUPLICATES:
+        copies = n // COPIED
+        return torch.cat([order[: n - copies], order[:copies]])
+    often = torch.bincount(caption).argsort(descending=True, stable=True)[: n // TIMES]
+    order = order[caption[order].argsort(stable=True)]
+    first = torch.searchsorted(caption[order], often)
+    return order[first[:, None] + torch.arange(TIMES)].flatten()
+
+
+def taught(arm: PairArm, policy: PairPolicy | None, task: Any) -> tuple[list[Tensor], Tensor | None]:
+    """Return a teacher's features of both sides, and the words that it mines, ``(n, NEAREST)``, if they are used."""
+    mines = arm.situation == MINED and OPTIONS[arm.option].mined
+    if not mines and not (policy and policy.guided):
+        return [], None
+    name = f"pairs_{arm.situation}_{arm.data}.npz"
+    setting = Setting(batch=BATCH, lr=TEACHER_RATE, samples=TEACHER_PASSES * task.n, seed=TEACHER_SEED)
+    model = trained(task, lambda task: compopt.DCLEstimator(TAU), setting, name)
+    with torch.no_grad():
+        features = [F.normalize(side) for side in task.training_features(model)]
+    return features, neighbours(features, 0, NEAREST)[0] if mines else None
+
+
+# -- one run -------------------------------------------------------------------------------------------------------
+
+
+class Policed:
+    """An estimator with a policy, and the arguments that its calls take beside the features.
+
+    Args:
+        arm: of the study.
+        policy: of its option, at a strength.
+        task: the data.
+        teacher, nearest: what :func:`taught` gives.
+    """
+
+    def __init__(
+        self, arm: PairArm, policy: PairPolicy | None, task: Any, teacher: Sequence[Tensor], nearest: Tensor | None
+    ) -> None:
+        self.told, self.policy = OPTIONS[arm.option].told, policy or PairPolicy()
+        self.task, self.teacher, self.nearest = task, teacher, nearest
+        if arm.base == "DCL":
+            self.est = compopt.DCLEstimator(TAU, pairs=policy)
+        else:
+            self.est = compopt.recommended(DIM, task.n, BATCH, pairs=policy)
+
+    def watch(self, model: nn.Module) -> None:
+        """See the encoders, which mined negatives need too."""
+        self.model: Any = model
+
+    def __call__(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+        """Return the loss of a batch; the mined negatives are drawn here."""
+        group, given, guide = self.task.group, dict[str, Any](), [side[index] for side in self.teacher]
+        if self.told:
+            given["index2"] = group[index]
+        if self.policy.positives == "labels":
+            given["labels"] = group[index]
+        if self.nearest is not None:
+            mined = self.nearest[index, torch.randint(NEAREST, (len(index),))]
+            given["extra"] = self.model.text(self.task.answers[mined])
+            given["extra_index"] = group[mined] if self.told else mined
+            guide.append(self.teacher[1][mined])
+        if self.policy.guided:
+            given["guide"] = guide
+        return self.est(z1, z2, index, **given)
+
+    def step(self) -> None:
+        self.est.step()
+
+    def parameters(self) -> list[Tensor]:
+        return []
+
+
+def run_one(job: Job, wordnet: Path | None) -> dict[str, Any]:
+    """Train and evaluate, in this process."""
+    arm, part = ARMS[job.arm], "test" if job.final else "validation"
+    task, clusters = load(arm.situation, arm.data, part, wordnet)
+    policy = OPTIONS[arm.option].policy(job.options.get("strength", 0.0))
+    teacher, nearest = taught(arm, policy, task)
+    setting = Setting(batch=BATCH, lr=job.options["lr"], samples=PASSES * task.n, seed=job.seed)
+    order = Clustered(clusters, BATCH, job.seed)
+    model, _, seconds = train(task, lambda task: Policed(arm, policy, task, teacher, nearest), setting, order=order)
+    metrics = {f"{part}/{name}": round(value, 6) for name, value in task.score(model).items()}
+    right = 0.0 if nearest is None else (task.group[nearest] == task.group[:, None]).float().mean().item()
+    return {"metrics": metrics, "seconds": round(seconds, 1), "right_mined": round(right, 3)}
+
+
+# -- the page ------------------------------------------------------------------------------------------------------
+
+ABOUT = (
+    f"{PAIRS['glyphs']:,} training pairs (words: {PAIRS['words']:,}), {PASSES} passes, batch {BATCH}, temperature "
+    f"{TAU}, small encoders from scratch. Recall as in the study of the default (glyphs, words: R@1; icons: accuracy "
+    "among 500 names), in per cent on the test half, mean ± standard deviation of the seeds "
+    f"{', '.join(map(str, SEEDS))}; in brackets the gain over the same estimator without a policy, mean of the "
+    "differences by seed ± their standard error. `recommended` is a `MemoryEstimator` here. Empty cells are options "
+    "that a memory refuses, or have not been run. *Told*: `index2=` says which samples have one caption. *Guided*: by "
+    "a teacher that DCL has trained on these data four times as long, in random batches. *Positives by label*: "
+    '`positives="labels"`, all samples of the caption.'
+)
+LIMITS = (
+    "Limits: small data, small encoders, few passes; only about a thousand icons are judged. Batches are made so that "
+    "false negatives meet; in random batches of these data duplicates hardly ever do. The learning rate is the best "
+    "one without a policy. The temperature is fixed; hardness acts like a smaller one of the negatives, so a part of "
+    "its gain may be that of a better temperature. Strengths are chosen from two or three values, on one seed."
+)
+TITLES = {
+    REPEATS: f"Captions that repeat: {TIMES} samples of each, in one batch",
+    DUPLICATES: "Duplicates: a tenth of the samples once more, in the same batch",
+    MINED: f"Mined negatives: one of the {NEAREST} nearest words, {{right}} % of them right answers",
+}
+CHOSEN = "Chosen on seed 100 by recall on the validation half, in per cent; the chosen ones are bold."
+
+
+def page(results: Results) -> str:
+    """The page from the finished runs."""
+    finals, runs = STUDY.finals(results), list(results.values())
+    right = mean_spread([run["right_mined"] for run in runs if run["right_mined"]][:1], 100)
+    parts = ["# What policies of pairs are worth", provenance(runs, "benchmarks/studies/pairs.py"), ABOUT, LIMITS]
+    for situation in SITUATIONS:
+        if any(ARMS[arm].situation == situation for arm in finals):
+            parts += [f"## {TITLES[situation].format(right=right)}", _of_situation(finals, situation)]
+    return "\n\n".join([*parts, settings(STUDY, results, CHOSEN, "validation", 1)])
+
+
+def _of_situation(finals: dict[str, list[dict[str, Any]]], situation: str) -> str:
+    columns = dict.fromkeys(f"{arm.data}: {arm.base}" for arm in ARMS.values() if arm.situation == situation)
+    rows = [name for name, option in OPTIONS.items() if situation in option.situations]
+    cells = [[name, *(_cell(finals, f"{situation}, {column}", name) for column in columns)] for name in rows]
+    return table(["", *columns], cells)
+
+
+def _cell(finals: dict[str, list[dict[str, Any]]], where: str, name: str) -> str:
+    runs, base = (by_seed(finals.get(f"{where}, {each}", []), "test/recall") for each in (name, "no policy"))
+    gain = "" if name == "no policy" else difference(runs, base)
+    return (mean_spread(list(runs.values())) + (f" ({gain})" if gain else "")) if runs else ""
+
+
+if __name__ == "__main__":
+    main(STUDY, "benchmarks.studies.pairs", __doc__, run_one, page, needs_data=lambda arm: ARMS[arm].data == "words")
