@@ -15,7 +15,7 @@ Data, FOLDER, encoders and training are those of ``benchmarks.studies.default`` 
 The teacher, also the guide, is a model that DCL has trained on the same data four times as long, in random batches.
 The learning rate is chosen for DCL and for the default without a policy, then each option's strength at that rate.
 Each finished run is a line of ``results/pairs_quality.jsonl``; it is not run again. There are 460 runs (and more
-where the best rate is at an end of its grid) of 15 to 25 seconds of one core: some 150 core-minutes in all.
+where the best rate is at an end of its grid) of 15 to 25 seconds of one core: some 160 core-minutes in all.
 """
 
 from __future__ import annotations
