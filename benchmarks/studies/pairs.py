@@ -13,9 +13,10 @@ Data, FOLDER, encoders and training are those of ``benchmarks.studies.default`` 
   teacher finds nearest to it; some of these are right. Batches are random.
 
 The teacher, also the guide, is a model that DCL has trained on the same data four times as long, in random batches.
-The learning rate is chosen for DCL and for the default without a policy, then each option's strength at that rate.
-Each finished run is a line of ``results/pairs_quality.jsonl``; it is not run again. There are 460 runs (and more
-where the best rate is at an end of its grid) of 15 to 25 seconds of one core: some 150 core-minutes in all.
+The learning rate is chosen for DCL and for the default, without a policy and ``told`` which samples have one caption;
+then each option's strength at the rate without a policy.
+Each finished run is a line of ``results/pairs_quality.jsonl``; it is not run again. There are 502 runs (and more
+where the best rate is at an end of its grid) of 15 to 25 seconds of one core: some 175 core-minutes in all.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ OPTIONS: Mapping[str, Option] = {
     "hardness": Option(lambda beta: PairPolicy(hardness=beta), (1.0, 4.0)),
     "hardness of mined ones": Option(lambda beta: PairPolicy(hardness=(0.0, beta)), (1.0, 4.0), situations=(MINED,)),
     "prior": Option(lambda share: PairPolicy(prior=share), (0.01, 0.05), bases=DCL),
-    "told": Option(told=True),
+    "told": Option(told=True, takes=None),
     "positives by label": Option(
         lambda strength: PairPolicy(positives="labels"), situations=(REPEATS, DUPLICATES), bases=DCL
     ),
@@ -260,8 +261,8 @@ ABOUT = (
 LIMITS = (
     "Limits: small data, small encoders, few passes; only about a thousand icons are judged. Batches are made so that "
     "false negatives meet; in random batches of these data duplicates hardly ever do. The learning rate is the best "
-    "one without a policy. The temperature is fixed; hardness acts like a smaller one of the negatives, so a part of "
-    "its gain may be that of a better temperature. Strengths are chosen from two or three values, on one seed."
+    "one without a policy (*told*: its own). The temperature is fixed; hardness acts like a smaller one of the "
+    "negatives. Strengths are chosen from two or three values, on one seed."
 )
 TITLES = {
     REPEATS: f"Captions that repeat: {TIMES} samples of each, in one batch",
