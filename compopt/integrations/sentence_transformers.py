@@ -361,13 +361,8 @@ class EstimatorLoss(nn.Module):
         return described.get(None, {"estimators": described})
 
 
-<<<<<<< HEAD
-# compopt.gradient_cache back-propagates in its call; the trainer does so later, once it has divided and scaled the
-# loss. MatryoshkaLoss decorates the calculate_loss of the mixin, which also cuts flattened texts and images.
-=======
 # compopt.gradient_cache back-propagates in its call; the trainer does so later, once the loss is divided and scaled.
 # MatryoshkaLoss decorates the calculate_loss of the mixin, which also cuts flattened texts and images.
->>>>>>> s-cache
 class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
     """:class:`EstimatorLoss` with a gradient cache: the whole batch is negatives, in the memory of a mini-batch.
 
