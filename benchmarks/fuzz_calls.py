@@ -811,8 +811,6 @@ class Trial:
             self.ref.temperature = CallTau(given.args["tau"], given.size(), given.directions)
         elif self.info.tau_leaf is not None and own.tau is None:
             self.ref.temperature = FixedReference(self.ref.groups[0]["tau"])
-        elif self.info.global_tau:  # a window goes on with the temperature that is pending
-            own.read_pending, own.count_deposits = depositing, True
         try:
             return self.ref.forward(**args, train=depositing)
         except (ValueError, ZeroDivisionError, IndexError, RuntimeError):

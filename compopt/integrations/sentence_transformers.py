@@ -46,7 +46,7 @@ _ALSO: dict[str, Also] = {
 }
 
 
-class RankingOptions(TypedDict, total=False):
+class _RankingOptions(TypedDict, total=False):
     """Keywords of ``MultipleNegativesRankingLoss``."""
 
     scale: float
@@ -60,11 +60,11 @@ class RankingOptions(TypedDict, total=False):
 
 # which of an anchor's candidates have a hardness; its own mined negatives are not among the others
 _HARDER: dict[str, Literal["mined", "others"]] = {"in_batch_negatives": "others", "hard_negatives": "mined"}
-_READ = {*RankingOptions.__annotations__, "temperature"}  # attributes of their loss
-_BOTH: RankingOptions = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+_READ = {*_RankingOptions.__annotations__, "temperature"}  # attributes of their loss
+_BOTH: _RankingOptions = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
 
 
-def ranking_options(**options: Unpack[RankingOptions]) -> dict[str, Any]:
+def ranking_options(**options: Unpack[_RankingOptions]) -> dict[str, Any]:
     """Return options of estimators from those of ``MultipleNegativesRankingLoss``.
 
     ``scale`` becomes ``tau=1/scale``; the further ``directions`` of one softmax and ``hardness_strength`` become a
@@ -190,14 +190,14 @@ class EstimatorLoss(nn.Module):
         >>> theirs([questions, answers]).backward()
     """
 
-    @takes_options(MultipleNegativesRankingLoss, RankingOptions)
+    @takes_options(MultipleNegativesRankingLoss, _RankingOptions)
     def __init__(
         self,
         model: nn.Module,
         est: ContrastiveEstimator | Mapping[int, ContrastiveEstimator] | None = None,
         eval_scale: float = 20.0,
         index_labels: bool = False,
-        **options: Unpack[RankingOptions],
+        **options: Unpack[_RankingOptions],
     ) -> None:
         super().__init__()
         checks.positive("eval_scale", eval_scale)
@@ -222,7 +222,7 @@ class EstimatorLoss(nn.Module):
         return getattr(self.loss, name) if name in _READ else super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in RankingOptions.__annotations__:
+        if name in _RankingOptions.__annotations__:
             setattr(self.loss, name, value)
         else:
             super().__setattr__(name, value)
@@ -391,7 +391,7 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         >>> loss([questions, answers]).backward()
     """
 
-    @takes_options(MultipleNegativesRankingLoss, RankingOptions)
+    @takes_options(MultipleNegativesRankingLoss, _RankingOptions)
     def __init__(
         self,
         model: nn.Module,
@@ -401,7 +401,7 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         eval_scale: float = 20.0,
         show_progress_bar: bool = False,
         index_labels: bool = False,
-        **options: Unpack[RankingOptions],
+        **options: Unpack[_RankingOptions],
     ) -> None:
         super().__init__(model, est, eval_scale, index_labels, **options)
         if has_static_embedding_input(model):

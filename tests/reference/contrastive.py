@@ -72,10 +72,10 @@ class Reference:
             self.policy.apply(found, guide, self.within, self.normalize)
         column = [a.direction if self.columns == 2 else 0 for a in found]
         row = [rows[c][a.position] for a, c in zip(found, column, strict=True)]
+        self.train = train
         taus = [self.temperature.value(self, r, c) for r, c in zip(row, column, strict=True)]
         rhos = [self.hyper(r, "rho") if self.temperature.has_rho else 0.0 for r in row]
-        self.features, self.train = z, train
-        self.keys, self.encode = (index, index2, group), encode
+        self.features, self.keys, self.encode = z, (index, index2, group), encode
         alphas, proposals = self.normalizer.alphas(self, found, taus, rows)
 
         surrogate, value, gradients, self.weights = 0.0, 0.0, {}, []

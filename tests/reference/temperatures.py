@@ -117,8 +117,8 @@ class GlobalDualReference:
         return self.committed["tau"]
 
     def value(self, ref, row, column):
-        """The shared tau."""
-        return (self.pending or self.committed)["tau"]
+        """The shared tau: in training that of the latest deposit, elsewhere the committed one."""
+        return (self.pending if self.pending and ref.train else self.committed)["tau"]
 
     def propose(self, ref, gradients, rows):
         """Continue the pending copy with one more mean gradient."""
