@@ -122,14 +122,13 @@ CHOSEN = "Chosen one after another, on seed 100, by the SGD probe on the validat
 
 def page(results: Results) -> str:
     """The page from the finished runs."""
-    titles = ["", "1-NN", "logistic", "SGD probe", "head: 1-NN", "logistic", "SGD probe", "gain", "seeds", "s per run"]
+    titles = ["", "1-NN", "logistic", "SGD probe", "head: 1-NN", "logistic", "SGD probe", "gain", "seeds"]
     finals, body = STUDY.finals(results), []
     for arm, runs in finals.items():
         values = [mean_spread([run["metrics"][name] for run in runs], 100) for name in ImageViews.labels]
         base = by_seed(finals.get(f"{ARMS[arm].task}: SimCLR", ()), "sgd_probe")
         gain = "" if arm.endswith(": SimCLR") else difference(by_seed(runs, "sgd_probe"), base)
-        seconds = mean_spread([run["seconds"] for run in runs], digits=0)
-        body.append([arm, *values, gain, str(len(runs)), seconds])
+        body.append([arm, *values, gain, str(len(runs))])
     where = provenance(list(results.values()), "benchmarks/studies/unimodal.py")
     parts = ["# Unimodal training", where, ABOUT, table(titles, body)]
     return "\n\n".join([*parts, settings(STUDY, results, CHOSEN, "validation", 1)])
