@@ -265,7 +265,8 @@ def _check_choices(
         features = check_teacher(given["teacher"], len(like), classes, views)
         choices.add("teacher", views, _units(features, like, est.normalize and not classes))
     if policy.prior == "given":
-        choices.add("prior", 1, [check_prior(given["prior"], like)])
+        shares = check_prior(given["prior"], len(like), working_dtype(like.dtype))
+        choices.add("prior", 1, [accelerator.to_device(shares, like.device)])
     return choices
 
 
@@ -300,8 +301,8 @@ def _add_guide(
 
 def _units(features: Sequence[Tensor], like: Tensor, normalize: bool) -> list[Tensor]:
     """Features of another model, on the device and in the working dtype of those of the call."""
-    copies = (z.detach().to(like.device, working_dtype(like.dtype), copy=True) for z in features)
-    return [prepare(z, normalize)[0] for z in copies]
+    there = (accelerator.to_device(z.detach(), like.device) for z in features)
+    return [prepare(z.to(working_dtype(like.dtype), copy=True), normalize)[0] for z in there]
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
