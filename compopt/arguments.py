@@ -284,7 +284,7 @@ def _check_rows(policy: PairPolicy, keys: Mapping[str, Tensor], batch: int, extr
 def _check_asked(name: str, given: bool, option: str, wanted: bool) -> None:
     """Refuse an argument that the policy does not ask for, or that is missing."""
     if given and not wanted:
-        raise ValueError(f"{name}= has no effect here: build the estimator with pairs=PairPolicy({option}, ...)")
+        raise ValueError(f"{name}= has no effect here: give the estimator or this call pairs=PairPolicy({option}, ...)")
     if wanted and not given:
         raise ValueError(f"{name} is missing, which PairPolicy({option}) asks for; pass {name}= in every call")
 
