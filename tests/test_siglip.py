@@ -154,7 +154,9 @@ def test_what_is_refused():
         compopt.SigLIPEstimator(pairs=compopt.PairPolicy(hardness=1.0))
     with pytest.raises(ValueError, match="estimates no log-normalizer"):
         compopt.diagnostics.normalizer_error(compopt.SigLIPEstimator(), *z, batch_size=2)
+    free = compopt.SigmoidNormalizer()
     with pytest.raises(ValueError, match="TemperatureDual bounds the divergence"):
-        compopt.ContrastiveEstimator(compopt.SigmoidNormalizer(), compopt.TemperatureDual(4, rho=0.1))
+        compopt.ContrastiveEstimator(free, compopt.TemperatureDual(4, rho=0.1))
+    assert compopt.ContrastiveEstimator(free, compopt.FixedTemperature(0.1)).normalizer is free  # it is still free
     with pytest.raises(TypeError, match="bias must be a number"):
         compopt.SigLIPEstimator(bias="-10")

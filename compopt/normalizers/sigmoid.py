@@ -88,14 +88,14 @@ class SigmoidNormalizer(Normalizer):
             )
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        super().joined(groups, setting)
-        self._ranks = setting.ranks
         temperature = getattr(setting.owner, "temperature", None)
-        if temperature is not None and temperature.learns:
+        if temperature is not None and temperature.learns:  # before this is a part of it
             raise ValueError(
                 f"{type(temperature).__name__} bounds the divergence of weights that a normalizer divides, and a "
                 f"sigmoid per pair has none; take FixedTemperature(learn=True)"
             )
+        super().joined(groups, setting)
+        self._ranks = setting.ranks
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         return []
