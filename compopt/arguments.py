@@ -34,7 +34,7 @@ from compopt.estimator.engine import Engine
 from compopt.kernel.features import Encode, Encoder, Features, prepare, working_dtype
 from compopt.pairs import NO_POLICY, PairPolicy
 
-# What an option of a policy asks for in a call, and how an error writes the option.
+# Arguments of a call that an option of a policy asks for, and the option as an error writes it.
 OPTIONS = {"guide": "guided=True", "within": "within=True", "teacher": "targets=...", "prior": 'prior="given"'}
 
 
