@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import compopt
+from compopt.kernel.sigmoid import SigmoidPairs
 from tests.helpers import features, generator, near
 from tests.pool import the_pool
 
@@ -130,6 +131,19 @@ def test_ranks(kind, count):
             near(part[at], whole[at], 1e-11)
     for at in range(1, len(whole) - 2):
         near(torch.cat([part[at] for part in parts], dim=whole[at].dim() - 2) / 3, whole[at], 1e-10)
+
+
+def without_gradients(group, views):
+    """The loss of a validation, whose gradients nobody waits for."""
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(SigmoidPairs, "gradients", None)
+        return build("bimodal", process_group=group)(*views)
+
+
+@pytest.mark.distributed
+def test_a_validation_computes_no_gradients():
+    one, other = the_pool().run(without_gradients, 2, features(BATCH, DIM, seed=95))
+    near(one, other)
 
 
 def test_the_bias_is_learned_stored_and_shown():
