@@ -34,7 +34,7 @@ from compopt.estimator.engine import Engine
 from compopt.kernel.features import Encode, Encoder, Features, prepare, working_dtype
 from compopt.pairs import NO_POLICY, PairPolicy
 
-# What an option of a policy asks for in a call, and how an error writes the option.
+# Arguments of a call that an option of a policy asks for, and the option as an error writes it.
 OPTIONS = {"guide": "guided=True", "within": "within=True", "teacher": "targets=...", "prior": 'prior="given"'}
 
 
@@ -265,7 +265,8 @@ def _check_choices(
         features = check_teacher(given["teacher"], len(like), classes, views)
         choices.add("teacher", views, _units(features, like, est.normalize and not classes))
     if policy.prior == "given":
-        choices.add("prior", 1, [check_prior(given["prior"], like)])
+        shares = check_prior(given["prior"], len(like), working_dtype(like.dtype))
+        choices.add("prior", 1, [accelerator.to_device(shares, like.device)])
     return choices
 
 
@@ -283,7 +284,7 @@ def _check_rows(policy: PairPolicy, keys: Mapping[str, Tensor], batch: int, extr
 def _check_asked(name: str, given: bool, option: str, wanted: bool) -> None:
     """Refuse an argument that the policy does not ask for, or that is missing."""
     if given and not wanted:
-        raise ValueError(f"{name}= has no effect here: build the estimator with pairs=PairPolicy({option}, ...)")
+        raise ValueError(f"{name}= has no effect here: give the estimator or this call pairs=PairPolicy({option}, ...)")
     if wanted and not given:
         raise ValueError(f"{name} is missing, which PairPolicy({option}) asks for; pass {name}= in every call")
 
@@ -300,8 +301,8 @@ def _add_guide(
 
 def _units(features: Sequence[Tensor], like: Tensor, normalize: bool) -> list[Tensor]:
     """Features of another model, on the device and in the working dtype of those of the call."""
-    copies = (z.detach().to(like.device, working_dtype(like.dtype), copy=True) for z in features)
-    return [prepare(z, normalize)[0] for z in copies]
+    there = (accelerator.to_device(z.detach(), like.device) for z in features)
+    return [prepare(z.to(working_dtype(like.dtype), copy=True), normalize)[0] for z in there]
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

@@ -263,7 +263,8 @@ class ContrastiveEstimator(Estimator):
                 contrasted. With ``extra`` a pair, whose second has those of ``extra``, ``(M,)``.
             teacher: with ``PairPolicy(targets=...)``: features of another model, ``(B, g)`` of ``z1`` and of ``z2``
                 (or of each view); or, for ``"classes"``, soft labels ``(B, C)``; no graph.
-            prior: with ``PairPolicy(prior="given")``: of every sample, ``(B,)`` in (0, 1).
+            prior: with ``PairPolicy(prior="given")``: of every sample, ``(B,)`` in (0, 1); no graph. On a device a
+                value outside of it makes the loss NaN.
             pairs: a :class:`~compopt.PairPolicy` for this call, in the place of the one of the construction.
 
         *Views.* With ``V`` views the mean is over the ``V (V - 1)`` ordered pairs of anchor and positive view, or over

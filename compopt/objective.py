@@ -119,7 +119,7 @@ class Objective:
 
     def serve_others(self) -> None:
         """Compute what other ranks, or features from outside the batch, wait for, where own ones want no gradient."""
-        if self.estimate.weights is not None:
+        if self.estimate.weights is not None and self.estimate.weights.serves:
             self._weighted()
         if self.estimate.through_alpha is not None:
             self.estimate.through_alpha(self._alpha_slope())

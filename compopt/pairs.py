@@ -70,8 +70,8 @@ class PairPolicy:
         within: ``True``: only samples whose keys in ``within=`` equal the anchor's are its candidates, for example
             those of its data set or language.
 
-    The options are part of ``repr(est)`` and of checkpoints, which refuse to be loaded under others. With ranks the
-    keys and the guide's features are gathered beside the features.
+    The options are part of ``repr(est)`` and of checkpoints, which refuse to be loaded under others. With ranks what
+    the options ask for (keys, priors, features of other models) is gathered beside the features.
 
     *At a call* ``pairs=`` replaces the policy of the construction: for a threshold or a hardness that follows a
     schedule, or for batches of several kinds. ``PairPolicy()`` selects and weights nothing. Rows then estimate a
@@ -235,7 +235,7 @@ class PairPolicy:
         """Hardness of the batch's candidates, and of further ones (:attr:`owned`: the own ones); 0 without one."""
         if not isinstance(self.hardness, tuple):
             return (0.0, 0.0) if self.hardness is None else (self.hardness, self.hardness)
-        if len(self.hardness) != 2:
+        if len(self.hardness) != 2 or any(isinstance(value, str) for value in self.hardness[int(self.owned) :]):
             raise ValueError(
                 f"hardness must be a number or (of the batch, of extra), or a number with whose it is, "
                 f'("mined", number) or ("others", number), got {self.hardness!r}'

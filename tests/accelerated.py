@@ -16,6 +16,7 @@ STATELESS = {
     "infonce": lambda **o: compopt.InfoNCEEstimator(0.07, **o),
     "clip": lambda **o: compopt.InfoNCEEstimator(0.07, learn_tau=True, multiply_tau=False, **o),
     "dcl": lambda **o: compopt.DCLEstimator(0.07, **o),
+    "siglip": lambda **o: compopt.SigLIPEstimator(0.2, -2.0, **o),
     "memory": lambda **o: compopt.MemoryEstimator(D, 40, **o),
     "neuclip": lambda **o: compopt.NeuCLIPEstimator(D, prototypes=48, lr=0.1, updates=3, restart_every=3, **o),
 }

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import compopt
+from compopt import PairPolicy
 from tests import four
-from tests.accelerated import BUILD, KINDS, STATELESS, WITH_ROWS, N, batch, one_step, same, same_rows, train
+from tests.accelerated import BUILD, KINDS, STATELESS, WITH_ROWS, B, D, N, batch, one_step, same, same_rows, train
 from tests.devices import DEVICE, needs_accelerator, quiet, synchronize
 
 pytestmark = needs_accelerator
@@ -97,6 +98,37 @@ def test_evaluation_on_the_device(name):
         with quiet():
             found = there.eval()(*batch(7, DEVICE))
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+FURTHER, FEATURES = torch.randn(2, 2 * B, D, generator=torch.Generator().manual_seed(9))
+POLICIES = {
+    "prior": ({"prior": "given"}, {"prior": torch.linspace(0.01, 0.2, B)}),
+    "within": ({"within": True}, {"within": torch.arange(B) // 6}),
+    "guided": ({"false_negatives": 0.3, "guided": True}, {"guide": FEATURES.split(B)}),
+    "targets": ({"targets": 0.5}, {"teacher": FEATURES.split(B)}),
+    "mined": ({"hardness": ("mined", 3.0), "mises_fisher": 0.5}, {"extra": FURTHER}),
+    "also": ({"also": ("query_to_query", "document_to_every_document")}, {"extra": FURTHER}),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_whose_arguments_are_on_the_host(name):
+    """But for further candidates, which are features of the call."""
+    policy, given = POLICIES[name]
+    on_cpu, there = (compopt.SogCLREstimator(N, directions="forward", pairs=PairPolicy(**policy)) for _ in range(2))
+    expected = train(on_cpu, **given)
+    given |= {"extra": FURTHER.to(DEVICE)} if "extra" in given else {}
+    found, batches = train(there, DEVICE, range(2), **given), [batch(seed, DEVICE) for seed in range(2, 5)]
+    with quiet():
+        found += [one_step(there, *each, **given) for each in batches]
+    same(found, expected)
+
+
+def test_a_share_on_the_device_that_is_none():
+    """Nothing is read there, so that the loss tells."""
+    est = compopt.DCLEstimator(pairs=PairPolicy(prior="given"))
+    shares = torch.linspace(0.1, 1.0, B).to(DEVICE)
+    assert torch.isnan(est(*batch(0, DEVICE), prior=shares))
 
 
 @pytest.mark.parametrize(("kind", "offload"), four.PLACES)

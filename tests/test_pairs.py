@@ -223,7 +223,7 @@ def test_an_anchor_without_negatives_contributes_nothing():
 
 
 def test_hardness_of_further_candidates_alone():
-    """EmbeddingGemma's: the logit of a curated negative is ``s / tau + beta stop(s)``."""
+    """The logit of a curated negative is ``s / tau + beta stop(s)``."""
     z1, z2 = features(5, DIM, seed=6)
     extra = features(3, DIM, seed=7)[0]
     unit = torch.nn.functional.normalize
@@ -274,6 +274,8 @@ REFUSED = [
     ({"hardness": -1.0}, ValueError, "hardness must be 0 or greater, got -1.0"),
     ({"hardness": (1.0, 2.0, 3.0)}, ValueError, r"hardness must be a number or \(of the batch, of extra\)"),
     ({"within": torch.arange(4)}, TypeError, "within must be True or False"),
+    ({"hardness": ("own", 2.0)}, ValueError, r"with whose it is, .* or \(\"others\", number\), got \('own', 2.0\)"),
+    ({"hardness": (2.0, "mined")}, ValueError, "a number with whose it is"),
     ({"importance": "plane", "hardness": 1.0}, ValueError, "importance must be one of 'plain', 'normalized'"),
     ({"importance": "normalized"}, ValueError, "give one hardness > 0 for all candidates"),
     ({"importance": "normalized", "hardness": (0.0, 1.0)}, ValueError, "give one hardness > 0 for all candidates"),
@@ -322,8 +324,8 @@ def test_estimators_that_refuse_a_policy():
 Z = torch.randn(2, 4, 3)
 GUIDED = {"false_negatives": 0.0, "guided": True}
 CALLS = [
-    (None, {"guide": list(Z)}, ValueError, r"build the estimator with pairs=PairPolicy\(guided=True, ...\)"),
-    (None, {"within": torch.arange(4)}, ValueError, r"build the estimator with pairs=PairPolicy\(within=True, ...\)"),
+    (None, {"guide": list(Z)}, ValueError, r"or this call pairs=PairPolicy\(guided=True, ...\)"),
+    (None, {"within": torch.arange(4)}, ValueError, r"or this call pairs=PairPolicy\(within=True, ...\)"),
     (GUIDED, {}, ValueError, "guide is missing"),
     (GUIDED, {"guide": [Z[0]]}, ValueError, "guide must be 2 tensors of features, .* got 1 of them"),
     (GUIDED, {"guide": list(Z), "extra": Z[0]}, ValueError, "guide must be 3 tensors of features"),
@@ -338,10 +340,10 @@ CALLS = [
     ({"within": True}, {"within": torch.arange(3)}, ValueError, "within has 3 entries for 4 of them"),
     ({"within": True}, {"within": torch.arange(4), "extra": Z[0]}, ValueError, "within must be a pair of tensors"),
     ({"within": True}, {"within": torch.rand(4)}, TypeError, "within must hold integers"),
-    (None, {"teacher": list(Z)}, ValueError, r"build the estimator with pairs=PairPolicy\(targets=..., ...\)"),
+    (None, {"teacher": list(Z)}, ValueError, r"or this call pairs=PairPolicy\(targets=..., ...\)"),
     ({"positives": "labels"}, {}, ValueError, "labels is missing"),
     ({"hardness": ("mined", 2.0)}, {"extra": Z[0, :3]}, ValueError, "the same number of rows for each of 4 anchors"),
-    (None, {"prior": torch.rand(4)}, ValueError, r"build the estimator with pairs=PairPolicy\(prior=\"given\", ...\)"),
+    (None, {"prior": torch.rand(4)}, ValueError, r"or this call pairs=PairPolicy\(prior=\"given\", ...\)"),
     ({"prior": "given"}, {}, ValueError, "prior is missing"),
     ({"prior": "given"}, {"prior": torch.ones(4)}, ValueError, r"prior must be in \(0, 1\), got 1"),
     ({"prior": "given"}, {"prior": torch.rand(3)}, ValueError, r"prior must have shape \(4,\)"),

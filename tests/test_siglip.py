@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import compopt
+from compopt.kernel.sigmoid import SigmoidPairs
 from tests.helpers import features, generator, near
 from tests.pool import the_pool
 
@@ -132,6 +133,19 @@ def test_ranks(kind, count):
         near(torch.cat([part[at] for part in parts], dim=whole[at].dim() - 2) / 3, whole[at], 1e-10)
 
 
+def without_gradients(group, views):
+    """The loss of a validation, whose gradients nobody waits for."""
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(SigmoidPairs, "gradients", None)
+        return build("bimodal", process_group=group)(*views)
+
+
+@pytest.mark.distributed
+def test_a_validation_computes_no_gradients():
+    one, other = the_pool().run(without_gradients, 2, features(BATCH, DIM, seed=95))
+    near(one, other)
+
+
 def test_the_bias_is_learned_stored_and_shown():
     est, other = (compopt.SigLIPEstimator(bias=b) for b in (-5.0, -3.0))
     assert "bias: -5 (learned)" in repr(est)
@@ -154,7 +168,9 @@ def test_what_is_refused():
         compopt.SigLIPEstimator(pairs=compopt.PairPolicy(hardness=1.0))
     with pytest.raises(ValueError, match="estimates no log-normalizer"):
         compopt.diagnostics.normalizer_error(compopt.SigLIPEstimator(), *z, batch_size=2)
+    free = compopt.SigmoidNormalizer()
     with pytest.raises(ValueError, match="TemperatureDual bounds the divergence"):
-        compopt.ContrastiveEstimator(compopt.SigmoidNormalizer(), compopt.TemperatureDual(4, rho=0.1))
+        compopt.ContrastiveEstimator(free, compopt.TemperatureDual(4, rho=0.1))
+    assert compopt.ContrastiveEstimator(free, compopt.FixedTemperature(0.1)).normalizer is free  # it is still free
     with pytest.raises(TypeError, match="bias must be a number"):
         compopt.SigLIPEstimator(bias="-10")

@@ -203,18 +203,22 @@ def check_teacher(teacher: Any, batch: int, classes: bool, views: int = 2) -> li
     return list(given)
 
 
-def check_prior(prior: Any, like: Tensor) -> Tensor:
-    """Return priors of the samples, ``(B,)``, on the device and in the working dtype of their features ``like``."""
+def check_prior(prior: Any, batch: int, dtype: torch.dtype) -> Tensor:
+    """Return priors of the samples, ``(B,)``, in a dtype; those on a device that are no shares become NaN."""
     if not isinstance(prior, Tensor) or prior.dtype not in _FLOATS:
         kind = getattr(prior, "dtype", type(prior).__name__)
         raise TypeError(f"prior must be a floating-point tensor (B,), got {kind}")
     _check_dense("prior", prior)
-    if prior.shape != (len(like),):
-        raise ValueError(f"prior must have shape ({len(like)},), one for each sample, got {tuple(prior.shape)}")
-    wrong = prior[~((prior > 0) & (prior < 1))] if prior.device.type == "cpu" else prior[:0]
+    if prior.shape != (batch,):
+        raise ValueError(f"prior must have shape ({batch},), one for each sample, got {tuple(prior.shape)}")
+    prior = prior.detach().to(dtype)  # where a share just below 1 may be 1
+    valid = (prior > 0) & (prior < 1)
+    if prior.device.type != "cpu":
+        return prior.where(valid, torch.nan)
+    wrong = prior[~valid]
     if len(wrong):
         raise ValueError(f"prior must be in (0, 1), got {wrong[0].item():.6g}; it is a share of the negatives")
-    return prior.detach().to(like.device, torch.promote_types(like.dtype, torch.float32))
+    return prior
 
 
 def _check_dense(name: str, z: Tensor) -> None:

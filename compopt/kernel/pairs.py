@@ -257,15 +257,18 @@ class SampledPairs(ABC):
     Attributes:
         sum_wh: ``sum_j w_ij h_ij`` of every anchor of the (global) batch, ``(B, A)``: what a temperature's gradient
             needs.
+        serves: others wait for what :meth:`gradients` computes, where own features want no gradient too.
     """
 
     sum_wh: Tensor
+    serves = True
 
     @abstractmethod
     def gradients(self, coefficient: Scalar) -> Tensor:
         r"""``sum over directions and anchors i of coefficient_i (sum_j w_ij grad s_ij - grad s_ii)``.
 
-        With several ranks collective. Gradients of features that are not in the batch go where those came from.
+        With several ranks collective, if it ``serves``. Gradients of features that are not in the batch go where those
+        came from.
 
         Args:
             coefficient: factor of each anchor, a number or broadcastable to ``(B, A)``.

@@ -37,8 +37,10 @@ class SigmoidPairs(SampledPairs):
         alpha: ``(B, A)``.
         slope: derivative of ``alpha`` with respect to ``b``, ``(B, A)``.
 
-    Communicates: one all-gather of ``3 a`` floats per sample.
+    Communicates: one all-gather of ``3 a`` floats per sample, at construction.
     """
+
+    serves = False
 
     def __init__(
         self,

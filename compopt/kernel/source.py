@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from compopt.kernel.pairs import PairOptions, PairStatistics
@@ -38,5 +39,5 @@ class Source:
         """Sweep the pairs of all views, or of two of them, at these temperatures or at another one."""
         own, everyone = self.own, self.everyone
         if views is not None:
-            own, everyone = own[list(views)], [everyone[view] for view in views]
+            own, everyone = torch.stack([own[view] for view in views]), [everyone[view] for view in views]
         return self.build(own, everyone, self.tau if tau is None else tau, options)

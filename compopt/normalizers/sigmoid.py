@@ -27,7 +27,8 @@ class SigmoidNormalizer(Normalizer):
 
     The positive is pulled with the weight ``sigma(-s_ii / tau_i - b)``. Nothing is normalised; ``alpha_i`` is what the
     mean is over, the loss of all pairs of an anchor. ``N_i`` has the samples of other index and labels, so that known
-    duplicates are no negatives. With ``multiply_tau=False`` the value is that of the paper.
+    duplicates are no negatives; an anchor that has none left contributes nothing, as under every normalizer. With
+    ``multiply_tau=False`` the value is that of the paper.
 
     Args:
         bias: ``b``; -10: few pairs of a large batch are positive.
@@ -87,14 +88,14 @@ class SigmoidNormalizer(Normalizer):
             )
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        super().joined(groups, setting)
-        self._ranks = setting.ranks
         temperature = getattr(setting.owner, "temperature", None)
-        if temperature is not None and temperature.learns:
+        if temperature is not None and temperature.learns:  # before this is a part of it
             raise ValueError(
                 f"{type(temperature).__name__} bounds the divergence of weights that a normalizer divides, and a "
                 f"sigmoid per pair has none; take FixedTemperature(learn=True)"
             )
+        super().joined(groups, setting)
+        self._ranks = setting.ranks
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         return []

@@ -83,9 +83,10 @@ def both_ways(s: Tensor, tau: float) -> Tensor:
 
 
 def own_hard_negatives(s: Tensor, mined: Tensor, tau: float, alpha: float) -> Tensor:
-    """Schechter Vera et al. (EmbeddingGemma), 2025: the logit of a query's own hard negative grows by alpha stop(s).
+    """sentence-transformers' ``hardness_mode="hard_negatives"``: that of a query's own one grows by alpha stop(s).
 
-    ``mined``: similarities to all hard negatives, ``(B, B)``, a query's own one on the diagonal.
+    ``mined``: similarities to all hard negatives, ``(B, B)``, a query's own one on the diagonal. The weight is that of
+    EmbeddingGemma (Schechter Vera et al., 2025), which leaves out the hard negatives of other queries.
     """
     logits = torch.cat([s / tau, mined / tau + alpha * torch.diag(mined.diagonal().detach())], 1)
     return torch.nn.functional.cross_entropy(logits, torch.arange(len(s)))
