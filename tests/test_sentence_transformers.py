@@ -630,6 +630,61 @@ def test_options_are_attributes(kind):
         assert call(loss, 3, torch.zeros(BATCH))[0].isfinite()
 
 
+def test_options_beside_an_estimator_cannot_be_assigned():
+    loss = loss_of(estimator(), eval_scale=10.0)
+    assert not hasattr(loss, "scale")
+    with pytest.raises(AttributeError, match="scale=50.0 is an option of a loss without est=.*eval_scale"):
+        loss.scale = 50.0
+    loss.eval_scale = 50.0
+    with torch.no_grad():
+        columns = columns_of(2, 5, seed=6)
+        found = loss.compute_loss_from_embeddings(columns)
+        assert torch.equal(found, theirs(False, scale=50.0).compute_loss_from_embeddings(columns, None))
+
+
+@pytest.mark.parametrize("columns", [2, 3])
+def test_a_last_batch_of_one_sample_has_their_loss(columns):
+    """It may be the last of an epoch, and their loss takes it."""
+    data = [column[:1] for column in columns_of(columns, 5, seed=7)]
+    found = value_and_gradients(losses().EstimatorLoss(Columns()).compute_loss_from_embeddings, data)
+    expected = value_and_gradients(theirs(False).compute_loss_from_embeddings, data, labels=None)
+    torch.testing.assert_close(found, expected)
+
+
+def test_similarities_in_another_dtype_than_embeddings():
+    """Autocast multiplies matrices in bfloat16."""
+    options = {"similarity_fct": lambda queries, documents: queries @ documents.T, "scale": 1.0}
+    data = [column.float() for column in columns_of(3, 5, seed=8)]
+    mine, other = losses().EstimatorLoss(Columns(), **options), type(theirs(False))(None, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = value_and_gradients(mine.compute_loss_from_embeddings, data)
+        expected = value_and_gradients(other.compute_loss_from_embeddings, data, labels=None)
+    for one, each in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), each.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_the_cache_trains_a_similarity_that_learns():
+    results = []
+    for kind in ("EstimatorLoss", "CachedEstimatorLoss"):
+        similarity = Bilinear()
+        loss = loss_of(None, kind=kind, similarity_fct=similarity)
+        value = loss(embed(loss.model, (texts(0), texts(1)), range(BATCH)), None)
+        (value * 0.25).backward()
+        results.append(similarity.weight.grad)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-7)
+
+
+class Bilinear(torch.nn.Linear):
+    """A similarity of embeddings with parameters."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(32, 32)
+
+    def forward(self, queries, documents):
+        return super().forward(queries) @ documents.T
+
+
 def test_options_of_theirs_for_estimators_with_rows():
     options = losses().ranking_options(scale=20.0, hardness_mode="in_batch_negatives", hardness_strength=9.0)
     assert repr(options["pairs"]) == "PairPolicy(hardness=('others', 9.0))"

@@ -16,7 +16,15 @@ try:
     from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_static_embedding_input
     from sentence_transformers.base.losses.merged_forward import embed_columns
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-    from sentence_transformers.util import all_gather_with_grad, cos_sim, dot_score, get_rank, similarity_fct_name
+    from sentence_transformers.util import (
+        all_gather_with_grad,
+        cos_sim,
+        dot_score,
+        get_rank,
+        get_world_size,
+        is_dist_initialized,
+        similarity_fct_name,
+    )
 except ImportError as error:
     raise ImportError(
         "this needs sentence-transformers 6.2 or newer: "
@@ -76,8 +84,9 @@ def ranking_options(**options: Unpack[RankingOptions]) -> dict[str, Any]:
             gives ``normalize=False``. ``gather_across_devices`` has no effect: see the ``process_group`` of estimators.
 
     Returns:
-        ``tau``, ``directions``, ``multiply_tau``, ``normalize`` and ``pairs``, keywords of all presets with one
-        temperature. The gradient of an :class:`~compopt.InfoNCEEstimator` with them is that of the ranking loss.
+        ``tau``, ``directions``, ``multiply_tau``, ``normalize`` and ``pairs``, keywords of the presets that have both
+        ``tau`` and ``multiply_tau``. The gradient of an :class:`~compopt.InfoNCEEstimator` with them is that of the
+        ranking loss.
 
     Raises:
         ValueError: values that sentence-transformers refuses; hardness with one softmax for each direction.
@@ -149,12 +158,13 @@ class EstimatorLoss(nn.Module):
             ``None``: an :class:`~compopt.InfoNCEEstimator` by the options.
         eval_scale: ``scale`` of the loss in evaluation, if there is an estimator.
         index_labels: read the rows in the label column for an estimator without rows too.
-        **options: without an estimator, those of ``MultipleNegativesRankingLoss``. They can be read and assigned as
-            attributes. A ``similarity_fct`` other than ``cos_sim`` and ``dot_score`` keeps the matrices of
+        **options: without an estimator, those of ``MultipleNegativesRankingLoss``. They can then be read and assigned
+            as attributes. A ``similarity_fct`` other than ``cos_sim`` and ``dot_score`` keeps the matrices of
             similarities of the batch in the graph, and does not take ``"query_to_query"`` and ``"doc_to_doc"``. With
             ``gather_across_devices`` the value is the mean over the anchors of all ranks, not of this one alone.
 
     Raises:
+        AttributeError: an option is assigned beside an estimator.
         TypeError: ``est`` is no contrastive estimator; the labels are no integers.
         IndexError: the label column has rows beyond those of the estimator.
         ValueError: options beside an estimator, or that sentence-transformers refuses; no second column; no label
@@ -219,13 +229,20 @@ class EstimatorLoss(nn.Module):
         self._latest: dict[int, Tensor | None] = {}  # labels of the latest call, by dimension
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.loss, name) if name in _READ else super().__getattr__(name)
+        if name in _READ and not self._by_dimension:
+            return getattr(self.loss, name)
+        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in RankingOptions.__annotations__:
-            setattr(self.loss, name, value)
-        else:
+        if name not in _READ:
             super().__setattr__(name, value)
+        elif self._by_dimension:
+            raise AttributeError(
+                f"{name}={value!r} is an option of a loss without est=; change the estimator, or eval_scale for the "
+                f"loss in evaluation"
+            )
+        else:
+            setattr(self.loss, name, value)
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """Compute the loss of tokenised columns of ``B`` texts, 0-d; ``labels`` are ``(B,)`` or ``(B, k)`` integers."""
@@ -236,15 +253,20 @@ class EstimatorLoss(nn.Module):
         if len(embeddings) < 2:
             raise ValueError("the data set needs two columns of text or more, (anchor, positive, negative, ...)")
         if not torch.is_grad_enabled():
+            if self._by_dimension:
+                self.loss.scale = self.eval_scale  # which may have been assigned
             return self.loss.compute_loss_from_embeddings(embeddings, cast(Any, labels))
         if self._by_dimension:
             return self._call(self._estimator(embeddings[0].shape[1]), embeddings, labels)
-        return self._ranking(self._similar(embeddings), labels)
+        return self._ranking(embeddings, labels)
 
     def _ranking(self, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
         """Compute the loss by the options, which may have been assigned since the last call."""
-        local = dist.is_available() and dist.is_initialized() and not self.loss.gather_across_devices
-        group = _this_rank(cast(ProcessGroup, dist.group.WORLD)) if local else None
+        alone = not self.loss.gather_across_devices or get_world_size() == 1
+        if alone and len(embeddings[0]) == 1:  # an estimator refuses a last batch of one sample; theirs does not
+            return self.loss.compute_loss_from_embeddings(embeddings, cast(Any, labels))
+        group = _this_rank(cast(ProcessGroup, dist.group.WORLD)) if alone and is_dist_initialized() else None
+        embeddings = self._similar(embeddings)
         values: list[Tensor] = []
         for options in _estimators(self.loss):
             if values:  # the other direction
@@ -269,8 +291,9 @@ class EstimatorLoss(nn.Module):
         first = 0
         if self.loss.gather_across_devices:
             first, queries = get_rank() * len(queries), all_gather_with_grad(queries)
-        one_hot = torch.eye(len(queries), dtype=queries.dtype, device=queries.device)
         columns = [similarity(queries, documents).T for documents in embeddings[1:]]
+        # autocast may have given them another dtype than that of the queries
+        one_hot = torch.eye(len(queries), dtype=columns[0].dtype, device=queries.device)
         return [one_hot[first : first + len(embeddings[0])], *columns]
 
     def _call(self, est: ContrastiveEstimator, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
@@ -410,7 +433,7 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         if mini_batch_num_tokens is not None:
             checks.count("mini_batch_num_tokens", mini_batch_num_tokens)
         self.mini_batch_num_tokens, self.show_progress_bar = mini_batch_num_tokens, show_progress_bar
-        self._learned: list[tuple[Tensor, Tensor]] = []  # parameters of the estimators, and their gradients
+        self._learned: list[tuple[Tensor, Tensor]] = []  # parameters beside the model's, and their gradients
 
     def get_config_dict(self) -> dict[str, Any]:
         cached = {name: getattr(self, name) for name in ("mini_batch_size", "mini_batch_num_tokens")}
@@ -431,10 +454,10 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], labels)
         if not with_backward:
             return loss
-        # autograd.grad instead of backward: parameters of the estimators get their gradients in the trainer's backward
-        # pass, which knows how the loss is scaled
+        # autograd.grad instead of backward: parameters of estimators and of a similarity_fct get their gradients in the
+        # trainer's backward pass, which knows how the loss is scaled
         leaves = [embedding for column in reps for embedding in column]
-        learned = [p for p in self.estimators.parameters() if p.requires_grad]
+        learned = [p for part in (self.estimators, self.loss) for p in part.parameters() if p.requires_grad]
         gradients = torch.autograd.grad(loss, [*leaves, *learned], allow_unused=True)
         for leaf, gradient in zip(leaves, gradients, strict=False):
             leaf.grad = gradient
