@@ -158,7 +158,8 @@ def test_the_run_is_the_plain_loop_s(tmp_path, kind):
     assert commits == UPDATES and len(seen) == UPDATES * WINDOW
     tolerance = 0 if kind == "EstimatorLoss" else 1e-4
     torch.testing.assert_close(found, plain(seen), rtol=tolerance, atol=tolerance)
-    assert "ISogCLREstimator" in (tmp_path / "checkpoint-4" / "README.md").read_text()  # the model card
+    card = (tmp_path / "checkpoint-4" / "README.md").read_text()
+    assert "ISogCLREstimator" in card and "loss:MultipleNegativesRankingLoss" not in card and "oord" not in card
 
 
 @pytest.mark.slow
@@ -623,7 +624,7 @@ def test_the_ranking_loss_on_two_ranks(number):
 def test_options_are_attributes(kind):
     loss = loss_of(None, kind=kind, scale=50.0, directions=("query_to_doc", "doc_to_query"))
     assert loss.scale == 50.0 and loss.temperature == 1 / 50.0 and loss.hardness_mode is None
-    assert loss.get_config_dict()["directions"] == ("query_to_doc", "doc_to_query")
+    assert loss.get_config_dict()["directions"] == ("query_to_doc", "doc_to_query") and "oord" in loss.citation
     loss.scale, loss.directions = 20.0, ("query_to_doc",)
     torch.testing.assert_close(call(loss, 3, None), call(theirs(False), 3, None), rtol=1e-4, atol=1e-5)
     for _ in range(2):  # before one step, as layers or dimensions call it

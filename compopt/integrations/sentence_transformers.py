@@ -68,7 +68,7 @@ class RankingOptions(TypedDict, total=False):
 
 # which of an anchor's candidates have a hardness; its own mined negatives are not among the others
 _HARDER: dict[str, Literal["mined", "others"]] = {"in_batch_negatives": "others", "hard_negatives": "mined"}
-_READ = {*RankingOptions.__annotations__, "temperature"}  # attributes of their loss
+_READ = {*RankingOptions.__annotations__, "temperature", "citation"}  # attributes of their loss
 _BOTH: RankingOptions = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
 
 
@@ -222,7 +222,8 @@ class EstimatorLoss(nn.Module):
         if est is not None:
             both = any(each.directions == "both" for each in self._by_dimension.values())
             options = {**(_BOTH if both else {}), "scale": eval_scale}
-        self.loss = MultipleNegativesRankingLoss(cast(Any, None), **options)  # holds the options, and evaluates
+        # holds the options, and evaluates; model cards would take an attribute ``loss`` for what is trained with
+        self.ranking = MultipleNegativesRankingLoss(cast(Any, None), **options)
         modules = (as_module(each, state=False) for each in self._by_dimension.values())
         self.estimators = nn.ModuleList(modules)  # for devices, and for parameters that the trainer optimizes
         self._looks = 0
@@ -230,7 +231,7 @@ class EstimatorLoss(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name in _READ and not self._by_dimension:
-            return getattr(self.loss, name)
+            return getattr(self.ranking, name)
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -242,7 +243,7 @@ class EstimatorLoss(nn.Module):
                 f"loss in evaluation"
             )
         else:
-            setattr(self.loss, name, value)
+            setattr(self.ranking, name, value)
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """Compute the loss of tokenised columns of ``B`` texts, 0-d; ``labels`` are ``(B,)`` or ``(B, k)`` integers."""
@@ -254,21 +255,21 @@ class EstimatorLoss(nn.Module):
             raise ValueError("the data set needs two columns of text or more, (anchor, positive, negative, ...)")
         if not torch.is_grad_enabled():
             if self._by_dimension:
-                self.loss.scale = self.eval_scale  # which may have been assigned
-            return self.loss.compute_loss_from_embeddings(embeddings, cast(Any, labels))
+                self.ranking.scale = self.eval_scale  # which may have been assigned
+            return self.ranking.compute_loss_from_embeddings(embeddings, cast(Any, labels))
         if self._by_dimension:
             return self._call(self._estimator(embeddings[0].shape[1]), embeddings, labels)
         return self._ranking(embeddings, labels)
 
     def _ranking(self, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
         """Compute the loss by the options, which may have been assigned since the last call."""
-        alone = not self.loss.gather_across_devices or get_world_size() == 1
+        alone = not self.ranking.gather_across_devices or get_world_size() == 1
         if alone and len(embeddings[0]) == 1:  # an estimator refuses a last batch of one sample; theirs does not
-            return self.loss.compute_loss_from_embeddings(embeddings, cast(Any, labels))
+            return self.ranking.compute_loss_from_embeddings(embeddings, cast(Any, labels))
         group = _this_rank(cast(ProcessGroup, dist.group.WORLD)) if alone and is_dist_initialized() else None
         embeddings = self._similar(embeddings)
         values: list[Tensor] = []
-        for options in _estimators(self.loss):
+        for options in _estimators(self.ranking):
             if values:  # the other direction
                 embeddings = embeddings[1::-1]
                 labels = None if labels is None else labels.reshape(len(labels), -1)[:, :2].flip(1)
@@ -279,17 +280,17 @@ class EstimatorLoss(nn.Module):
 
     def _similar(self, embeddings: list[Tensor]) -> list[Tensor]:
         """Return features whose inner products are the similarities."""
-        similarity, queries = self.loss.similarity_fct, embeddings[0]
+        similarity, queries = self.ranking.similarity_fct, embeddings[0]
         if similarity in (cos_sim, dot_score):
             return embeddings
-        if {"query_to_query", "doc_to_doc"} & set(self.loss.directions):
+        if {"query_to_query", "doc_to_doc"} & set(self.ranking.directions):
             raise ValueError(
                 f"similarity_fct={similarity_fct_name(similarity)} is for queries and documents; leave out the other "
                 f"directions, or take cos_sim or dot_score"
             )
         # rows of the identity, and columns of the matrix of similarities
         first = 0
-        if self.loss.gather_across_devices:
+        if self.ranking.gather_across_devices:
             first, queries = get_rank() * len(queries), all_gather_with_grad(queries)
         columns = [similarity(queries, documents).T for documents in embeddings[1:]]
         # autocast may have given them another dtype than that of the queries
@@ -372,7 +373,7 @@ class EstimatorLoss(nn.Module):
     def get_config_dict(self) -> dict[str, Any]:
         """Return the options, or the estimators with their hyper-parameters, for the model card."""
         if not self._by_dimension:
-            return self.loss.get_config_dict()
+            return self.ranking.get_config_dict()
         described = {
             dimension: {
                 "estimator": type(est).__name__,
@@ -457,7 +458,7 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         # autograd.grad instead of backward: parameters of estimators and of a similarity_fct get their gradients in the
         # trainer's backward pass, which knows how the loss is scaled
         leaves = [embedding for column in reps for embedding in column]
-        learned = [p for part in (self.estimators, self.loss) for p in part.parameters() if p.requires_grad]
+        learned = [p for part in (self.estimators, self.ranking) for p in part.parameters() if p.requires_grad]
         gradients = torch.autograd.grad(loss, [*leaves, *learned], allow_unused=True)
         for leaf, gradient in zip(leaves, gradients, strict=False):
             leaf.grad = gradient
