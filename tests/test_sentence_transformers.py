@@ -698,6 +698,8 @@ def test_options_of_theirs_for_estimators_with_rows():
     assert losses().ranking_options(**both)["directions"] == "both"
     with pytest.raises(ValueError, match="hardness_strength=2.0 weights the direction query_to_doc alone"):
         losses().ranking_options(hardness_mode="all_negatives", hardness_strength=2.0, **both)
+    with pytest.raises(ValueError, match=r"similarity_fct=SentenceTransformer\.similarity is nothing .* take cos_sim"):
+        losses().ranking_options(similarity_fct=encoder().similarity)  # else the inner product, in silence
     with pytest.raises(ValueError, match="scale, hardness_mode must be left out beside est="):
         loss_of(est, scale=20.0, hardness_mode=None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'scales'"):

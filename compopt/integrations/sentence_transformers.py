@@ -23,7 +23,6 @@ try:
         get_rank,
         get_world_size,
         is_dist_initialized,
-        similarity_fct_name,
     )
 except ImportError as error:
     raise ImportError(
@@ -80,8 +79,8 @@ def ranking_options(**options: Unpack[RankingOptions]) -> dict[str, Any]:
 
     Args:
         **options: ``scale``, ``similarity_fct``, ``directions``, ``partition_mode``, ``hardness_mode`` and
-            ``hardness_strength``, with the defaults of sentence-transformers. Any ``similarity_fct`` but ``cos_sim``
-            gives ``normalize=False``. ``gather_across_devices`` has no effect: see the ``process_group`` of estimators.
+            ``hardness_strength``, with the defaults of sentence-transformers. ``dot_score`` gives ``normalize=False``.
+            ``gather_across_devices`` has no effect: see the ``process_group`` of estimators.
 
     Returns:
         ``tau``, ``directions``, ``multiply_tau``, ``normalize`` and ``pairs``, keywords of the presets that have both
@@ -89,7 +88,8 @@ def ranking_options(**options: Unpack[RankingOptions]) -> dict[str, Any]:
         ranking loss.
 
     Raises:
-        ValueError: values that sentence-transformers refuses; hardness with one softmax for each direction.
+        ValueError: values that sentence-transformers refuses; hardness with one softmax for each direction; a
+            ``similarity_fct`` other than ``cos_sim`` and ``dot_score``, which estimators do not compute.
 
     Example:
         >>> import compopt
@@ -99,7 +99,14 @@ def ranking_options(**options: Unpack[RankingOptions]) -> dict[str, Any]:
         (0.02, PairPolicy(hardness=5.0))
         >>> est = compopt.SogCLREstimator(n=1000, **options)
     """
-    first, *others = _estimators(MultipleNegativesRankingLoss(cast(Any, None), **options))
+    loss = MultipleNegativesRankingLoss(cast(Any, None), **options)
+    if loss.similarity_fct not in (cos_sim, dot_score):
+        raise ValueError(
+            f"similarity_fct={_named(loss.similarity_fct)} is nothing that estimators compute; take cos_sim or "
+            f"dot_score of sentence_transformers.util, or EstimatorLoss without an estimator, or give the estimator "
+            f"the matrix of similarities (docs/guides/similarities.md)"
+        )
+    first, *others = _estimators(loss)
     if others:
         raise ValueError(
             f"hardness_strength={options['hardness_strength']} weights the direction query_to_doc alone, and an "
@@ -124,6 +131,10 @@ def _estimators(loss: MultipleNegativesRankingLoss) -> list[dict[str, Any]]:
         "pairs": PairPolicy(also=also, hardness=hardness) if also or hardness else None,
     }
     return [options, {**options, "pairs": None}] if both and hardness else [options]
+
+
+def _named(similarity: Callable[[Tensor, Tensor], Tensor]) -> str:
+    return getattr(similarity, "__qualname__", type(similarity).__name__)
 
 
 @lru_cache(maxsize=1)
@@ -285,7 +296,7 @@ class EstimatorLoss(nn.Module):
             return embeddings
         if {"query_to_query", "doc_to_doc"} & set(self.ranking.directions):
             raise ValueError(
-                f"similarity_fct={similarity_fct_name(similarity)} is for queries and documents; leave out the other "
+                f"similarity_fct={_named(similarity)} is for queries and documents; leave out the other "
                 f"directions, or take cos_sim or dot_score"
             )
         # rows of the identity, and columns of the matrix of similarities
