@@ -631,6 +631,21 @@ def test_options_are_attributes(kind):
         assert call(loss, 3, torch.zeros(BATCH))[0].isfinite()
 
 
+WRONG = {
+    "hardness_mode": ("hard", "hardness_mode must be one of"),
+    "partition_mode": ("each", "partition_mode must be"),
+    "directions": (("doc_to_query",), "'query_to_doc' direction is required"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_options_that_they_refuse_cannot_be_assigned(name):
+    loss, (value, match) = losses().EstimatorLoss(Columns(), hardness_strength=2.0), WRONG[name]
+    setattr(loss, name, value)
+    with pytest.raises(ValueError, match=match):
+        value_and_gradients(loss.compute_loss_from_embeddings, columns_of(2, 5, seed=9))
+
+
 def test_options_beside_an_estimator_cannot_be_assigned():
     loss = loss_of(estimator(), eval_scale=10.0)
     assert not hasattr(loss, "scale")

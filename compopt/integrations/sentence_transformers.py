@@ -235,6 +235,7 @@ class EstimatorLoss(nn.Module):
             options = {**(_BOTH if both else {}), "scale": eval_scale}
         # holds the options, and evaluates; model cards would take an attribute ``loss`` for what is trained with
         self.ranking = MultipleNegativesRankingLoss(cast(Any, None), **options)
+        self._allowed = self._options()
         modules = (as_module(each, state=False) for each in self._by_dimension.values())
         self.estimators = nn.ModuleList(modules)  # for devices, and for parameters that the trainer optimizes
         self._looks = 0
@@ -272,8 +273,18 @@ class EstimatorLoss(nn.Module):
             return self._call(self._estimator(embeddings[0].shape[1]), embeddings, labels)
         return self._ranking(embeddings, labels)
 
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self.ranking, name) for name in RankingOptions.__annotations__}
+
+    def _refuse_options(self) -> None:
+        """Refuse options that were assigned where the constructor of sentence-transformers refuses them."""
+        if (options := self._options()) != self._allowed:
+            MultipleNegativesRankingLoss(cast(Any, None), **options)
+            self._allowed = options
+
     def _ranking(self, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
         """Compute the loss by the options, which may have been assigned since the last call."""
+        self._refuse_options()
         alone = not self.ranking.gather_across_devices or get_world_size() == 1
         if alone and len(embeddings[0]) == 1:  # an estimator refuses a last batch of one sample; theirs does not
             return self.ranking.compute_loss_from_embeddings(embeddings, cast(Any, labels))
