@@ -31,21 +31,21 @@ def pairwise(
             left out.
         index: positions in the data set, ``(B,)``, if all modalities have the same samples. If some samples lack a
             modality, one for each, ``{"image": (B_a,), "audio": (B_b,)}``, of features ``(B_a, d)`` and ``(B_b, d)``;
-            samples are then found by their positions, which occur once in a modality. A pair with fewer than two
-            samples on all ranks together is left out.
+            samples are then found by their positions, which occur once in a modality of a rank. A pair with fewer than
+            two samples on all ranks together is left out.
 
     State: that of the estimators. ``attach``, :func:`~compopt.save` and :func:`~compopt.load` each of them.
 
-    Communicates, with K ranks: what each estimator does, in the order of ``est``. All ranks must have the same
-    modalities, of which a rank may have no samples, ``(0, d)``. With one ``index`` for each modality, a small message
-    more.
+    Communicates, with K ranks: what each estimator does, in the order of ``est``; all have one process group. All ranks
+    must have the same modalities in the same order; a rank may have no samples of one, ``(0, d)``. With one ``index``
+    for each modality, a small message more.
 
     Returns:
         0-d loss; 0 where no pair has two samples.
 
     Raises:
-        ValueError: no pair of modalities is here; a modality that is in no pair; an estimator with rows or a state for
-            several pairs.
+        ValueError: no pair of modalities is here; a modality that is in no pair; an estimator with rows or a state that
+            is not for one pair; a position twice; ranks with different modalities, if each modality has an ``index``.
         KeyError: a modality without ``index``, where others have one.
         TypeError, ValueError, IndexError: what a call raises.
 
@@ -65,17 +65,37 @@ def pairwise(
     pairs = _pairs(est, features)
     if not isinstance(index, Mapping):
         return torch.stack([each(features[a], features[b], index) for (a, b), each in pairs.items()]).sum()
-    positions, engine = {}, next(iter(pairs.values()))._engine
+    engine = next(iter(pairs.values()))._engine
     with engine.handshake.guard():  # a refusal reaches the other ranks
-        for name, z in features.items():
-            positions[name] = check_vector(f"index[{name!r}]", index[name], len(z)).cpu()
-    common = [(positions[a][:, None] == positions[b]).nonzero(as_tuple=True) for a, b in pairs]
-    counts = zip(*engine.ranks.gather_objects([len(rows) for rows, _ in common]), strict=True)
+        positions = {name: _positions(name, index, len(z)) for name, z in features.items()}
+    common = {(a, b): (positions[a][:, None] == positions[b]).nonzero(as_tuple=True) for a, b in pairs}
+    # two of each pair tell whether there are two, also where ranks have the same one
+    some = {(a, b): positions[a][rows][:2].tolist() for (a, b), (rows, _) in common.items()}
+    by_rank = engine.ranks.gather_objects(some)
+    if any(list(each) != list(pairs) for each in by_rank):
+        raise ValueError(
+            f"the ranks have different pairs of modalities, {[list(each) for each in by_rank]}; pass the same in the "
+            f"same order, with features (0, d) where a rank has no samples"
+        )
     loss = torch.stack([(z.float() * 0.0).sum() for z in features.values()]).sum()  # a gradient for every encoder
-    for ((a, b), each), (rows_a, rows_b), count in zip(pairs.items(), common, counts, strict=True):
-        if sum(count) >= 2:
-            loss = loss + each(_at(features[a], rows_a), _at(features[b], rows_b), positions[a][rows_a])
+    for (a, b), (rows_a, rows_b) in common.items():
+        if len(set().union(*(each[a, b] for each in by_rank))) >= 2:
+            loss = loss + pairs[a, b](_at(features[a], rows_a), _at(features[b], rows_b), positions[a][rows_a])
     return loss
+
+
+def _positions(name: str, index: Mapping[str, Tensor], count: int) -> Tensor:
+    """Return the positions of the ``count`` samples of a modality, on the CPU."""
+    if name not in index:
+        raise KeyError(f"index has no {name!r}; give it the positions of the {count} samples of that modality")
+    positions = check_vector(f"index[{name!r}]", index[name], count).cpu()
+    values, times = positions.unique(return_counts=True)
+    if len(values) < count:
+        raise ValueError(
+            f"index[{name!r}] has {values[times > 1][0]} more than once; samples are found by their positions, pass "
+            f"each once"
+        )
+    return positions
 
 
 def _at(z: Tensor, rows: Tensor) -> Tensor:
@@ -92,8 +112,10 @@ def _pairs(
     if unknown or not pairs:
         raise ValueError(f"features has {sorted(features)}, of which {sorted(unknown or features)} make no pair of est")
     for pair, each in pairs.items():
+        if not isinstance(each, ContrastiveEstimator):
+            raise TypeError(f"est must have a contrastive estimator for {pair}, got {type(each).__name__}")
         keeps = each.n is not None or any(part.state for part in each._engine.parts.values())
-        if keeps and sum(each is other for other in every.values()) > 1:
+        if keeps and (each is est or sum(each is other for other in every.values()) > 1):
             raise ValueError(
                 f"{type(each).__name__} keeps a state, which belongs to one pair of modalities; pass an estimator for "
                 f"each, {{{pair}: est, ...}}"

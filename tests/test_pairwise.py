@@ -130,17 +130,41 @@ def test_two_ranks_are_one():
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+def one_sound(group):
+    """Both ranks have sample 9, as padded samplers give it, and it alone has a sound; then one has no sounds at all."""
+    rank = torch.distributed.get_rank()
+    z, every = features((2, 2, 1), seed=rank), estimators(EVERY[:2])
+    index = {"image": torch.tensor([rank, 9]), "text": torch.tensor([rank, 7]), "audio": torch.tensor([9])}
+    loss = compopt.pairwise(every, z, index)
+    pending = [est.pending for est in every.values()]
+    names = NAMES[:2] if rank else NAMES
+    with pytest.raises(ValueError, match=r"different pairs of modalities.*features \(0, d\)"):
+        compopt.pairwise(every, {name: z[name] for name in names}, index)
+    return loss.isfinite().item(), pending
+
+
+@pytest.mark.distributed
+def test_ranks_with_the_same_sample_and_with_other_modalities():
+    assert the_pool(2, 60).run(one_sound, 2) == [(True, [1, 0])] * 2
+
+
 def test_what_is_refused():
     z, index = features(), torch.arange(B)
     with pytest.raises(ValueError, match="SogCLREstimator keeps a state.*an estimator for each"):
         compopt.pairwise(compopt.SogCLREstimator(N), z, index)
+    with pytest.raises(ValueError, match="SogCLREstimator keeps a state"):  # another batch may have another modality
+        compopt.pairwise(compopt.SogCLREstimator(N), {name: z[name] for name in NAMES[:2]}, index)
     with pytest.raises(ValueError, match="MemoryEstimator keeps a state"):
         compopt.pairwise(compopt.recommended(D), z, index)
     with pytest.raises(ValueError, match=r"\['audio'\] make no pair"):
         compopt.pairwise(estimators([("image", "text")]), z, index)
     with pytest.raises(ValueError, match=r"\['image'\] make no pair"):
         compopt.pairwise(estimators(), {"image": z["image"]}, index)
-    with pytest.raises(KeyError, match="audio"):
+    with pytest.raises(TypeError, match=r"contrastive estimator for \('image', 'text'\), got Linear"):
+        compopt.pairwise(torch.nn.Linear(2, 2), z, index)
+    with pytest.raises(ValueError, match=r"index\['audio'\] has 3 more than once"):
+        compopt.pairwise(estimators(), z, dict.fromkeys(NAMES, index) | {"audio": torch.tensor([0, 1, 3, 3, 4, 5])})
+    with pytest.raises(KeyError, match="index has no 'audio'; give it the positions of the 6 samples"):
         compopt.pairwise(estimators(), z, {"image": index, "text": index})
     with pytest.raises(ValueError, match=r"index\['text'\] has 3 entries"):
         compopt.pairwise(estimators(), z, {"image": index, "text": index[:3], "audio": index})

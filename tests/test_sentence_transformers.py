@@ -158,7 +158,8 @@ def test_the_run_is_the_plain_loop_s(tmp_path, kind):
     assert commits == UPDATES and len(seen) == UPDATES * WINDOW
     tolerance = 0 if kind == "EstimatorLoss" else 1e-4
     torch.testing.assert_close(found, plain(seen), rtol=tolerance, atol=tolerance)
-    assert "ISogCLREstimator" in (tmp_path / "checkpoint-4" / "README.md").read_text()  # the model card
+    card = (tmp_path / "checkpoint-4" / "README.md").read_text()
+    assert "ISogCLREstimator" in card and "loss:MultipleNegativesRankingLoss" not in card and "oord" not in card
 
 
 @pytest.mark.slow
@@ -623,11 +624,81 @@ def test_the_ranking_loss_on_two_ranks(number):
 def test_options_are_attributes(kind):
     loss = loss_of(None, kind=kind, scale=50.0, directions=("query_to_doc", "doc_to_query"))
     assert loss.scale == 50.0 and loss.temperature == 1 / 50.0 and loss.hardness_mode is None
-    assert loss.get_config_dict()["directions"] == ("query_to_doc", "doc_to_query")
+    assert loss.get_config_dict()["directions"] == ("query_to_doc", "doc_to_query") and "oord" in loss.citation
     loss.scale, loss.directions = 20.0, ("query_to_doc",)
     torch.testing.assert_close(call(loss, 3, None), call(theirs(False), 3, None), rtol=1e-4, atol=1e-5)
     for _ in range(2):  # before one step, as layers or dimensions call it
         assert call(loss, 3, torch.zeros(BATCH))[0].isfinite()
+
+
+WRONG = {
+    "hardness_mode": ("hard", "hardness_mode must be one of"),
+    "partition_mode": ("each", "partition_mode must be"),
+    "directions": (("doc_to_query",), "'query_to_doc' direction is required"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_options_that_they_refuse_cannot_be_assigned(name):
+    loss, (value, match) = losses().EstimatorLoss(Columns(), hardness_strength=2.0), WRONG[name]
+    setattr(loss, name, value)
+    with pytest.raises(ValueError, match=match):
+        value_and_gradients(loss.compute_loss_from_embeddings, columns_of(2, 5, seed=9))
+
+
+def test_options_beside_an_estimator_cannot_be_assigned():
+    loss = loss_of(estimator(), eval_scale=10.0)
+    assert not hasattr(loss, "scale")
+    with pytest.raises(AttributeError, match="scale=50.0 is an option of a loss without est=.*eval_scale"):
+        loss.scale = 50.0
+    loss.eval_scale = 50.0
+    with torch.no_grad():
+        columns = columns_of(2, 5, seed=6)
+        found = loss.compute_loss_from_embeddings(columns)
+        assert torch.equal(found, theirs(False, scale=50.0).compute_loss_from_embeddings(columns, None))
+
+
+@pytest.mark.parametrize("columns", [2, 3])
+def test_a_last_batch_of_one_sample_has_their_loss(columns):
+    """It may be the last of an epoch, and their loss takes it."""
+    data = [column[:1] for column in columns_of(columns, 5, seed=7)]
+    found = value_and_gradients(losses().EstimatorLoss(Columns()).compute_loss_from_embeddings, data)
+    expected = value_and_gradients(theirs(False).compute_loss_from_embeddings, data, labels=None)
+    torch.testing.assert_close(found, expected)
+
+
+def test_similarities_in_another_dtype_than_embeddings():
+    """Autocast multiplies matrices in bfloat16."""
+    options = {"similarity_fct": lambda queries, documents: queries @ documents.T, "scale": 1.0}
+    data = [column.float() for column in columns_of(3, 5, seed=8)]
+    mine, other = losses().EstimatorLoss(Columns(), **options), type(theirs(False))(None, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = value_and_gradients(mine.compute_loss_from_embeddings, data)
+        expected = value_and_gradients(other.compute_loss_from_embeddings, data, labels=None)
+    for one, each in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), each.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_the_cache_trains_a_similarity_that_learns():
+    results = []
+    for kind in ("EstimatorLoss", "CachedEstimatorLoss"):
+        similarity = Bilinear()
+        loss = loss_of(None, kind=kind, similarity_fct=similarity)
+        value = loss(embed(loss.model, (texts(0), texts(1)), range(BATCH)), None)
+        (value * 0.25).backward()
+        results.append(similarity.weight.grad)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-7)
+
+
+class Bilinear(torch.nn.Linear):
+    """A similarity of embeddings with parameters."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(32, 32)
+
+    def forward(self, queries, documents):
+        return super().forward(queries) @ documents.T
 
 
 def test_options_of_theirs_for_estimators_with_rows():
@@ -642,6 +713,8 @@ def test_options_of_theirs_for_estimators_with_rows():
     assert losses().ranking_options(**both)["directions"] == "both"
     with pytest.raises(ValueError, match="hardness_strength=2.0 weights the direction query_to_doc alone"):
         losses().ranking_options(hardness_mode="all_negatives", hardness_strength=2.0, **both)
+    with pytest.raises(ValueError, match=r"similarity_fct=SentenceTransformer\.similarity is nothing .* take cos_sim"):
+        losses().ranking_options(similarity_fct=encoder().similarity)  # else the inner product, in silence
     with pytest.raises(ValueError, match="scale, hardness_mode must be left out beside est="):
         loss_of(est, scale=20.0, hardness_mode=None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'scales'"):

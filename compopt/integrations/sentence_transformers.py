@@ -16,7 +16,14 @@ try:
     from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_static_embedding_input
     from sentence_transformers.base.losses.merged_forward import embed_columns
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-    from sentence_transformers.util import all_gather_with_grad, cos_sim, dot_score, get_rank, similarity_fct_name
+    from sentence_transformers.util import (
+        all_gather_with_grad,
+        cos_sim,
+        dot_score,
+        get_rank,
+        get_world_size,
+        is_dist_initialized,
+    )
 except ImportError as error:
     raise ImportError(
         "this needs sentence-transformers 6.2 or newer: "
@@ -60,7 +67,7 @@ class _RankingOptions(TypedDict, total=False):
 
 # which of an anchor's candidates have a hardness; its own mined negatives are not among the others
 _HARDER: dict[str, Literal["mined", "others"]] = {"in_batch_negatives": "others", "hard_negatives": "mined"}
-_READ = {*_RankingOptions.__annotations__, "temperature"}  # attributes of their loss
+_READ = {*_RankingOptions.__annotations__, "temperature", "citation"}  # attributes of their loss
 _BOTH: _RankingOptions = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
 
 
@@ -72,15 +79,17 @@ def ranking_options(**options: Unpack[_RankingOptions]) -> dict[str, Any]:
 
     Args:
         **options: ``scale``, ``similarity_fct``, ``directions``, ``partition_mode``, ``hardness_mode`` and
-            ``hardness_strength``, with the defaults of sentence-transformers. Any ``similarity_fct`` but ``cos_sim``
-            gives ``normalize=False``. ``gather_across_devices`` has no effect: see the ``process_group`` of estimators.
+            ``hardness_strength``, with the defaults of sentence-transformers. ``dot_score`` gives ``normalize=False``.
+            ``gather_across_devices`` has no effect: see the ``process_group`` of estimators.
 
     Returns:
-        ``tau``, ``directions``, ``multiply_tau``, ``normalize`` and ``pairs``, keywords of all presets with one
-        temperature. The gradient of an :class:`~compopt.InfoNCEEstimator` with them is that of the ranking loss.
+        ``tau``, ``directions``, ``multiply_tau``, ``normalize`` and ``pairs``, keywords of the presets that have both
+        ``tau`` and ``multiply_tau``. The gradient of an :class:`~compopt.InfoNCEEstimator` with them is that of the
+        ranking loss.
 
     Raises:
-        ValueError: values that sentence-transformers refuses; hardness with one softmax for each direction.
+        ValueError: values that sentence-transformers refuses; hardness with one softmax for each direction; a
+            ``similarity_fct`` other than ``cos_sim`` and ``dot_score``, which estimators do not compute.
 
     Example:
         >>> import compopt
@@ -90,7 +99,14 @@ def ranking_options(**options: Unpack[_RankingOptions]) -> dict[str, Any]:
         (0.02, PairPolicy(hardness=5.0))
         >>> est = compopt.SogCLREstimator(n=1000, **options)
     """
-    first, *others = _estimators(MultipleNegativesRankingLoss(cast(Any, None), **options))
+    loss = MultipleNegativesRankingLoss(cast(Any, None), **options)
+    if loss.similarity_fct not in (cos_sim, dot_score):
+        raise ValueError(
+            f"similarity_fct={_named(loss.similarity_fct)} is nothing that estimators compute; take cos_sim or "
+            f"dot_score of sentence_transformers.util, or EstimatorLoss without an estimator, or give the estimator "
+            f"the matrix of similarities (docs/guides/similarities.md)"
+        )
+    first, *others = _estimators(loss)
     if others:
         raise ValueError(
             f"hardness_strength={options['hardness_strength']} weights the direction query_to_doc alone, and an "
@@ -115,6 +131,10 @@ def _estimators(loss: MultipleNegativesRankingLoss) -> list[dict[str, Any]]:
         "pairs": PairPolicy(also=also, hardness=hardness) if also or hardness else None,
     }
     return [options, {**options, "pairs": None}] if both and hardness else [options]
+
+
+def _named(similarity: Callable[[Tensor, Tensor], Tensor]) -> str:
+    return getattr(similarity, "__qualname__", type(similarity).__name__)
 
 
 @lru_cache(maxsize=1)
@@ -149,12 +169,13 @@ class EstimatorLoss(nn.Module):
             ``None``: an :class:`~compopt.InfoNCEEstimator` by the options.
         eval_scale: ``scale`` of the loss in evaluation, if there is an estimator.
         index_labels: read the rows in the label column for an estimator without rows too.
-        **options: without an estimator, those of ``MultipleNegativesRankingLoss``. They can be read and assigned as
-            attributes. A ``similarity_fct`` other than ``cos_sim`` and ``dot_score`` keeps the matrices of
+        **options: without an estimator, those of ``MultipleNegativesRankingLoss``. They can then be read and assigned
+            as attributes. A ``similarity_fct`` other than ``cos_sim`` and ``dot_score`` keeps the matrices of
             similarities of the batch in the graph, and does not take ``"query_to_query"`` and ``"doc_to_doc"``. With
             ``gather_across_devices`` the value is the mean over the anchors of all ranks, not of this one alone.
 
     Raises:
+        AttributeError: an option is assigned beside an estimator.
         TypeError: ``est`` is no contrastive estimator; the labels are no integers.
         IndexError: the label column has rows beyond those of the estimator.
         ValueError: options beside an estimator, or that sentence-transformers refuses; no second column; no label
@@ -212,20 +233,29 @@ class EstimatorLoss(nn.Module):
         if est is not None:
             both = any(each.directions == "both" for each in self._by_dimension.values())
             options = {**(_BOTH if both else {}), "scale": eval_scale}
-        self.loss = MultipleNegativesRankingLoss(cast(Any, None), **options)  # holds the options, and evaluates
+        # holds the options, and evaluates; model cards would take an attribute ``loss`` for what is trained with
+        self.ranking = MultipleNegativesRankingLoss(cast(Any, None), **options)
+        self._allowed = self._options()
         modules = (as_module(each, state=False) for each in self._by_dimension.values())
         self.estimators = nn.ModuleList(modules)  # for devices, and for parameters that the trainer optimizes
         self._looks = 0
         self._latest: dict[int, Tensor | None] = {}  # labels of the latest call, by dimension
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.loss, name) if name in _READ else super().__getattr__(name)
+        if name in _READ and not self._by_dimension:
+            return getattr(self.ranking, name)
+        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _RankingOptions.__annotations__:
-            setattr(self.loss, name, value)
-        else:
+        if name not in _READ:
             super().__setattr__(name, value)
+        elif self._by_dimension:
+            raise AttributeError(
+                f"{name}={value!r} is an option of a loss without est=; change the estimator, or eval_scale for the "
+                f"loss in evaluation"
+            )
+        else:
+            setattr(self.ranking, name, value)
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """Compute the loss of tokenised columns of ``B`` texts, 0-d; ``labels`` are ``(B,)`` or ``(B, k)`` integers."""
@@ -236,17 +266,32 @@ class EstimatorLoss(nn.Module):
         if len(embeddings) < 2:
             raise ValueError("the data set needs two columns of text or more, (anchor, positive, negative, ...)")
         if not torch.is_grad_enabled():
-            return self.loss.compute_loss_from_embeddings(embeddings, cast(Any, labels))
+            if self._by_dimension:
+                self.ranking.scale = self.eval_scale  # which may have been assigned
+            return self.ranking.compute_loss_from_embeddings(embeddings, cast(Any, labels))
         if self._by_dimension:
             return self._call(self._estimator(embeddings[0].shape[1]), embeddings, labels)
-        return self._ranking(self._similar(embeddings), labels)
+        return self._ranking(embeddings, labels)
+
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self.ranking, name) for name in _RankingOptions.__annotations__}
+
+    def _refuse_options(self) -> None:
+        """Refuse options that were assigned where the constructor of sentence-transformers refuses them."""
+        if (options := self._options()) != self._allowed:
+            MultipleNegativesRankingLoss(cast(Any, None), **options)
+            self._allowed = options
 
     def _ranking(self, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
         """Compute the loss by the options, which may have been assigned since the last call."""
-        local = dist.is_available() and dist.is_initialized() and not self.loss.gather_across_devices
-        group = _this_rank(cast(ProcessGroup, dist.group.WORLD)) if local else None
+        self._refuse_options()
+        alone = not self.ranking.gather_across_devices or get_world_size() == 1
+        if alone and len(embeddings[0]) == 1:  # an estimator refuses a last batch of one sample; theirs does not
+            return self.ranking.compute_loss_from_embeddings(embeddings, cast(Any, labels))
+        group = _this_rank(cast(ProcessGroup, dist.group.WORLD)) if alone and is_dist_initialized() else None
+        embeddings = self._similar(embeddings)
         values: list[Tensor] = []
-        for options in _estimators(self.loss):
+        for options in _estimators(self.ranking):
             if values:  # the other direction
                 embeddings = embeddings[1::-1]
                 labels = None if labels is None else labels.reshape(len(labels), -1)[:, :2].flip(1)
@@ -257,20 +302,21 @@ class EstimatorLoss(nn.Module):
 
     def _similar(self, embeddings: list[Tensor]) -> list[Tensor]:
         """Return features whose inner products are the similarities."""
-        similarity, queries = self.loss.similarity_fct, embeddings[0]
+        similarity, queries = self.ranking.similarity_fct, embeddings[0]
         if similarity in (cos_sim, dot_score):
             return embeddings
-        if {"query_to_query", "doc_to_doc"} & set(self.loss.directions):
+        if {"query_to_query", "doc_to_doc"} & set(self.ranking.directions):
             raise ValueError(
-                f"similarity_fct={similarity_fct_name(similarity)} is for queries and documents; leave out the other "
+                f"similarity_fct={_named(similarity)} is for queries and documents; leave out the other "
                 f"directions, or take cos_sim or dot_score"
             )
         # rows of the identity, and columns of the matrix of similarities
         first = 0
-        if self.loss.gather_across_devices:
+        if self.ranking.gather_across_devices:
             first, queries = get_rank() * len(queries), all_gather_with_grad(queries)
-        one_hot = torch.eye(len(queries), dtype=queries.dtype, device=queries.device)
         columns = [similarity(queries, documents).T for documents in embeddings[1:]]
+        # autocast may have given them another dtype than that of the queries
+        one_hot = torch.eye(len(queries), dtype=columns[0].dtype, device=queries.device)
         return [one_hot[first : first + len(embeddings[0])], *columns]
 
     def _call(self, est: ContrastiveEstimator, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
@@ -349,7 +395,7 @@ class EstimatorLoss(nn.Module):
     def get_config_dict(self) -> dict[str, Any]:
         """Return the options, or the estimators with their hyper-parameters, for the model card."""
         if not self._by_dimension:
-            return self.loss.get_config_dict()
+            return self.ranking.get_config_dict()
         described = {
             dimension: {
                 "estimator": type(est).__name__,
@@ -410,7 +456,7 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         if mini_batch_num_tokens is not None:
             checks.count("mini_batch_num_tokens", mini_batch_num_tokens)
         self.mini_batch_num_tokens, self.show_progress_bar = mini_batch_num_tokens, show_progress_bar
-        self._learned: list[tuple[Tensor, Tensor]] = []  # parameters of the estimators, and their gradients
+        self._learned: list[tuple[Tensor, Tensor]] = []  # parameters beside the model's, and their gradients
 
     def get_config_dict(self) -> dict[str, Any]:
         cached = {name: getattr(self, name) for name in ("mini_batch_size", "mini_batch_num_tokens")}
@@ -431,10 +477,10 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], labels)
         if not with_backward:
             return loss
-        # autograd.grad instead of backward: parameters of the estimators get their gradients in the trainer's backward
-        # pass, which knows how the loss is scaled
+        # autograd.grad instead of backward: parameters of estimators and of a similarity_fct get their gradients in the
+        # trainer's backward pass, which knows how the loss is scaled
         leaves = [embedding for column in reps for embedding in column]
-        learned = [p for p in self.estimators.parameters() if p.requires_grad]
+        learned = [p for part in (self.estimators, self.ranking) for p in part.parameters() if p.requires_grad]
         gradients = torch.autograd.grad(loss, [*leaves, *learned], allow_unused=True)
         for leaf, gradient in zip(leaves, gradients, strict=False):
             leaf.grad = gradient
