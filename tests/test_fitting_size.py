@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +32,14 @@ class Huge(Scarce):
 
     def ask(self, x):
         torch.empty(2**60 if len(x) > self.room else 1)
+
+
+class Library(Scarce):
+    """A layer that fails with a given message."""
+
+    def ask(self, x):
+        if len(x) > self.room:
+            raise RuntimeError(self.message)
 
 
 def tower_with(layer):
@@ -67,6 +77,15 @@ def encodes(size, calls, tower=None, **call):
         compopt.gradient_cache(compopt.DCLEstimator(), (tower, tower), (x, x), micro_batch_size=size, **call)
         yield seen.copy()
         seen.clear()
+
+
+@pytest.mark.parametrize("message", ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"])
+def test_libraries_that_are_out_of_memory(message):
+    """They raise a plain RuntimeError."""
+    size, tower = compopt.FittingSize(8), nn.Sequential(Library(4, "forward"), linear_towers()[0])
+    tower[0].message = message
+    next(encodes(size, 1, tower))
+    assert size.size == 4
 
 
 def test_trials_begin_the_first_calls_or_all():
@@ -111,9 +130,16 @@ def test_trials_that_are_refused(tower, message):
         )
 
 
-@pytest.mark.parametrize(("change", "error"), [({"size": 0}, ValueError), ({"size": 2, "trials": 0}, ValueError)])
-def test_mistakes_are_named(change, error):
-    with pytest.raises(error, match="must be a positive integer, got 0"):
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"size": 0}, ValueError, "size must be a positive integer, got 0"),
+        ({"size": 2, "trials": 0}, ValueError, "trials must be a positive integer, got 0"),
+        ({"size": 2, "cut": 5}, TypeError, "cut must be a function of inputs and a size, got 5"),
+    ],
+)
+def test_mistakes_are_named(change, error, message):
+    with pytest.raises(error, match=message):
         compopt.FittingSize(**change)
 
 
@@ -134,20 +160,31 @@ def test_one_rank_of_two_has_less_memory(framework, when, request):
         assert_like_two_windows(framework, gradients)
 
 
-def refused(group, wrap):
+def large(inputs, size):
+    """Sizes of micro-batches, of which none may be smaller than 8."""
+    if size < 8:
+        raise KeyError("too small a budget")
+    return [min(size, len(inputs[0]))] if len(inputs[0]) <= size else [size, len(inputs[0]) - size]
+
+
+def refused(group, case):
     """How each rank ends."""
-    model, size = Encoders(torch.float64), compopt.FittingSize(8)
-    if wrap == "beside":
+    model, size, last = Encoders(torch.float64), compopt.FittingSize(8), dist.get_rank() == 1
+    if case == "beside":
         model.first = DistributedDataParallel(model.first)
     else:
-        model.first.insert(1, Scarce(0 if dist.get_rank() == 1 else N, "forward"))
+        model.first.insert(1, Scarce(0 if last and case != "some" else N, "forward"))
         model = DistributedDataParallel(model)
+    if case == "cut":
+        size = compopt.FittingSize(8, cut=large)
+    elif case == "some" and last:
+        size = 8
     *inputs, index = data(dist.get_rank(), SHARES[2], torch.float64)
     try:
         compopt.gradient_cache(
             compopt.DCLEstimator(), model, tuple(inputs[:2]), index, encode=two, micro_batch_size=size
         )
-    except (RuntimeError, ValueError) as error:
+    except (KeyError, RuntimeError, ValueError) as error:
         return str(error)
 
 
@@ -157,3 +194,7 @@ def test_ranks_do_not_wait_for_a_trial():
     assert all("waiting in DistributedDataParallel" in message for message in the_pool(2).run(refused, 2, "beside"))
     other, own = the_pool(2).run(refused, 2, "around")
     assert "rank 1 failed: RuntimeError: out of memory" in other and own.startswith("out of memory")
+    other, own = the_pool(2).run(refused, 2, "cut")
+    assert other == "rank 1 failed: KeyError: 'too small a budget'" and own == "'too small a budget'"
+    expected = r"rank 0 is in a trial of compopt.FittingSize while rank 1 is in compopt.gradient_cache\(\)"
+    assert all(re.match(expected, message) for message in the_pool(2).run(refused, 2, "some"))

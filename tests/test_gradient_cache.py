@@ -521,6 +521,36 @@ def test_several_calls_for_one_update(framework, request):
         assert_like_two_windows(framework, gradients)
 
 
+class Either(Encoders):
+    """Encodes one of both, told by the width of the inputs."""
+
+    def forward(self, x):
+        return self.first(x) if x.shape[1] == 5 else self.second(x) + 0 * self.scale.squeeze()
+
+
+def both_towers(group, unused):
+    """Gradients where both towers are one wrapped module, or the error."""
+    model = DistributedDataParallel(Either(torch.float64), find_unused_parameters=unused)
+    *inputs, index = data(dist.get_rank(), SHARES[2], torch.float64)
+    try:
+        compopt.gradient_cache(compopt.DCLEstimator(0.3), (model, model), tuple(inputs[:2]), index, micro_batch_size=3)
+    except RuntimeError as error:
+        return str(error)
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_towers_that_are_one_module_for_ddp():
+    """Its last pass uses some parameters only; what is not reduced must not reach a step."""
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    expected = Encoders(torch.float64)
+    whole(compopt.DCLEstimator(0.3), expected, inputs[:2], index, encode=two)
+    for found in the_pool(2).run(both_towers, 2, True):
+        torch.testing.assert_close(found, [p.grad for p in expected.parameters()])
+    assert all("find_unused_parameters=True" in message for message in the_pool(2).run(both_towers, 2, False))
+
+
 # what models do --------------------------------------------------------------------------------------------------
 
 

@@ -37,6 +37,7 @@ OPERATIONS = (
     "compopt.load()",
     "a diagnostic",
     "compopt.gradient_cache()",
+    "a trial of compopt.FittingSize",
 )
 
 

@@ -17,7 +17,7 @@ from compopt.gradient_cache.fitting import fit, with_trials
 from compopt.gradient_cache.inputs import Sizes, lengths
 from compopt.gradient_cache.replay import kept
 from compopt.gradient_cache.towers import BatchNorm, Column, Encode, Tower, new_towers, pad, running_statistics
-from compopt.gradient_cache.wrappers import BOUNDARY, without_reduction
+from compopt.gradient_cache.wrappers import BOUNDARY, check_reduced, without_reduction
 from compopt.kernel.features import with_gradients
 from compopt.pairs import PairPolicy
 
@@ -109,6 +109,8 @@ def gradient_cache(
         TypeError: outputs that are no tensors; towers without a ``batch`` or ``micro_batch_size`` to match.
         ValueError: inputs of several lengths; sizes that do not sum up to it; batch normalisation, see above; nothing
             that requires a gradient; whatever a call raises.
+        RuntimeError: DDP still waits for parameters that the last micro-batch did not use: it needs
+            ``find_unused_parameters=True``.
 
     Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, RepL4NLP 2021, for
     losses without state and one device.
@@ -129,8 +131,9 @@ def gradient_cache(
         towers = new_towers(model, batch, micro_batch_size, encode)
         statistics = running_statistics(towers, batch_norm)
         tried = with_trials(towers)
-    with doing("compopt.gradient_cache()", est.t):
+    with doing("a trial of compopt.FittingSize", est.t):
         fit(est._engine.ranks, towers, tried)
+    with doing("compopt.gradient_cache()", est.t):
         pad(est._engine.ranks, towers)
     features, further, temperature = _arrange([column for tower in towers for column in tower.encode_all()])
     _check_samples(towers[0], features[0])
@@ -164,6 +167,7 @@ def _back_propagate(
         with without_reduction(held):
             pairs = [*tower.encode_again(number), *(shared if k + 1 == len(jobs) else ())]
             ran |= _backward(with_gradients(loss.detach().clone(), pairs), tower.wrappers, held, backward)
+    check_reduced(final if reduce else ())
     if not jobs:
         ran = _backward(with_gradients(loss.detach().clone(), shared), [], [], backward)
     if not ran:

@@ -16,17 +16,25 @@ from compopt.gradient_cache.replay import kept, random_state, replayed
 from compopt.gradient_cache.towers import Tower, outputs_of
 from compopt.gradient_cache.wrappers import RESET, SYNC, gathered, holds_a_module
 
-# what devices without torch.OutOfMemoryError say, as in accelerate's should_reduce_batch_size
-OUT_OF_MEMORY = "MPS backend out of memory", "can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED"
+# What is said without torch.OutOfMemoryError: by other devices, and by CUDA libraries beside torch's allocator. The
+# first three are those of accelerate's should_reduce_batch_size.
+OUT_OF_MEMORY = (
+    "MPS backend out of memory",
+    "can't allocate memory",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 class FittingSize:
     """Size of micro-batches for :func:`gradient_cache` that is halved until a micro-batch fits in memory.
 
-    Before anything is accumulated, a trial encodes the largest micro-batch with a graph and computes the gradients of
-    the parameters, which are discarded. After an out-of-memory error the size is halved, and the trial repeated. It
-    leaves gradients, random states and running statistics as they were, and the found size is used in both passes, so
-    that results are those of a run with this size from the start. Keep the object: later calls begin with ``size``.
+    Before anything is accumulated, a trial encodes the largest micro-batch (the one with the most elements in tensors
+    and lists) with a graph and computes the gradients of the parameters, which are discarded. After an out-of-memory
+    error the size is halved, and the trial repeated. It leaves gradients, random states and running statistics as they
+    were, and the found size is used in both passes, so that results are those of a run with this size from the start.
+    Keep the object: later calls begin with ``size``.
 
     Each rank finds its own size, and ranks with fewer micro-batches are padded. A rank whose trial fails must not leave
     others waiting, so that a trial communicates nothing: it calls the module inside DDP or a DeepSpeed engine, where
@@ -46,7 +54,8 @@ class FittingSize:
 
     Raises:
         ValueError: wrappers as above; a model that is no module, nor a method or a partial call of one.
-        RuntimeError: a size of 1 does not fit, here or on another rank.
+        RuntimeError: a size of 1 does not fit, here or on another rank; ranks of which some begin with a trial.
+        TypeError: ``cut`` cannot be called.
 
     Source: ``find_executable_batch_size`` of accelerate, which repeats the whole training function.
 
@@ -61,6 +70,8 @@ class FittingSize:
     def __init__(
         self, size: int, cut: Callable[[Any, int], Sequence[int]] | None = None, trials: int | None = 2
     ) -> None:
+        if cut is not None and not callable(cut):
+            raise TypeError(f"cut must be a function of inputs and a size, got {cut!r}")
         self.size, self.cut = checks.count("size", size), cut
         self.trials = None if trials is None else checks.count("trials", trials)
         self.calls = 0
@@ -80,7 +91,10 @@ class FittingSize:
     def halve(self) -> None:
         """Halve the size; raise a ``RuntimeError`` if that is not possible."""
         if self.size == 1:
-            raise RuntimeError("out of memory with micro-batches of size 1")
+            raise RuntimeError(
+                "out of memory with micro-batches of size 1, the smallest micro_batch_size; use activation "
+                "checkpointing, shorter inputs, or a smaller model"
+            )
         self.size //= 2
 
 
@@ -98,7 +112,7 @@ def with_trials(towers: list[Tower]) -> list[Trial]:
 
 def _check(tower: Tower) -> None:
     if tower.module is None:
-        raise ValueError("FittingSize needs a module as model, whose parameters are known")
+        raise ValueError("FittingSize needs a module as model; give that, or a number as micro_batch_size")
     layers: list[Any] = [m for m in tower.module.modules() if isinstance(m, nn.SyncBatchNorm) and m.training]
     layers += [w for w in tower.wrappers if not hasattr(w, RESET) and not (w is tower.model and holds_a_module(w))]
     if layers:
@@ -114,12 +128,18 @@ def fit(ranks: Ranks, towers: list[Tower], tried: list[Trial]) -> None:
     again = bool(tried)
     while again:
         with gathered([wrapper for tower, _ in tried for wrapper in tower.wrappers if hasattr(wrapper, SYNC)]):
-            failed = ranks.agree(lambda: any(_fails(*trial) for trial in tried))
-        for tower in towers:
-            tower.split()
+            failed = ranks.agree(lambda: _round_fails(towers, tried))
         again = any(ranks.gather_objects(failed))
     for size in {size for _, size in tried}:
         size.calls += 1
+
+
+def _round_fails(towers: list[Tower], tried: list[Trial]) -> bool:
+    """Return True if a trial fails, and cut the inputs of all towers for the next one."""
+    failed = any(_fails(*trial) for trial in tried)
+    for tower in towers if failed else ():
+        tower.split()
+    return failed
 
 
 def _fails(tower: Tower, size: FittingSize) -> bool:

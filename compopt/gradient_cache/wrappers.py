@@ -37,6 +37,13 @@ def without_reduction(wrappers: Iterable[Any]) -> Iterator[None]:
         yield
 
 
+def check_reduced(wrappers: Iterable[Any]) -> None:
+    """Raise if DDP still waits for a gradient; it would raise in its next pass, after a step with wrong gradients."""
+    for wrapper in wrappers:
+        if isinstance(wrapper, DistributedDataParallel) and wrapper.require_backward_grad_sync:
+            wrapper._check_reducer_finalized()
+
+
 def _in_first_static_backward(wrapper: Any) -> bool:
     """Return True before the first backward pass of DDP with ``static_graph``, which must reduce.
 
