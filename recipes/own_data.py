@@ -162,8 +162,11 @@ def build(name, texts, size):
     if kind == "timm":
         import timm
 
-        sized = {"img_size": size} if "vit" in name else {}
-        model.image = nn.Sequential(Scaled(), timm.create_model(name, num_classes=DIM, **sized))
+        try:
+            encoder = timm.create_model(name, num_classes=DIM, img_size=size)
+        except TypeError:  # pictures of any size, such as a ResNet's
+            encoder = timm.create_model(name, num_classes=DIM)
+        model.image = nn.Sequential(Scaled(), encoder)
     return model, tokenizer
 
 
@@ -180,7 +183,9 @@ class OpenClip(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model, self.scaled = model, Scaled()
-        self.model.logit_scale.requires_grad_(False)  # the estimator has a temperature of its own
+        for name in ("logit_scale", "logit_bias"):  # of a loss; the estimator has a temperature of its own
+            if (parameter := getattr(model, name, None)) is not None:
+                parameter.requires_grad_(False)
 
     def image(self, pictures):
         return self.model.encode_image(self.scaled(pictures))
