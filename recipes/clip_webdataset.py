@@ -215,6 +215,8 @@ class Loop:
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
             self.step = state["step"]
+            if RANK == 0:
+                print(f"goes on from {path}", flush=True)
             return
 
 

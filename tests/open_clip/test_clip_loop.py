@@ -72,13 +72,14 @@ def test_a_loop_that_was_killed_ends_with_the_same_bits(given, tmp_path, way):
     train(given, tmp_path / "killed", *WAYS[way])  # nothing is left to do
 
 
-def test_a_state_whose_rows_are_not_complete_does_not_count(given, tmp_path):
+def test_a_state_whose_rows_are_not_complete_does_not_count(given, tmp_path, capsys):
     train(given, tmp_path / "whole")
     killed(given, tmp_path / "killed", 5, "--save-every", "2")
     newest = max((tmp_path / "killed" / "rows").iterdir())
     assert "-t4-" in newest.name
     (newest / "manifest.json").unlink()
     train(given, tmp_path / "killed", "--save-every", "1")
+    assert "goes on from" in (said := capsys.readouterr().out) and "state-000000002.pt" in said
     same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
     same(rows(tmp_path / "killed"), rows(tmp_path / "whole"))
     assert len(list((tmp_path / "killed").glob("state-*.pt"))) == 3
