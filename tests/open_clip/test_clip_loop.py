@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 open_clip = pytest.importorskip("open_clip")
 
@@ -83,6 +84,19 @@ def test_a_state_whose_rows_are_not_complete_does_not_count(given, tmp_path, cap
     same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
     same(rows(tmp_path / "killed"), rows(tmp_path / "whole"))
     assert len(list((tmp_path / "killed").glob("state-*.pt"))) == 3
+
+
+def test_a_kill_leaves_no_part_of_a_model(given, tmp_path, monkeypatch):
+    """What ends with .pt is complete: others look for such files."""
+
+    def save(value, path):
+        Path(path).write_bytes(b"the first bytes")
+        raise Killed
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(Killed):
+        train(given, tmp_path, "--epochs", "1", "--batch-size", "20")
+    assert not list(tmp_path.glob("*.pt"))
 
 
 @pytest.mark.parametrize("cache", [False, True])
