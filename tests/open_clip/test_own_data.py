@@ -1,13 +1,16 @@
 """The recipe for one's own data with encoders of timm and open_clip, and what it trains, loaded from a folder."""
 
 import json
+import re
 
 import open_clip
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
 
 from recipes import own_data
+from tests.launching import ROOT
 from tests.open_clip import tiny
 
 
@@ -47,9 +50,18 @@ def test_a_picture_encoder_of_timm(pictures, name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "fastvit_t8"])
-def test_encoders_of_timm_take_pictures_of_the_given_size(name):
+def test_encoders_of_timm_take_pictures_of_the_given_size(name, tmp_path):
+    """And are the same after the lines of docs/guides/export.md."""
     model, _ = own_data.build(f"timm:{name}", ["a text"], 64)
-    assert model.eval().image(torch.zeros(2, 3, 64, 64, dtype=torch.uint8)).shape == (2, own_data.DIM)
+    pictures = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+    features = model.eval().image(pictures)
+    assert features.shape == (2, own_data.DIM)
+    scaled, encoder = model.image
+    timm.models.save_for_hf(encoder, str(tmp_path))
+    folder, page = str(tmp_path), (ROOT / "docs" / "guides" / "export.md").read_text()
+    read = re.search(r'`(timm.create_model\("local-dir:".*?\))`', page)[1]
+    loaded = eval(read, {"timm": timm, "folder": folder}).eval()
+    torch.testing.assert_close(loaded(scaled(pictures)), features)
 
 
 def test_what_a_model_has_for_a_loss_of_its_own_is_not_trained(tmp_path):
