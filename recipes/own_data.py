@@ -361,7 +361,8 @@ def main(argv=None):
         state = compopt.save(est, args.output / "state").name  # every process takes part
         if rank == 0:
             states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save({"epoch": epoch + 1, "state": state, **states}, args.output / "last.pt")
+            torch.save({"epoch": epoch + 1, "state": state, **states}, partial := args.output / "last.partial")
+            partial.replace(args.output / "last.pt")  # a kill leaves the former file or the new one
             found = evaluate(model, held_out, device, **classes)
             shown = ", ".join(f"{name} {100 * value:.1f} %" for name, value in found.items())
             print(f"epoch {epoch + 1}: loss {loss.item():.3f}, {shown}")

@@ -206,6 +206,21 @@ def test_a_resume_with_another_pair_is_refused_without_a_traceback(folder, tmp_p
         own_data.main([*run, "--resume"])
 
 
+def test_a_kill_leaves_the_former_model(small, tmp_path, monkeypatch):
+    run = [str(small), "--batch-size", "8", "--output", str(tmp_path)]
+    own_data.main([*run, "--epochs", "1"])
+    former = (tmp_path / "last.pt").read_bytes()
+
+    def save(value, path):
+        Path(path).write_bytes(b"the first bytes")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        own_data.main([*run, "--resume"])
+    assert (tmp_path / "last.pt").read_bytes() == former
+
+
 @pytest.mark.slow
 def test_a_resumed_run_is_the_whole_run(small, tmp_path, capsys):
     options = ["--batch-size", "8", "--augment", "crop", "jitter", "--labels", "label", "--precision", "bfloat16"]
