@@ -206,7 +206,8 @@ class Loop:
             write({**state, "rows": rows, "step": self.step}, path)
         self.saving = compopt.save(self.est, path.with_name(rows), blocking=False)  # waits for the one before
         if RANK == 0:
-            for older in sorted(path.parent.glob("state-*.pt"))[:-3]:
+            states = path.parent.glob("state-*.pt")  # by age: a killed run may have left later ones, without rows
+            for older in sorted(states, key=lambda state: (state.stat().st_mtime_ns, state))[:-3]:
                 older.unlink()
 
     def begin(self):

@@ -86,6 +86,14 @@ def test_a_state_whose_rows_are_not_complete_does_not_count(given, tmp_path, cap
     assert len(list((tmp_path / "killed").glob("state-*.pt"))) == 3
 
 
+def test_states_without_rows_do_not_push_out_newer_ones(given, tmp_path):
+    killed(given, tmp_path, 2, "--save-every", "1")
+    for step in (7, 8, 9):
+        shutil.copy(tmp_path / "state-000000002.pt", tmp_path / f"state-{step:09d}.pt")
+    killed(given, tmp_path, 5, "--save-every", "1")
+    assert {f"state-{step:09d}.pt" for step in (3, 4, 5)} == {path.name for path in tmp_path.glob("state-*.pt")}
+
+
 def test_a_kill_leaves_no_part_of_a_model(given, tmp_path, monkeypatch):
     """What ends with .pt is complete: others look for such files."""
 
