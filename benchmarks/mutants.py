@@ -158,6 +158,12 @@ def run_tests(folder: Path, stage: str, *arguments: str) -> str | None:
     return failed.group(1) if failed else f"pytest ended with {process.returncode}: {said[-300:]}"
 
 
+def must_pass(folder: Path, stage: str, *arguments: str) -> None:
+    """End the program if a test fails on the unchanged library: every mutant would count as noticed."""
+    if failed := run_tests(folder, stage, *arguments):
+        raise SystemExit(f"the unchanged library fails ({stage}): {failed}")
+
+
 def measured(folder: Path) -> Callable[[Mutation], list[str]]:
     """Run the daily tests of the unchanged library; return a function that gives the tests of a mutant's line.
 
@@ -166,8 +172,7 @@ def measured(folder: Path) -> Callable[[Mutation], list[str]]:
     """
     lines, times = folder / ".coverage", folder / "times.xml"
     options = ("--cov=compopt", "--cov-context=test", "--cov-report=", f"--junitxml={times}")
-    if failed := run_tests(folder, "daily", *options):
-        raise SystemExit(f"the unchanged library fails: {failed}")
+    must_pass(folder, "daily", *options)
     data, seconds = CoverageData(str(lines)), {}
     data.read()
     for case in ElementTree.parse(times).iter("testcase"):
@@ -310,9 +315,11 @@ def main() -> None:
             for wanted in (None, LATER):
                 known = {record["key"]: judged(record)["noticed"] for record in read_runs(options.records)}
                 todo = [(room, mutant) for room, mutant in mine if known.get(mutant.key) == wanted][: options.limit]
-                if todo:
-                    ask = rest if wanted == LATER else daily(measured(folders[0]))
-                    run(todo, ask, folders, options.records)
+                if todo and wanted == LATER:
+                    must_pass(folders[0], "rest")
+                    run(todo, rest, folders, options.records)
+                elif todo:
+                    run(todo, daily(measured(folders[0])), folders, options.records)
     known = {record["key"]: record for record in read_runs(options.records)}
     text, summary = report([known[mutant.key] for _, mutant in every if mutant.key in known], len(every))
     (options.records.with_suffix(".md")).write_text(text)

@@ -6,8 +6,8 @@
 
 The method is chosen in ``build_estimator``. The same command goes on from the newest state in --output, to the same
 bits. All processes see that folder: epoch_K.pt is open_clip's format, epoch_K.compopt/ has the estimator's rows,
-state-*.pt and rows/ are what the next start reads. ``python -m recipes.clip_trainer`` is this loop with accelerate,
-DeepSpeed, FSDP2, evaluation and checks.
+state-*.pt and rows/ are what the next start reads. Shards at URLs need their ShardIndex there, as shards.json.
+``python -m recipes.clip_trainer`` is this loop with accelerate, DeepSpeed, FSDP2, evaluation and checks.
 """
 
 import argparse
@@ -54,6 +54,12 @@ class Decode:
         except (OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError):
             return None
         return (image, text, sample["index"]) if text else None
+
+
+def write(value, path):
+    """Save so that a kill leaves no file or a complete one."""
+    torch.save(value, partial := path.with_suffix(".partial"))
+    partial.replace(path)
 
 
 class Loop:
@@ -189,7 +195,7 @@ class Loop:
         """Write the model for open_clip and its tools, and the state, whose rows lie beside the model."""
         if RANK == 0:
             checkpoint = {"epoch": epoch, "name": self.name, "state_dict": self.parts["model"].state_dict()}
-            torch.save(checkpoint, self.args.output / f"epoch_{epoch}.pt")
+            write(checkpoint, self.args.output / f"epoch_{epoch}.pt")
         self.save(f"epoch_{epoch}.compopt")
 
     def save(self, rows="rows"):
@@ -197,11 +203,11 @@ class Loop:
         state = {name: part.state_dict() for name, part in self.parts.items()}
         path = self.args.output / f"state-{self.est.t:09d}.pt"
         if RANK == 0:
-            torch.save({**state, "rows": rows, "step": self.step}, partial := path.with_suffix(".partial"))
-            partial.replace(path)
+            write({**state, "rows": rows, "step": self.step}, path)
         self.saving = compopt.save(self.est, path.with_name(rows), blocking=False)  # waits for the one before
         if RANK == 0:
-            for older in sorted(path.parent.glob("state-*.pt"))[:-3]:
+            states = path.parent.glob("state-*.pt")  # by age: a killed run may have left later ones, without rows
+            for older in sorted(states, key=lambda state: (state.stat().st_mtime_ns, state))[:-3]:
                 older.unlink()
 
     def begin(self):
@@ -215,6 +221,8 @@ class Loop:
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
             self.step = state["step"]
+            if RANK == 0:
+                print(f"goes on from {path}", flush=True)
             return
 
 

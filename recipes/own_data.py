@@ -5,7 +5,7 @@ or what ``datasets.Dataset.save_to_disk`` wrote::
 
     python -m recipes.own_data DATA
     python -m recipes.own_data DATA --size 64 --augment crop flip jitter --labels label
-    python -m recipes.own_data DATA --model open_clip:ViT-B-32 --size 224 --precision bf16
+    python -m recipes.own_data DATA --model open_clip:ViT-B-32 --size 224 --precision bfloat16
     python -m recipes.own_data DATA --epochs 12 --resume                         # further epochs
     torchrun --nproc_per_node 2 -m recipes.own_data DATA --epochs 16 --resume    # further epochs, on two processes
 """
@@ -39,8 +39,11 @@ TABLES = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".par
 # -- data ----------------------------------------------------------------------------------------------------------
 
 
-def read(data, image="image", text="text"):
-    """Return DATA as a Hugging Face dataset with the columns "name", "image" and "text" (a list per picture)."""
+def read(data, image="image", text="text", labels=None):
+    """Return DATA as a Hugging Face dataset: "name", "image", "text" (a list per picture), with labels also "label".
+
+    Pairs that lack a picture or a text are left out.
+    """
     if (data / "state.json").exists():
         table = datasets.load_from_disk(str(data))
     elif data.is_dir():
@@ -49,17 +52,37 @@ def read(data, image="image", text="text"):
         separator = {"sep": "\t"} if data.suffix == ".tsv" else {}
         kind = TABLES[data.suffix]
         table = datasets.load_dataset(kind, data_files=str(data), split="train", **separator)
-    if missing := {image, text} - set(table.column_names):
-        raise SystemExit(f"{data} has no column {sorted(missing)}, only {table.column_names}: give --image and --text")
-    texts = [[found] if isinstance(found, str) else list(found) for found in table[text]]
-    table = table.rename_column(image, "image") if image != "image" else table
-    if isinstance(table.features["image"], datasets.Image):
-        names = [str(position) for position in range(len(table))]
-    else:
-        names, base = [str(path) for path in table["image"]], data if data.is_dir() else data.parent
-        paths = [str(base / name) for name in names]  # an absolute path stays as it is
+    wanted = {column for column in (image, text, labels) if column is not None}
+    if missing := sorted(wanted - set(table.column_names)):
+        raise SystemExit(f"{data} has no column {missing}, only {table.column_names}: give --image, --text, --labels")
+    columns = {"text": [captions(cell) for cell in table[text]]}
+    if labels is not None:
+        columns["label"] = class_names(table, labels)
+    table = table.select_columns(image).rename_columns({image: "image"})
+    decoded = isinstance(table.features["image"], datasets.Image)
+    columns["name"] = list(map(str, range(len(table)))) if decoded else table["image"][:]
+    for column, values in columns.items():
+        table = table.add_column(column, values)
+    if not decoded:
+        base = data if data.is_dir() else data.parent
+        paths = [str(base / str(name)) for name in columns["name"]]  # an absolute path stays as it is
         table = table.remove_columns("image").add_column("image", paths).cast_column("image", datasets.Image())
-    return table.remove_columns(text).add_column("text", texts).add_column("name", names)
+    pairs = zip(columns["name"], columns["text"], strict=True)
+    return table.select([place for place, pair in enumerate(pairs) if all(pair)])
+
+
+def captions(cell):
+    """Return the texts of a cell, which is a text or a list of them; an empty one has none."""
+    texts = (str(text).strip() for text in (cell if isinstance(cell, list) else [cell]) if text is not None)
+    return [text for text in texts if text]
+
+
+def class_names(table, column):
+    """Return the class of every picture as a text; a saved data set may have numbers and know their names."""
+    labels, kind = table[column][:], table.features[column]
+    if None in labels:
+        raise SystemExit(f"--labels {column}: {labels.count(None)} pictures have no class; give them one")
+    return kind.int2str(labels) if isinstance(kind, datasets.ClassLabel) else list(map(str, labels))
 
 
 def read_folder(folder):
@@ -69,8 +92,7 @@ def read_folder(folder):
     texts = [path.with_suffix(".txt").read_text().split("\n") for path in paths]
     names = [str(path.relative_to(folder)) for path in paths]
     labels = [path.parent.name for path in paths]
-    captions = [[line.strip() for line in lines if line.strip()] for lines in texts]
-    return datasets.Dataset.from_dict({"image": names, "text": captions, "label": labels})
+    return datasets.Dataset.from_dict({"image": names, "text": texts, "label": labels})
 
 
 def split(table):
@@ -140,8 +162,11 @@ def build(name, texts, size):
     if kind == "timm":
         import timm
 
-        sized = {"img_size": size} if "vit" in name else {}
-        model.image = nn.Sequential(Scaled(), timm.create_model(name, num_classes=DIM, **sized))
+        try:
+            encoder = timm.create_model(name, num_classes=DIM, img_size=size)
+        except TypeError:  # pictures of any size, such as a ResNet's
+            encoder = timm.create_model(name, num_classes=DIM)
+        model.image = nn.Sequential(Scaled(), encoder)
     return model, tokenizer
 
 
@@ -158,7 +183,9 @@ class OpenClip(nn.Module):
     def __init__(self, model):
         super().__init__()
         self.model, self.scaled = model, Scaled()
-        self.model.logit_scale.requires_grad_(False)  # the estimator has a temperature of its own
+        for name in ("logit_scale", "logit_bias"):  # of a loss; the estimator has a temperature of its own
+            if (parameter := getattr(model, name, None)) is not None:
+                parameter.requires_grad_(False)
 
     def image(self, pictures):
         return self.model.encode_image(self.scaled(pictures))
@@ -231,6 +258,10 @@ def parse(argv):
     args = parser.parse_args(argv)
     if not args.data.exists() or not (args.data.is_dir() or args.data.suffix in TABLES):
         parser.error(f"{args.data} is no folder and no table ({', '.join(TABLES)})")
+    if (args.data / "dataset_dict.json").exists():
+        parser.error(f"{args.data} contains several data sets; give the folder of one of them")
+    if wrong := [text for text in args.templates if "{}" not in text]:
+        parser.error(f"--templates: {wrong[0]!r} has no {{}} in the place of the class")
     if args.resume and not (args.output / "last.pt").exists():
         parser.error(f"--resume: there is no {args.output / 'last.pt'}")
     return args, parser.error
@@ -259,7 +290,7 @@ def load_state(est, path):
 
 def prepare(args, ranks, refuse):
     """Return the pairs to train on, those held out, what `evaluate` needs of classes, the model and a fingerprint."""
-    tables = split(read(args.data, args.image, args.text))
+    tables = split(read(args.data, args.image, args.text, args.labels))
     needed = args.batch_size * ranks
     if len(tables[0]) < needed:
         refuse(
@@ -270,15 +301,15 @@ def prepare(args, ranks, refuse):
         refuse(f"{args.data} has {len(tables[1])} pairs to evaluate on, a tenth of all: add pairs")
     model, tokenizer = build(args.model, [text for texts in tables[0]["text"] for text in texts], args.size)
     train, held_out = (Pairs(table, tokenizer, args.size) for table in tables)
-    classes = zero_shot_classes(tables, args.labels, args.templates, tokenizer) if args.labels else {}
+    classes = zero_shot_classes(tables, args.templates, tokenizer) if args.labels else {}
     return train, held_out, classes, model, fingerprint(*tables)
 
 
-def zero_shot_classes(tables, column, templates, tokenizer):
+def zero_shot_classes(tables, templates, tokenizer):
     """Return the class of every held-out picture, and the tokens of the classes: arguments of `evaluate`."""
-    names = sorted({name for table in tables for name in table[column]})
-    labels = [names.index(name) for name in tables[1][column]]
-    tokens = [tokenizer([template.format(name) for template in templates]) for name in names]
+    names = sorted({name for table in tables for name in table["label"]})
+    labels = [names.index(name) for name in tables[1]["label"]]
+    tokens = [tokenizer([template.replace("{}", name) for template in templates]) for name in names]
     return {"labels": labels, "classes": torch.stack(tokens)}
 
 
@@ -330,7 +361,8 @@ def main(argv=None):
         state = compopt.save(est, args.output / "state").name  # every process takes part
         if rank == 0:
             states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save({"epoch": epoch + 1, "state": state, **states}, args.output / "last.pt")
+            torch.save({"epoch": epoch + 1, "state": state, **states}, partial := args.output / "last.partial")
+            partial.replace(args.output / "last.pt")  # a kill leaves the former file or the new one
             found = evaluate(model, held_out, device, **classes)
             shown = ", ".join(f"{name} {100 * value:.1f} %" for name, value in found.items())
             print(f"epoch {epoch + 1}: loss {loss.item():.3f}, {shown}")

@@ -62,7 +62,7 @@ def small(tmp_path_factory):
 
 @pytest.mark.parametrize("form", ["", "table.jsonl", "table.parquet", "saved"])
 def test_every_form_gives_the_same_pairs(small, form):
-    table = own_data.read(small / form)
+    table = own_data.read(small / form, labels="label")
     texts = [own_data.Pairs(table, lambda texts: torch.zeros(len(texts), 1), 16).picture(k) for k in (0, 29)]
     assert table["text"][:3] == [["blue number 2"], ["blue number 5", "a blue square"], ["blue number 8"]]
     assert table["label"][0] == "blue"
@@ -75,6 +75,42 @@ def test_a_table_may_have_other_columns(small):
     assert table["text"][1] == ["blue number 5"] and table["name"][1] == "blue/05.png"
     with pytest.raises(SystemExit, match=r"no column \['image', 'text'\], only"):
         own_data.read(small / "table.csv")
+
+
+def test_other_columns_of_the_same_names_are_not_in_the_way(small):
+    import datasets
+
+    rows = [{"name": f"row {k}", "path": f"blue/{2 + 3 * k:02d}.png", "caption": k, "kind": k % 2} for k in range(3)]
+    for row in rows:
+        row |= {"image": "other", "text": "other", "label": "other"}
+    table = datasets.Dataset.from_list(rows).cast_column("kind", datasets.ClassLabel(names=["cat", "dog"]))
+    table.save_to_disk(small / "columns")
+    found = own_data.read(small / "columns", "path", "caption", "kind")
+    assert found["text"][:] == [["0"], ["1"], ["2"]] and found["name"][0] == "blue/02.png"
+    assert found["label"][:] == ["cat", "dog", "cat"]  # the texts of classes have names, not numbers
+
+
+def test_pairs_without_a_picture_or_a_text_are_left_out(small):
+    (small / "empty").mkdir()
+    for name, text in {"a": "a text", "b": " \n"}.items():
+        shutil.copy(small / "blue" / "02.png", small / "empty" / f"{name}.png")
+        (small / "empty" / f"{name}.txt").write_text(text)
+    assert own_data.read(small / "empty")["text"][:] == [["a text"]]
+    (small / "holes.csv").write_text("image,text,label\nblue/02.png,one,\nblue/02.png,,x\n,three,x\n")
+    assert own_data.read(small / "holes.csv")["text"][:] == [["one"]]
+    with pytest.raises(SystemExit, match="--labels label: 1 pictures have no class"):
+        own_data.read(small / "holes.csv", labels="label")
+    with pytest.raises(SystemExit, match=r"no column \['kind'\], only .*give --image, --text, --labels"):
+        own_data.read(small / "holes.csv", labels="kind")
+
+
+def test_the_commands_of_the_description_are_understood(small):
+    lines = [
+        line for line in own_data.__doc__.splitlines() if " -m recipes.own_data DATA" in line and "--resume" not in line
+    ]
+    for line in lines:
+        own_data.parse([str(small), *line.partition("#")[0].split(" DATA", 1)[1].split()])
+    assert len(lines) == 3
 
 
 def test_a_caption_is_drawn_anew_in_every_epoch(small):
@@ -111,8 +147,8 @@ def test_evaluation_of_an_encoder_that_knows_colours(small):
         names = ("red", "green", "blue")
         return torch.tensor([[next((k for k, name in enumerate(names) if name in text), 3)] for text in texts])
 
-    tables = own_data.split(own_data.read(small))
-    classes = own_data.zero_shot_classes(tables, "label", ["{}", "a {} one"], tokenizer)
+    tables = own_data.split(own_data.read(small, labels="label"))
+    classes = own_data.zero_shot_classes(tables, ["{}", "a {} one"], tokenizer)
     held_out = own_data.Pairs(tables[1], tokenizer, 8)
     found = own_data.evaluate(Ideal(), held_out, "cpu", **classes)
     assert found["zero-shot"] == 1 and found["recall@5"] == 1
@@ -138,7 +174,12 @@ def test_a_folder_without_pairs_to_evaluate_on_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments, said", [(["nowhere"], "no folder and no table"), ([str(ROOT), "--resume"], "there is no")]
+    "arguments, said",
+    [
+        (["nowhere"], "no folder and no table"),
+        ([str(ROOT), "--resume"], "there is no"),
+        ([str(ROOT), "--templates", "a {}", "a {c}"], "'a {c}' has no {}"),
+    ],
 )
 def test_arguments_are_checked_first(arguments, said, tmp_path, capsys):
     with pytest.raises(SystemExit):
@@ -163,6 +204,21 @@ def test_a_resume_with_another_pair_is_refused_without_a_traceback(folder, tmp_p
     new_pair(tmp_path / "pictures", held_out)
     with pytest.raises(SystemExit, match="--resume: .*fingerprint(.|\n)*another --output"):
         own_data.main([*run, "--resume"])
+
+
+def test_a_kill_leaves_the_former_model(small, tmp_path, monkeypatch):
+    run = [str(small), "--batch-size", "8", "--output", str(tmp_path)]
+    own_data.main([*run, "--epochs", "1"])
+    former = (tmp_path / "last.pt").read_bytes()
+
+    def save(value, path):
+        Path(path).write_bytes(b"the first bytes")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        own_data.main([*run, "--resume"])
+    assert (tmp_path / "last.pt").read_bytes() == former
 
 
 @pytest.mark.slow

@@ -120,6 +120,8 @@ def test_a_shard_that_differs_from_its_manifest_is_named(shards):
 def test_bad_shards_are_named_before_training(shards, tmp_path):
     with pytest.raises(FileNotFoundError, match="no shards"):
         ShardIndex.build(tmp_path)
+    with pytest.raises(ValueError, match=r"s3://bucket/000.tar is a URL, .*ShardIndex.load"):
+        ShardIndex.build("s3://bucket/{000..003}.tar")
     with pytest.raises(FileNotFoundError, match="missing.tar"):
         ShardIndex.build([shards[0], tmp_path / "data" / "missing.tar"])
     for content, said in ((shards[4].read_bytes()[:2000], "00004.tar"), (b"", "00004.tar is empty: 0 bytes")):

@@ -265,7 +265,8 @@ class ShardBatches(IterableDataset[Any]):
         if any(state_dict.get(name) != mine[name] for name in ("shards", "seed")):
             raise ValueError(
                 "the position is of other shards or another seed, where it means nothing; give the same shards, of the "
-                "same sizes and in the same order, and the same seed, or begin with the next epoch: set_epoch"
+                "same sizes and in the same order, the same repeats and replacement, and the same seed, or begin with "
+                "the next epoch: set_epoch"
             )
         earlier, spans = [], Spans(np.array([[0, self.n]]))
         for stage, options in enumerate(state_dict["read"]):

@@ -94,11 +94,17 @@ class ShardIndex:
 
         Raises:
             FileNotFoundError: a shard is missing.
-            ValueError: a shard is truncated or empty, occurs twice, or has another size than in ``extend``.
+            ValueError: a shard is a URL, is truncated or empty, occurs twice, or has another size than in ``extend``.
         """
-        files = [Path(shard) for shard in shard_list(shards)]
-        if not files:
+        listed = shard_list(shards)
+        if not listed:
             raise FileNotFoundError(f"no shards at {shards}")
+        if remote := next((shard for shard in listed if "://" in shard), None):
+            raise ValueError(
+                f"{remote} is a URL, whose samples cannot be counted from here; build the index where the shards are "
+                f"local, and read it with ShardIndex.load"
+            )
+        files = [Path(shard) for shard in listed]
         base = Path(root) if root is not None else Path(os.path.commonpath([file.parent for file in files]))
         names = [file.relative_to(base).as_posix() for file in files]
         older = {} if extend is None else extend._shards

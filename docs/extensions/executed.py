@@ -77,8 +77,11 @@ def committed() -> dict[Path, str]:
         def moved(link: re.Match[str], start: Path = page.parent) -> str:
             return f"]({os.path.relpath(start / link[1], folder)})"
 
-        text = re.sub(r"\]\((?!\w+:|#)([^)\s]+)\)", moved, page.read_text())
-        found[folder / f"{page.stem}.ipynb"] = json.dumps(notebook(text), indent=1) + "\n"
+        made = notebook(page.read_text())
+        for cell in made["cells"]:
+            if cell["cell_type"] == "markdown":
+                cell["source"] = re.sub(r"\]\((?!\w+:|#)([^)\s]+)\)", moved, cell["source"])
+        found[folder / f"{page.stem}.ipynb"] = json.dumps(made, indent=1) + "\n"
     return found
 
 

@@ -30,7 +30,7 @@ class Nodes:
     def __init__(
         self, flags: Flags, outputs: Sequence[Path], disks: Sequence[Path], *more: str, before: str = ""
     ) -> None:
-        self.outputs, self.agents, self.logs = outputs, [], []
+        self.outputs, self.disks, self.agents, self.logs = outputs, disks, [], []
         port = str(free_port())
         for node, (output, disk) in enumerate(zip(outputs, disks, strict=True)):
             command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(disks))]
@@ -108,10 +108,11 @@ def lose(nodes: Nodes) -> None:
 
 
 def lose_all(nodes: Nodes) -> None:
-    """Lose both nodes and the folder that they share; the next start has the store alone."""
+    """Lose both nodes, their disks and the folder that they share; the next start has the store alone."""
     nodes.kill(0)
     nodes.kill(1)
-    shutil.rmtree(nodes.outputs[0])
+    for folder in (nodes.outputs[0], *nodes.disks):
+        shutil.rmtree(folder)
 
 
 def wait(nodes: Nodes) -> None:
@@ -123,9 +124,7 @@ EVENTS = {
     "a node is told to stop": Event(stop, f"exitcode  : {STOPPED}"),
     "a node is lost": Event(lose),
     "uploads fail, and a node is lost": Event(lose, "is not in the store", store=False),
-    "the disk is full": Event(
-        wait, "is complete: --resume goes on from it", limit="ulimit -f 500;"
-    ),  # no file > 500 KiB
+    "the disk is full": Event(wait, "is complete: --resume goes on from it", limit=SMALL),
     "both nodes and all folders are lost": Event(lose_all),
 }
 

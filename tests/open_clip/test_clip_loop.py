@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 open_clip = pytest.importorskip("open_clip")
 
@@ -72,16 +73,38 @@ def test_a_loop_that_was_killed_ends_with_the_same_bits(given, tmp_path, way):
     train(given, tmp_path / "killed", *WAYS[way])  # nothing is left to do
 
 
-def test_a_state_whose_rows_are_not_complete_does_not_count(given, tmp_path):
+def test_a_state_whose_rows_are_not_complete_does_not_count(given, tmp_path, capsys):
     train(given, tmp_path / "whole")
     killed(given, tmp_path / "killed", 5, "--save-every", "2")
     newest = max((tmp_path / "killed" / "rows").iterdir())
     assert "-t4-" in newest.name
     (newest / "manifest.json").unlink()
     train(given, tmp_path / "killed", "--save-every", "1")
+    assert "goes on from" in (said := capsys.readouterr().out) and "state-000000002.pt" in said
     same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
     same(rows(tmp_path / "killed"), rows(tmp_path / "whole"))
     assert len(list((tmp_path / "killed").glob("state-*.pt"))) == 3
+
+
+def test_states_without_rows_do_not_push_out_newer_ones(given, tmp_path):
+    killed(given, tmp_path, 2, "--save-every", "1")
+    for step in (7, 8, 9):
+        shutil.copy(tmp_path / "state-000000002.pt", tmp_path / f"state-{step:09d}.pt")
+    killed(given, tmp_path, 5, "--save-every", "1")
+    assert {f"state-{step:09d}.pt" for step in (3, 4, 5)} == {path.name for path in tmp_path.glob("state-*.pt")}
+
+
+def test_a_kill_leaves_no_part_of_a_model(given, tmp_path, monkeypatch):
+    """What ends with .pt is complete: others look for such files."""
+
+    def save(value, path):
+        Path(path).write_bytes(b"the first bytes")
+        raise Killed
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(Killed):
+        train(given, tmp_path, "--epochs", "1", "--batch-size", "20")
+    assert not list(tmp_path.glob("*.pt"))
 
 
 @pytest.mark.parametrize("cache", [False, True])

@@ -1,13 +1,16 @@
 """The recipe for one's own data with encoders of timm and open_clip, and what it trains, loaded from a folder."""
 
 import json
+import re
 
 import open_clip
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
 
 from recipes import own_data
+from tests.launching import ROOT
 from tests.open_clip import tiny
 
 
@@ -44,3 +47,30 @@ def test_a_picture_encoder_of_timm(pictures, name, tmp_path, capsys):
     run = [str(pictures), "--model", f"timm:{name}", "--batch-size", "16", "--epochs", "1"]
     own_data.main([*run, "--output", str(tmp_path / "run")])
     assert "epoch 1: loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "fastvit_t8"])
+def test_encoders_of_timm_take_pictures_of_the_given_size(name, tmp_path):
+    """And are the same after the lines of docs/guides/export.md."""
+    model, _ = own_data.build(f"timm:{name}", ["a text"], 64)
+    pictures = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+    features = model.eval().image(pictures)
+    assert features.shape == (2, own_data.DIM)
+    scaled, encoder = model.image
+    timm.models.save_for_hf(encoder, str(tmp_path))
+    folder, page = str(tmp_path), (ROOT / "docs" / "guides" / "export.md").read_text()
+    read = re.search(r'`(timm.create_model\("local-dir:".*?\))`', page)[1]
+    loaded = eval(read, {"timm": timm, "folder": folder}).eval()
+    torch.testing.assert_close(loaded(scaled(pictures)), features)
+
+
+def test_what_a_model_has_for_a_loss_of_its_own_is_not_trained(tmp_path):
+    """DistributedDataParallel refuses parameters that no output depends on, such as the bias of SigLIP's loss."""
+    tiny.add_model()
+    config = open_clip.get_model_config("ViT-tiny") | {"init_logit_bias": -10}
+    (tmp_path / "ViT-tiny-bias.json").write_text(json.dumps(config))
+    open_clip.add_model_config(tmp_path)
+    model, tokenizer = own_data.build("open_clip:ViT-tiny-bias", [], 32)
+    z1, z2 = model(torch.zeros(2, 3, 32, 32, dtype=torch.uint8), tokenizer(["one", "two"]))
+    (z1.sum() + z2.sum()).backward()
+    assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
