@@ -13,6 +13,7 @@ or what ``datasets.Dataset.save_to_disk`` wrote::
 import argparse
 import hashlib
 import json
+import math
 import os
 import random
 import zlib
@@ -313,6 +314,11 @@ def zero_shot_classes(tables, templates, tokenizer):
     return {"labels": labels, "classes": torch.stack(tokens)}
 
 
+def rate(progress):
+    """Return the factor of the learning rate: a short linear warm-up, then a cosine; ``progress`` goes from 0 to 1."""
+    return min(1.0, 0.05 + 10 * progress) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
 @torch.no_grad()
 def width(model, tokens):
     """Return the number of features of a model."""
@@ -350,7 +356,9 @@ def main(argv=None):
         sampler.set_epoch(epoch)
         train.epoch = epoch
         draws = torch.Generator().manual_seed(epoch * ranks + rank)
-        for pictures, tokens, caption, index in loader:
+        for step, (pictures, tokens, caption, index) in enumerate(loader):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * rate((epoch + step / len(loader)) / args.epochs)
             pictures, tokens = augment(pictures, draws).to(device), tokens.to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bfloat16"):
                 features = wrapped.train()(pictures, tokens)
