@@ -415,8 +415,8 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
     Every text is encoded twice, as by ``CachedMultipleNegativesRankingLoss``: for the loss, and for its gradient.
 
     Args:
-        model, est, eval_scale, index_labels, **options: see :class:`EstimatorLoss`, also for state, communication and
-            warnings.
+        model, est, eval_scale, index_labels: see :class:`EstimatorLoss`, also for state, communication and warnings.
+        **options: see :class:`EstimatorLoss`.
         mini_batch_size: texts that are encoded at a time.
         mini_batch_num_tokens: if given, mini-batches have so many tokens instead.
         show_progress_bar: show the progress of the mini-batches.
