@@ -88,6 +88,9 @@ class PartHooks(ABC):
         """Yield the parameters that the user's own optimizer learns."""
         return iter(()) if self.learnable is None else self.learnable.parameters()
 
+    def _learned_by_name(self) -> dict[str, Tensor]:
+        return {} if self.learnable is None else dict(self.learnable.named_parameters())
+
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         """Make the state whose shape depends on the estimator: at construction of the owner, or at the first use."""
 
@@ -160,20 +163,22 @@ class PartHooks(ABC):
         self._pending_state = None
 
     def move(self, device: torch.device) -> None:
-        """Move committed state to the features' device; dtypes stay."""
+        """Move committed state and learned parameters to the features' device; dtypes stay."""
         self.state = {name: accelerator.state_to_device(value, device) for name, value in self.state.items()}
+        if self.learnable is not None and any(p.device != device for p in self.learnable.parameters()):
+            self.learnable.to(device)  # parameters stay the same objects, as the user's optimizer has them
 
     def saved_state(self) -> dict[str, Tensor]:
-        """Return a copy of the committed state; collective where ranks split it."""
-        return {name: value.clone() for name, value in self.state.items()}
+        """Return a copy of the committed state and of learned parameters; collective where ranks split it."""
+        return {name: value.detach().clone() for name, value in (self.state | self._learned_by_name()).items()}
 
     def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return meta tensors of the names, shapes and dtypes that ``state`` must have to be restored here."""
         return {name: value.to("meta") for name, value in self.saved_state().items()}
 
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        """Return the values that some of the saved entries ``names`` may hold."""
-        return {}
+        """Return the values that some of the saved entries ``names`` may hold: finite ones, if they are learned."""
+        return dict.fromkeys(self._learned_by_name(), values.FINITE)
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Refuse saved state that does not fit, before anything is written: a ``TypeError`` or a ``ValueError``."""
@@ -210,8 +215,12 @@ class PartHooks(ABC):
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore checked state, whose tensors are this part's; dtype and device stay."""
+        learned = self._learned_by_name()
         for name, value in state.items():
-            self.state[name] = value.to(self.state[name])
+            if name in learned:
+                learned[name].copy_(value)
+            else:
+                self.state[name] = value.to(self.state[name])
 
 
 class Alone(WeakValueDictionary[str, PartHooks]):

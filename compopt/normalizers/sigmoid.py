@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from compopt import checks
-from compopt.checks.values import FINITE, Range
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import Hyper, SampleGroups
@@ -112,18 +111,3 @@ class SigmoidNormalizer(Normalizer):
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor:
         raise ValueError("SigmoidNormalizer estimates no log-normalizer that could be compared with the exact one")
-
-    def move(self, device: torch.device) -> None:
-        if self.learnable is not None and self.learnable.bias.device != device:
-            self.learnable.to(device)  # the parameter stays the same object, as the user's optimizer has it
-
-    def saved_state(self) -> dict[str, Tensor]:
-        return {} if self.bias is None else {"bias": self.bias.detach().clone()}
-
-    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        return dict.fromkeys(names, FINITE)
-
-    def restore_state(self, state: Mapping[str, Tensor]) -> None:
-        if self.bias is not None:
-            with torch.no_grad():
-                self.bias.copy_(state["bias"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from compopt import checks
 from compopt.checks.inputs import check_tau
-from compopt.checks.values import FINITE, Range
 from compopt.estimator.component import Temperature
 from compopt.estimator.groups import Hyper
 from compopt.kernel.features import lower_bound
@@ -99,18 +98,3 @@ class FixedTemperature(Temperature):
     def constants(self) -> list[float] | None:
         shared = self._shared()
         return [float(group["tau"] if shared is None else shared) for group in self.sample_groups]
-
-    def move(self, device: torch.device) -> None:
-        if self.learnable is not None and self.learnable.log_inverse.device != device:
-            self.learnable.to(device)  # the parameter stays the same object, as the user's optimizer has it
-
-    def saved_state(self) -> dict[str, Tensor]:
-        return {} if self.log_inverse is None else {"log_inverse": self.log_inverse.detach().clone()}
-
-    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        return dict.fromkeys(names, FINITE)
-
-    def restore_state(self, state: Mapping[str, Tensor]) -> None:
-        if self.log_inverse is not None:
-            with torch.no_grad():
-                self.log_inverse.copy_(state["log_inverse"])
