@@ -179,9 +179,10 @@ def check_call(
         positions = _check_extra(est, extra, extra_index, keys, one)
         if positions is not None and index is None and index2 is None:
             raise TypeError("extra_index= has positions in the modality of index or index2; pass one of them")
-        if pairs is not None:
-            check_policy(pairs, est.normalizer, est.temperature, est.normalize, est.directions)
-        choices = _check_choices(est, est.pairs if pairs is None else pairs, asked, keys, one, views, extra)
+        policy = est.pairs if pairs is None else pairs
+        if policy is not None:  # that of the construction too: hyper-parameters may have been edited
+            check_policy(policy, est.normalizer, est.temperature, est.normalize, est.directions)
+        choices = _check_choices(policy, est.normalize, asked, keys, one, views, extra)
     facts: dict[str, int] = {}
     if several:
         brought = 0 if extra is None else 1 if positions is None else 2
@@ -239,8 +240,8 @@ def _check_extra(
 
 
 def _check_choices(
-    est: Called,
     policy: PairPolicy | None,
+    normalize: bool,
     given: Mapping[str, Any],
     keys: Mapping[str, Tensor],
     like: Tensor,
@@ -252,18 +253,17 @@ def _check_choices(
         _check_asked(name, given[name] is not None, option, policy is not None and name in policy.asks)
     if policy is None:
         return None
-    est.normalizer.check_pairs(policy)  # hyper-parameters may have been edited
     _check_rows(policy, keys, len(like), extra)
     choices, more = Choices(policy), None if extra is None else len(extra)
     if policy.guided:
-        _add_guide(choices, given["guide"], policy, est.normalize, like, views, more)
+        _add_guide(choices, given["guide"], policy, normalize, like, views, more)
     if policy.within:
         checked = check_within(given["within"], len(like), more)
         choices.add("within", 1, [accelerator.to_device(key, like.device) for key in checked])
     if policy.targets is not None:
         classes = isinstance(policy.targets, str)
         features = check_teacher(given["teacher"], len(like), classes, views)
-        choices.add("teacher", views, _units(features, like, est.normalize and not classes))
+        choices.add("teacher", views, _units(features, like, normalize and not classes))
     if policy.prior == "given":
         shares = check_prior(given["prior"], len(like), working_dtype(like.dtype))
         choices.add("prior", 1, [accelerator.to_device(shares, like.device)])
