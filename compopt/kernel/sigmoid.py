@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -74,22 +74,18 @@ class SigmoidPairs(SampledPairs):
         """Views whose features are candidates of one view's."""
         return range(len(self._z)) if self._pairs.unimodal else (1 - view,)
 
-    def _block(self, view: int, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return candidates of some anchors of a view, the similarities, and where there is no pair."""
-        others = self._others(view)
-        y = torch.cat([self._z[other] for other in others])
-        same = same_sample([key[rows] for key in self._pairs.names((view,))], self._pairs.names(others))
-        return y, self._z[view, rows] @ y.T, same
-
-    def _parts(self) -> Sequence[slice]:
-        stops = range(self._own.start, self._own.stop, self._rows)
-        return [slice(start, min(start + self._rows, self._own.stop)) for start in stops]
+    def _blocks(self, view: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Yield rows of own anchors of a view, candidates, their similarities, and where there is no pair."""
+        y = self._z.flatten(0, 1) if self._pairs.unimodal else self._z[1 - view]
+        mine, theirs = self._pairs.names((view,)), self._pairs.names(self._others(view))
+        for start in range(self._own.start, self._own.stop, self._rows):
+            rows = slice(start, min(start + self._rows, self._own.stop))
+            yield rows, y, self._z[view, rows] @ y.T, same_sample([key[rows] for key in mine], theirs)
 
     def _sums(self, view: int) -> Tensor:
         """Sums of the losses, of ``w_ij`` and of ``w_ij s_ij`` over the negatives of the own anchors, ``(b, 3)``."""
         found = [self._z.new_empty(0, 3)]
-        for rows in self._parts():
-            _, s, same = self._block(view, rows)
+        for rows, _, s, same in self._blocks(view):
             logits = s * self._scale[rows, view, None] + self._bias[rows, view, None]
             weights = torch.sigmoid(logits).masked_fill_(same, 0)
             losses = softplus(logits).masked_fill_(same, 0)
@@ -101,8 +97,7 @@ class SigmoidPairs(SampledPairs):
         of_anchor = self._pairs.sum_over_positives(coefficient)
         gradient = torch.zeros_like(self._z[:, self._own])
         for view in range(len(gradient)):
-            for rows in self._parts():
-                y, s, same = self._block(view, rows)
+            for rows, y, s, same in self._blocks(view):
                 a = self._weighted(s, view, rows, of_anchor).masked_fill_(same, 0)
                 gradient[view, rows.start - self._own.start : rows.stop - self._own.start] = a @ y
         pull_positives(gradient, self._z[:, self._own], (coefficient * self._pull)[self._own], self._pairs.directions)
