@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,13 +27,18 @@ def _is_column(inputs: Any) -> bool:
     return isinstance(inputs, list) or (isinstance(inputs, Tensor) and inputs.dim() > 0)
 
 
+def _columns(inputs: Any) -> Iterator[Tensor | list[Any]]:
+    """Yield the tensors and lists that have an entry per sample, at any depth."""
+    if isinstance(inputs, (Mapping, tuple)):
+        for value in inputs.values() if isinstance(inputs, Mapping) else inputs:
+            yield from _columns(value)
+    elif _is_column(inputs):
+        yield inputs
+
+
 def lengths(inputs: Any) -> set[int]:
     """Return the numbers of samples that tensors and lists have."""
-    if isinstance(inputs, Mapping):
-        inputs = tuple(inputs.values())
-    if isinstance(inputs, tuple):
-        return set().union(*map(lengths, inputs))
-    return {len(inputs)} if _is_column(inputs) else set()
+    return {len(column) for column in _columns(inputs)}
 
 
 def split(inputs: Any, size: Sizes) -> list[Any]:
@@ -59,8 +64,4 @@ def equal_sizes(length: int, size: int) -> list[int]:
 
 def amount(inputs: Any) -> int:
     """Return the number of elements of tensors and lists."""
-    if isinstance(inputs, Mapping):
-        inputs = tuple(inputs.values())
-    if isinstance(inputs, tuple):
-        return sum(map(amount, inputs))
-    return inputs.numel() if isinstance(inputs, Tensor) else len(inputs) if isinstance(inputs, list) else 0
+    return sum(column.numel() if isinstance(column, Tensor) else len(column) for column in _columns(inputs))
