@@ -186,7 +186,7 @@ class Summary:
         spread = tau.to(self.alpha.dtype).flatten()
         return {
             "log_normalizer": self.alpha.mean(),
-            "info_nce": self._cross_entropy().mean(),
+            "info_nce": self.cross_entropy().mean(),
             "effective_negatives": torch.cat([side.effective() for side in self.sides]).nanmean(),
             "tau_q10": spread.quantile(0.1),
             "tau_median": spread.quantile(0.5),
@@ -194,7 +194,7 @@ class Summary:
             "new_rows": self._new_rows(),
         }
 
-    def _cross_entropy(self) -> Tensor:
+    def cross_entropy(self) -> Tensor:
         """``-log softmax`` of each anchor's positive among its candidates, ``(B, A)``; 0 without negatives."""
         loss = self.log_sum if self.whole else softplus(self.log_sum, threshold=60.0)
         return torch.where(self.negatives > 0, loss, 0) if isinstance(self.negatives, Tensor) else loss

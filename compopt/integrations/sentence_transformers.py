@@ -37,6 +37,7 @@ from compopt.estimator.options import takes_options
 from compopt.integrations.transformers import EstimatorCallback
 from compopt.kernel.features import with_gradients
 from compopt.module import as_module
+from compopt.objective import Summary
 from compopt.pairs import Also, Hardness, PairPolicy
 from compopt.presets import InfoNCEEstimator
 
@@ -297,7 +298,9 @@ class EstimatorLoss(nn.Module):
                 labels = None if labels is None else labels.reshape(len(labels), -1)[:, :2].flip(1)
             est = InfoNCEEstimator(**options, process_group=group)
             value = self._call(est, embeddings, labels)
-            values.append(value + (est.metrics["info_nce"] - value).detach())  # a sum over candidates, not their mean
+            summary = cast(Summary, est._last)  # metrics would compute all others too
+            # the value is that of a sum over candidates, not of their mean
+            values.append(value + (summary.cross_entropy().mean() - value).detach())
         return torch.stack(values).mean()
 
     def _similar(self, embeddings: list[Tensor]) -> list[Tensor]:
