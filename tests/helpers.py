@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import io
+import json
 from contextlib import suppress
 
 import torch
 from torch import Tensor
+
+
+def carried_out(study, run_one) -> dict[str, dict]:
+    """Results of all tuning and final runs of a study, by the keys of their jobs."""
+    told = {"machine": "m", "threads": 1, "python": "3", "torch": "2", "commit": "c", "date": "d"}
+    results: dict[str, dict] = {}
+    for arm in study.arms:
+        while jobs := study.next_jobs(arm, results, final=True):
+            results |= {job.key: {"job": json.loads(job.key), **run_one(job, None), **told} for job in jobs}
+    return results
 
 
 def generator(seed: int) -> torch.Generator:

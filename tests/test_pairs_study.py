@@ -1,6 +1,5 @@
 """The study of pair policies from the data to its page, on a few made-up texts."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from benchmarks.studies import pairs
 from benchmarks.studies.search import SEEDS, Search
 from recipes.text import TextPairs
+from tests.helpers import carried_out
 
 DEFINITIONS, HELD_OUT = 24, 8
 
@@ -63,13 +63,7 @@ def test_the_data_have_the_false_negatives_of_their_situation(study, situation):
 
 @pytest.mark.slow
 def test_every_arm_comes_onto_the_page(study):
-    results = {}
-    for arm in study.arms:
-        while jobs := study.next_jobs(arm, results, final=True):
-            for job in jobs:
-                told = {"machine": "m", "threads": 1, "python": "3", "torch": "2", "commit": "c", "date": "d"}
-                run = {"job": json.loads(job.key), **pairs.run_one(job, None), **told}
-                results[job.key] = run
+    results = carried_out(study, pairs.run_one)
     page = pairs.page(results)
     tuned = sum(bool(arm.grids) for arm in study.arms.values())
     assert len(results) == tuned + 3 * len(study.arms)

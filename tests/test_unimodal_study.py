@@ -1,6 +1,5 @@
 """The study of unimodal training from the first run to its page, on a few random images."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from benchmarks.studies import unimodal
 from benchmarks.studies.search import Search
 from recipes.tasks import ImageViews, Labelled
+from tests.helpers import carried_out
 
 
 @pytest.fixture()
@@ -35,15 +35,9 @@ def task(views):
 
 @pytest.mark.slow
 def test_every_arm_comes_onto_the_page(study):
-    results = {}
-    for arm in study.arms:
-        while jobs := study.next_jobs(arm, results, final=True):
-            for job in jobs:
-                told = {"machine": "m", "threads": 1, "python": "3", "torch": "2", "commit": "c", "date": "d"}
-                run = {"job": json.loads(job.key), **unimodal.run_one(job, None), **told}
-                results[job.key] = run
+    results = carried_out(study, unimodal.run_one)
     page = unimodal.page(results)
     assert len(results) == 2 * 2 + 3 * 3, "two settings of each tuned arm, one after the other, and three seeds"
     for arm, contender in study.arms.items():
-        assert page.count(f"| {arm} |") == (1 if contender.as_arm else 3), "a row of results, and each setting tried"
+        assert page.count(f"| {arm} |") == (1 if contender.after else 3), "a row of results, and each setting tried"
     assert "±" in page and "**lr" in page

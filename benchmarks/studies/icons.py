@@ -57,13 +57,13 @@ def _arm(estimator: str, tau: str = "tau", first: Mapping[str, Any] | None = Non
 
 ARMS = {
     "open_clip": IconArm(trainer="open_clip", first={"lr": 1e-3}, grids={"lr": RATES}),
-    "open_clip, adapter": IconArm(trainer="adapter", as_arm="open_clip"),
+    "open_clip, adapter": IconArm(trainer="adapter", after="open_clip"),
     "InfoNCE": _arm("infonce"),
     "DCL": _arm("dcl"),
     "SogCLR": _arm("sogclr", first={"gamma": 0.8}, gamma=(0.6, 0.8, 0.95)),
     "iSogCLR": _arm("isogclr", "tau_init", {"gamma": 0.8, "rho": 2.0}),
     "Residual": _arm("residual"),
-    "CLIP": IconArm(trainer="recipe", estimator="clip", as_arm="open_clip"),
+    "CLIP": IconArm(trainer="recipe", estimator="clip", after="open_clip"),
 }
 
 

@@ -57,15 +57,13 @@ class Arm:
         grids: setting -> values; one setting after another is chosen, the others stay.
         widen: setting -> factor; while the best value is the grid's first or last, the grid gets one more beyond it.
         most: setting -> the largest value that the method takes.
-        as_arm: take what was chosen for another arm.
-        after: begin with what was chosen for another arm, and choose the own grids then.
+        after: begin with what was chosen for another arm, and choose the own grids then, if there are any.
     """
 
     first: Mapping[str, Any] = field(default_factory=dict)
     grids: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     widen: Mapping[str, float] = field(default_factory=dict)
     most: Mapping[str, float] = field(default_factory=dict)
-    as_arm: str = ""
     after: str = ""
 
 
@@ -90,14 +88,14 @@ class Search(Generic[A]):
 
     def best(self, arm: str, results: Results) -> dict[str, Any] | None:
         """The settings that are chosen when all grids are done, else None."""
-        chosen, missing = self._search(self.arms[arm].as_arm or arm, results)
+        chosen, missing = self._search(arm, results)
         return None if missing else chosen
 
     def next_jobs(self, arm: str, results: Results, final: bool = False) -> list[Job]:
         """Runs that can begin: those of the first grid that is not done, or the final ones once all are."""
-        chosen, missing = self._search(self.arms[arm].as_arm or arm, results)
+        chosen, missing = self._search(arm, results)
         if missing:
-            return [] if self.arms[arm].as_arm else missing
+            return missing
         return [job for seed in SEEDS if final and (job := Job(arm, chosen, seed)).key not in results]
 
     def finals(self, results: Results) -> dict[str, list[dict[str, Any]]]:
@@ -116,7 +114,7 @@ class Search(Generic[A]):
         chosen, missing = self._search(after, results) if after else ({}, [])
         if missing:
             return chosen, missing
-        chosen = {**chosen, **self.arms[arm].first}
+        chosen = {**self.arms[arm].first, **chosen}
         for name, values in self.arms[arm].grids.items():
             while True:
                 jobs = [Job(arm, {**chosen, name: value}, TUNE_SEED) for value in values]

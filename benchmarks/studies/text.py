@@ -73,13 +73,13 @@ class TextArm(Arm):
 def _arm(loss: str, batch: int) -> TextArm:
     first = {"lr": 4e-3, "scale": 20.0, **LOSSES[loss]}
     if loss == "Cached MNRL":  # the same gradient
-        return TextArm(loss=loss, batch=batch, as_arm=f"MNRL, {batch}")
+        return TextArm(loss=loss, batch=batch, after=f"MNRL, {batch}")
     rates, scales = RATES + MORE_RATES.get(loss, ()), MORE_SCALES.get(loss, ()) + SCALES
     return TextArm(loss=loss, batch=batch, first=first, grids={"lr": rates, "scale": scales})
 
 
 def _varied(loss: str, **options: Any) -> TextArm:
-    return TextArm(loss=loss, as_arm=f"{loss}, 64", **options)
+    return TextArm(loss=loss, after=f"{loss}, 64", **options)
 
 
 ARMS: Mapping[str, TextArm] = {

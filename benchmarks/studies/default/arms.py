@@ -133,7 +133,7 @@ def _in_time(task: str, name: str, cell: Cell) -> Cell:
     """The same with its chosen settings, and as many whole updates as fit in the reference's time."""
     times = _times(task)
     samples = int(SAMPLES * times[REFERENCE] / times[name]) // cell.batch * cell.batch
-    return replace(cell, as_arm=f"{task}: {name}", samples=samples)
+    return replace(cell, after=f"{task}: {name}", grids={}, samples=samples)
 
 
 ARMS: Mapping[str, Cell] = {

@@ -20,23 +20,6 @@ Settings = Mapping[str, Any]
 Build = Callable[[Task, Settings], Loss]
 
 
-class SigLIP(nn.Module):
-    """The sigmoid loss with a learned scale and bias: Zhai et al., ICCV 2023, Algorithm 1 (bimodal)."""
-
-    def __init__(self, tau: float) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(math.log(1 / tau)))
-        self.bias = nn.Parameter(torch.tensor(-10.0))
-
-    def forward(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
-        logits = F.normalize(z1) @ F.normalize(z2).T * self.scale.exp() + self.bias
-        sign = 2 * torch.eye(len(z1)) - 1
-        return -F.logsigmoid(sign * logits).sum() / len(z1)
-
-    def step(self) -> None:
-        """It keeps nothing."""
-
-
 def in_batch(own: Tensor, sides: list[Tensor]) -> list[Tensor]:
     """Similarities with the other samples of the batch; ``-inf`` with its own."""
     itself = torch.eye(len(own), dtype=torch.bool)
@@ -185,7 +168,7 @@ def _queue(positive: bool) -> Build:
 LOSSES: dict[str, Build] = {
     "InfoNCE": lambda task, o: compopt.InfoNCEEstimator(o["tau"], mode=task.mode),
     "CLIP": lambda task, o: compopt.InfoNCEEstimator(o["tau"], learn_tau=True, multiply_tau=False, mode=task.mode),
-    "SigLIP": lambda task, o: SigLIP(o["tau"]),
+    "SigLIP": lambda task, o: compopt.SigLIPEstimator(o["tau"]),
     "DCL": lambda task, o: compopt.DCLEstimator(o["tau"], mode=task.mode),
     "DCLW": lambda task, o: DCLW(o["tau"], task.mode == "unimodal"),
     "XBM": _queue(positive=True),
