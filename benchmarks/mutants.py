@@ -210,6 +210,12 @@ def daily(tests_of: Callable[[Mutation], list[str]]) -> Verdict:
     return ask
 
 
+def waiting(mine: list[tuple[str, Mutation]], records: Path, noticed: str | None) -> list[tuple[str, Mutation]]:
+    """Mutants with this record: none yet, or that the daily tests let pass."""
+    known = {record["key"]: judged(record)["noticed"] for record in read_runs(records)}
+    return [(room, mutant) for room, mutant in mine if known.get(mutant.key) == noticed]
+
+
 def run(todo: list[tuple[str, Mutation]], ask: Verdict, folders: list[Path], records: Path) -> None:
     """Append the verdict on every mutant; each folder is a lane of its own."""
     free: queue.SimpleQueue[Path] = queue.SimpleQueue()
@@ -312,14 +318,11 @@ def main() -> None:
     if not options.report:
         with tempfile.TemporaryDirectory() as name:
             folders = [copy_of_checkout(Path(name) / str(lane)) for lane in range(options.lanes)]
-            for wanted in (None, LATER):
-                known = {record["key"]: judged(record)["noticed"] for record in read_runs(options.records)}
-                todo = [(room, mutant) for room, mutant in mine if known.get(mutant.key) == wanted][: options.limit]
-                if todo and wanted == LATER:
-                    must_pass(folders[0], "rest")
-                    run(todo, rest, folders, options.records)
-                elif todo:
-                    run(todo, daily(measured(folders[0])), folders, options.records)
+            if todo := waiting(mine, options.records, None)[: options.limit]:
+                run(todo, daily(measured(folders[0])), folders, options.records)
+            if todo := waiting(mine, options.records, LATER)[: options.limit]:
+                must_pass(folders[0], "rest")
+                run(todo, rest, folders, options.records)
     known = {record["key"]: record for record in read_runs(options.records)}
     text, summary = report([known[mutant.key] for _, mutant in every if mutant.key in known], len(every))
     (options.records.with_suffix(".md")).write_text(text)
