@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import compopt
-from tests.pool import the_pool
-from tests.test_gradient_cache import (
+from tests.cached import (
     SHARES,
     D,
     Encoders,
@@ -25,6 +24,7 @@ from tests.test_gradient_cache import (
     run_windows,
     two,
 )
+from tests.pool import the_pool
 
 
 class Huge(Scarce):
@@ -168,7 +168,7 @@ def large(inputs, size):
 
 
 def refused(group, case):
-    """How each rank ends."""
+    """Return the outcome of this rank: its error, or none."""
     model, size, last = Encoders(torch.float64), compopt.FittingSize(8), dist.get_rank() == 1
     if case == "beside":
         model.first = DistributedDataParallel(model.first)

@@ -91,7 +91,7 @@ def equation_of_anchor(views, view):
 
 
 def test_temperatures_and_biases_of_samples():
-    """Of each anchor; the candidates of other anchors have those of theirs. The first data set has another bias."""
+    """Each anchor has its own temperature and bias, in both directions; the first data set has another bias."""
     z = [x.requires_grad_() for x in features(BATCH, DIM, seed=93)]
     tau = torch.linspace(0.1, 0.5, BATCH, dtype=torch.float64).requires_grad_()
     parts = compopt.SigmoidNormalizer(-1.0), compopt.FixedTemperature(0.1)

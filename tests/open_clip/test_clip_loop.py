@@ -95,7 +95,7 @@ def test_states_without_rows_do_not_push_out_newer_ones(given, tmp_path):
 
 
 def test_a_kill_leaves_no_part_of_a_model(given, tmp_path, monkeypatch):
-    """What ends with .pt is complete: others look for such files."""
+    """Files named *.pt are complete, since other programs look for them."""
 
     def save(value, path):
         Path(path).write_bytes(b"the first bytes")

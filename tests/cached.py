@@ -1,0 +1,451 @@
+"""Models, ways to call and frameworks for the tests of the gradient cache, and the gradients that they must give."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import compopt
+from tests.trainers import fresh_accelerate
+
+N, D, LR = 60, 6, 64.0  # a large rate: gradients are read from what a step has changed
+
+
+ESTIMATORS = {
+    "infonce": lambda **o: compopt.InfoNCEEstimator(0.3, **o),
+    "clip": lambda **o: compopt.InfoNCEEstimator(0.3, learn_tau=True, multiply_tau=False, **o),
+    "sogclr": lambda **o: compopt.SogCLREstimator(N, tau=0.3, **o),
+    "isogclr": lambda **o: compopt.ISogCLREstimator(N, rho=0.5, **o),
+    "fastclip-v0": lambda **o: compopt.FastCLIPEstimator(N, "v0", **o),
+    "fastclip-v3": lambda **o: compopt.FastCLIPEstimator(N, "v3", rho=0.5, **o),
+    "neuclip": lambda **o: compopt.NeuCLIPEstimator(D, prototypes=16, lr=0.1, updates=2, **o),
+    "emc2": lambda **o: compopt.EMC2Estimator(N, tau=0.3, **o),
+    "memory": lambda **o: compopt.MemoryEstimator(D, 40, **o),
+    "policy": lambda **o: compopt.DCLEstimator(0.3, pairs=compopt.PairPolicy(false_negatives=0.1, hardness=2.0), **o),
+}
+
+
+POLICY = compopt.PairPolicy(false_negatives=0.0, guided=True, within=True)
+
+
+def guided(x1, x2, x3, i):
+    return {"model": "model", "batch": (x1, x2), "encode": two, "guide": (x1, x1 + 0.1), "within": i % 2}
+
+
+class Encoders(nn.Module):
+    """Two encoders and a temperature."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.first, self.second = tower(5, dtype), tower(4, dtype)
+        self.scale = nn.Parameter(torch.tensor([3.0], dtype=dtype))  # FSDP2 refuses 0-d ones
+
+    def forward(self, x1, x2, x3=None):
+        z1, z2 = self.first(x1), self.second(x2) + 0 * self.scale.squeeze()  # DDP wants every parameter to be used
+        return (z1, z2, 1 / self.scale.squeeze()) if x3 is None else (z1, z2, self.second(x3))
+
+
+def tower(width, dtype):
+    with torch.random.fork_rng():
+        torch.manual_seed(width)
+        return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, D)).to(dtype)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank adapter beside it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        with torch.random.fork_rng():
+            torch.manual_seed(layer.in_features)
+            self.down = nn.Linear(layer.in_features, 2, bias=False).to(layer.weight)
+            self.up = nn.Linear(2, layer.out_features, bias=False).to(layer.weight)
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+class Checkpointed(nn.Sequential):
+    """Layers that are computed again in the backward pass."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def with_adapters(tower):
+    return nn.Sequential(*(Adapted(layer) if isinstance(layer, nn.Linear) else layer for layer in tower))
+
+
+def compiled(tower):
+    tower.compile(backend="aot_eager")
+    return tower
+
+
+CHANGES = {"adapters": with_adapters, "checkpointed": lambda tower: Checkpointed(*tower), "compiled": compiled}
+
+
+def changed(model, feature):
+    """The model with other towers, for a feature that is one of the model."""
+    if feature in CHANGES:
+        model.first, model.second = map(CHANGES[feature], (model.first, model.second))
+    return model
+
+
+def two(model, part):
+    return model(*part)[:2]
+
+
+def named(model, part):
+    return model(part["x1"], torch.stack(part["nested"][0]))[:2]
+
+
+def with_tau(model, part):
+    return model(*part)
+
+
+def stacked(model, part):
+    return torch.stack(two(model, part))
+
+
+# The arguments of a call for each way to call; `model` is "model" or names of towers.
+FEATURES = {
+    "pair": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2), "encode": two},
+    "mapping": lambda x1, x2, x3, i: {"model": "model", "batch": {"x1": x1, "nested": ([*x2], "a")}, "encode": named},
+    "tau": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2), "encode": with_tau},
+    "labels": lambda x1, x2, x3, i: {
+        "model": "model", "batch": (x1, x2), "encode": two, "labels": i % 7, "index2": i // 2,
+    },
+    "views": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2), "encode": stacked},
+    "extra": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2, x3), "extra_index": (i + 1) % N},
+    "towers": lambda x1, x2, x3, i: {"model": ("first", "second"), "batch": (x1, x2), "micro_batch_size": (5, 2)},
+    "negatives": lambda x1, x2, x3, i: {"model": ("first", "second", "second"), "batch": (x1, x2, x3.repeat(2, 1))},
+    "frozen": lambda x1, x2, x3, i: {"model": ("first", "second"), "batch": (x1, x2)},
+    "guided": guided,
+    **{name: lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2), "encode": two} for name in CHANGES},
+}  # fmt: skip
+
+
+def data(rank, shares, dtype):
+    """Inputs of one rank, whose samples follow those of the ranks before it."""
+    g = torch.Generator().manual_seed(1)
+    at = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
+    inputs = (torch.randn(sum(shares), k, generator=g, dtype=torch.float64).to(dtype)[at] for k in (5, 4, 4))
+    return *inputs, torch.randperm(N, generator=g)[: sum(shares)][at]
+
+
+def whole(est, model, batch, index, encode=None, backward=None, micro_batch_size=None, **call):
+    """One forward and one backward through everything."""
+    if isinstance(model, tuple):
+        outputs = [own(part) for own, part in zip(model, batch, strict=True)]
+    else:
+        outputs = model(*batch) if encode is None else encode(model, batch)
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    if outputs[-1].dim() == 0:
+        call["tau"] = outputs.pop()
+    if len(outputs) == 3:
+        call["extra"] = outputs.pop()
+    loss = est(outputs[0], outputs[1] if outputs[1:] else None, index, **call)
+    loss.backward()
+    return loss.detach()
+
+
+# frameworks: how each wraps a module, back-propagates and takes a step --------------------------------------------
+
+
+class Plain:
+    """No framework."""
+
+    dtype, backward, scale = torch.float64, None, 1.0
+
+    def __init__(self):
+        self.optimizers = []
+
+    def wrap(self, module):
+        """Return what the trainer calls."""
+        wrapped = self.distribute(module)
+        self.optimizers.append(torch.optim.SGD(module.parameters(), lr=LR))
+        return wrapped
+
+    def distribute(self, module):
+        return module
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def weights(self, module):
+        return [p.detach().clone() for p in module.parameters()]
+
+
+class ByHand(Plain):
+    """No wrapper: gradients are averaged before the step."""
+
+    def step(self):
+        for p in (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]):
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        super().step()
+
+
+class DDP(Plain):
+    def distribute(self, module):
+        return DistributedDataParallel(module)
+
+
+class StaticDDP(Plain):
+    def distribute(self, module):
+        return DistributedDataParallel(module, static_graph=True)
+
+
+class FSDP2(Plain):
+    def distribute(self, module):
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer)
+        return fully_shard(module)
+
+    def weights(self, module):
+        return [
+            p.full_tensor().detach().clone() if hasattr(p, "full_tensor") else p.clone() for p in module.parameters()
+        ]
+
+
+class Accelerate(Plain):
+    def __init__(self):
+        from accelerate import Accelerator
+
+        super().__init__()
+        self.accelerator = Accelerator(cpu=True)
+        self.backward = self.accelerator.backward
+
+    def distribute(self, module):
+        return self.accelerator.prepare(module)
+
+
+class Scaler(DDP):
+    """Mixed precision's scaled gradients."""
+
+    scale = 1024.0
+
+    def __init__(self):
+        super().__init__()
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=self.scale)
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def step(self):
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+
+
+class ZeRO0(Plain):
+    """DeepSpeed, an engine for every wrapped module."""
+
+    dtype = torch.float32
+
+    def __init__(self):
+        super().__init__()
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        self.config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimization": {"stage": int(type(self).__name__[-1])},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # not the default
+            "steps_per_print": 10**9,
+        }
+
+    def wrap(self, module):
+        import deepspeed
+
+        optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+        self.optimizers.append(deepspeed.initialize(model=module, optimizer=optimizer, config=self.config)[0])
+        return self.optimizers[-1]
+
+    def weights(self, module):
+        import deepspeed
+
+        parameters = list(module.parameters())
+        gathered = deepspeed.zero.GatheredParameters(parameters) if hasattr(parameters[0], "ds_id") else nullcontext()
+        with gathered:
+            return [p.detach().clone() for p in parameters]
+
+
+class ZeRO1(ZeRO0):
+    pass
+
+
+class ZeRO2(ZeRO0):
+    pass
+
+
+class ZeRO3(ZeRO0):
+    pass
+
+
+class AccelerateZeRO2(ZeRO0):
+    """The step happens inside of accelerator.backward."""
+
+    def wrap(self, module):
+        from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+            patch.setenv("ACCELERATE_USE_CPU", "false")
+            plugin = DeepSpeedPlugin(zero_stage=self.config["zero_optimization"]["stage"])
+            plugin.deepspeed_config.update(train_micro_batch_size_per_gpu=4, zero_allow_untested_optimizer=True)
+            handlers = [InitProcessGroupKwargs(backend="gloo")]
+            accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers)
+            engine, _ = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=LR))
+        self.backward = accelerator.backward
+        return engine
+
+
+class AccelerateZeRO3(AccelerateZeRO2):
+    pass
+
+
+FRAMEWORKS = {each.__name__: each for each in [
+    Plain, ByHand, DDP, StaticDDP, FSDP2, Accelerate, Scaler,
+    ZeRO0, ZeRO1, ZeRO2, ZeRO3, AccelerateZeRO2, AccelerateZeRO3,
+]}  # fmt: skip
+
+
+SHARES = {1: (16,), 2: (11, 5), 3: (9, 5, 2)}
+
+
+def outcome(framework, kind, feature, ranks, run=compopt.gradient_cache, calls=1):
+    """Loss, gradients of all parameters, committed rows, and how often gradients were reduced."""
+    made, rank = FRAMEWORKS[framework](), dist.get_rank() if ranks > 1 else 0
+    model = changed(Encoders(made.dtype), feature)
+    *inputs, index = data(rank, SHARES[ranks], made.dtype)
+    call = {"micro_batch_size": 3, **FEATURES[feature](*inputs, index)}
+    names = call.pop("model")
+    model.first.requires_grad_(feature != "frozen")
+    parts = {"model": model} if names == "model" else {"first": model.first, "second": model.second}
+    trained = {name: part for name, part in parts.items() if next(part.parameters()).requires_grad}
+    owns = {**parts, **{name: made.wrap(part) for name, part in trained.items()}}
+    before = [made.weights(part) for part in trained.values()]
+    options = {"views": {"mode": "unimodal"}, "guided": {"pairs": POLICY}}.get(feature, {})
+    est = ESTIMATORS[kind](dtype=torch.float64, **options)
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        given = owns["model"] if names == "model" else tuple(owns[name] for name in names)
+        loss = run(est, given, index=index, backward=made.backward, **call)
+    reduced = sum(e.count for e in profile.key_averages() if e.key == "gloo:all_reduce")
+    learned = [p.grad / made.scale for p in est.parameters()]
+    made.step()
+    after = [made.weights(part) for part in trained.values()]
+    gradients = [(w - v) / LR for own, new in zip(before, after, strict=True) for w, v in zip(own, new, strict=True)]
+    est.step()
+    return loss, [*gradients, *learned], est.read(torch.arange(N)) if est.n else {}, reduced
+
+
+def undivided(est, model, **call):
+    """One micro-batch."""
+    return compopt.gradient_cache(est, model, **{**call, "micro_batch_size": N})
+
+
+def on_ranks(group, *case):
+    with fresh_accelerate():
+        return outcome(*case)
+
+
+def assert_close(found, expected, tolerance):
+    """Losses, gradients and rows are equal."""
+    torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=tolerance, atol=tolerance)
+    for a, b in zip(found[1], expected[1], strict=True):
+        assert (a - b).norm() <= tolerance * b.norm() + 1e-14
+    for name, column in expected[2].items():
+        torch.testing.assert_close(found[2][name], column, rtol=1e-5, atol=1e-5)
+
+
+def assert_like_one_process(results, case, tolerance):
+    """Everything equals one process without a cache."""
+    expected = outcome("Plain", *case, 1, run=whole)
+    for found in results:
+        assert_close(found, expected, tolerance)
+
+
+class Scarce(nn.Module):
+    """A layer without memory for more than so many samples, in its forward or backward pass."""
+
+    def __init__(self, room, when):
+        super().__init__()
+        self.room, self.when = room, when
+
+    def forward(self, x):
+        if self.when == "forward":
+            self.ask(x)
+        elif x.requires_grad:
+            x.register_hook(self.ask)
+        return x
+
+    def ask(self, x):
+        if len(x) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+def run_windows(group, framework, scarce=None):
+    """Two calls for one update, of which the second reduces; perhaps one rank has less memory."""
+    made, est = FRAMEWORKS[framework](), compopt.SogCLREstimator(N, tau=0.3)
+    if framework.startswith("ZeRO"):
+        made.config["gradient_accumulation_steps"] = 2
+    module, size = Encoders(made.dtype), 3
+    if scarce is not None:
+        module.first.insert(1, Scarce(2 if dist.get_rank() == 1 else N, scarce))
+        size = compopt.FittingSize(8)
+    model, before = made.wrap(module), made.weights(module)
+    for last in (False, True):
+        *inputs, index = data(dist.get_rank(), SHARES[2], made.dtype)
+        call = {"encode": two, "micro_batch_size": size, "reduce": last or framework.startswith("ZeRO")}
+        compopt.gradient_cache(est, model, (inputs[0] + last, inputs[1]), index, **call)
+        if framework.startswith("ZeRO") or last:
+            made.step()
+    deposits = est.pending
+    return [(w - v) / LR for w, v in zip(before, made.weights(module), strict=True)], deposits, size
+
+
+def two_windows():
+    """The gradients of one process that encodes both batches at once."""
+    model, est = Encoders(torch.float64), compopt.SogCLREstimator(N, tau=0.3)
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    for last in (False, True):
+        whole(est, model, (inputs[0] + last, inputs[1]), index, encode=two)
+    return [p.grad for p in model.parameters()]
+
+
+def assert_like_two_windows(framework, gradients):
+    share = 2 if framework.startswith("ZeRO") else 1  # an engine divides by its accumulation steps
+    for a, b in zip(gradients, two_windows(), strict=True):
+        assert (a * share - b).norm() <= 2e-6 * b.norm() + 1e-14
+
+
+class Noisy(nn.Module):
+    """A tower with dropout, and perhaps layers that are checkpointed or normalise by their batch."""
+
+    def __init__(self, checkpointed=None, norm=None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(5, 8), norm or nn.Identity(), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, D))
+        self.layers.double()
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        if self.checkpointed is None:
+            return self.layers(x)
+        return checkpoint(self.layers, x.requires_grad_(), use_reentrant=self.checkpointed)
+
+
+def linear_towers():
+    first, second = nn.Linear(5, D), nn.Linear(4, D)
+    return first.double(), second.double()
