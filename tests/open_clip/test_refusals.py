@@ -126,7 +126,7 @@ def test_words_become_values():
 
 
 def test_every_preset_has_a_name():
-    known = set(presets.__all__) - {"settings"}
+    known = set(presets.__all__) - {"settings", "SigLIPEstimator"}  # open_clip trains SigLIP itself: --siglip
     assert {method.preset.__name__ for method in options.METHODS.values()} == known
     rows = {name for name, method in options.METHODS.items() if method.has_rows}
     assert rows == {"sogclr", "isogclr", "emc2", *(f"fastclip-v{k}" for k in range(4))}
