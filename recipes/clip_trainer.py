@@ -134,10 +134,30 @@ def build_model(args):
         model.set_grad_checkpointing()
     if args.use_bn_sync:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if args.float8:
+        to_float8(model, args.device)
     if args.compile:
         model.compile(backend=args.compile)  # in place: the names of its parameters stay
     model = model.to(memory_format=torch.contiguous_format)  # DeepSpeed broadcasts flat bytes
     return name, model, *transforms
+
+
+def to_float8(model, device):
+    """Multiply in float8 (E4M3, gradients E5M2) in the linear layers; their parameters and names stay as they are.
+
+    Dimensions must be multiples of 16. Attention's own projections are no calls of a layer, and stay.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        raise SystemExit("--float8 needs torchao: pip install torchao") from None
+
+    def fits(layer, name):
+        return type(layer) is torch.nn.Linear and not any(size % 16 for size in layer.weight.shape)
+
+    native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    config = Float8LinearConfig(emulate=not native, pad_inner_dim=True)  # the number of tokens is the batch's
+    convert_to_float8_training(model, config=config, module_filter_fn=fits)
 
 
 def lock_towers(model, args):
@@ -649,6 +669,7 @@ def parse(argv=None):
     add("--gradient-cache", action="store_true", help="samples of all --accumulate batches are negatives")
     add("--grad-clip", type=float, default=0.0)
     add("--precision", choices=("no", "bf16", "fp16"), default="no")
+    add("--float8", action="store_true", help="linear layers by torchao in float8; emulated where the device has none")
     add("--grad-checkpointing", action="store_true")
     add("--offload", choices=("cpu", "disk"), help="rows in host memory or in a file")
     add("--offload-dir", type=Path, help="folder for that file, on each node's own disk; default: in OUTPUT")

@@ -88,6 +88,24 @@ def test_optimizer_and_compiled_model(given, tmp_path):  # noqa: F811
     assert not torch.equal(eager, default)
 
 
+def test_float8(given, tmp_path):  # noqa: F811
+    """Emulated on a CPU: layers of both towers, the names of the parameters, features close to float32's."""
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    plain, _, _ = trained_parts(given)
+    torch.manual_seed(0)
+    built, _, _ = trained_parts(given, "--float8")
+    changed = {name for name, module in built.named_modules() if type(module).__name__ == "Float8Linear"}
+    assert any(name.startswith("visual.") for name in changed) and any("visual" not in name for name in changed)
+    assert not any(name.endswith("out_proj") for name in changed)  # its weight is read without a call
+    images = torch.randn(8, 3, 16, 16)
+    one, other = (m.eval().encode_image(images, normalize=True) for m in (plain, built))
+    assert not torch.equal(one, other)
+    torch.testing.assert_close(one, other, atol=0.05, rtol=0)
+    train(given, tmp_path / "out", "--epochs", "1", "--float8")
+    plain.load_state_dict(weights(tmp_path / "out", 1))
+
+
 def test_batch_normalisation_over_all_processes(tmp_path):
     resnet = {"vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 8}}
     model = write_model(tmp_path, "micro-resnet", **resnet)
