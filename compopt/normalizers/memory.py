@@ -182,7 +182,7 @@ class MemoryNormalizer(Normalizer):
             # with the mean: a sample that is in no pair has no share of any sum, and would enter the queue
             usable = all_finite(log_total + mean.sum())
             if call.batch.momentum:  # a momentum copy's, of which other features know nothing
-                usable &= all_finite(z)
+                usable &= all_finite(z) & all_finite(partners)
             if call.batch.bad is not None:
                 usable &= ~call.batch.bad
             self._pending_state = pushed(state, entries, usable)
