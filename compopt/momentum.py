@@ -99,8 +99,9 @@ class MomentumEncoder:
     def attach(self, est: Estimator) -> RemovableHandle:
         """Run :meth:`update` after each commit of an estimator, which :meth:`~compopt.Estimator.attach` follows.
 
-        A skipped optimizer step commits nothing, and moves the copy as little as the model. Attaching again replaces
-        the hook of before.
+        A skipped optimizer step commits nothing and does not move the copy (with fused AMP on an accelerator, where
+        nobody waits for the flag, it moves towards the weights that stayed). Attaching again replaces the hook of
+        before. Copies of the estimator have no hooks.
 
         Returns:
             A handle whose ``remove()`` ends it.
