@@ -9,6 +9,7 @@ from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.score_keeper import ScoreKeeper
 from compopt.gradient_cache import FittingSize, gradient_cache
 from compopt.module import as_module
+from compopt.momentum import MomentumEncoder
 from compopt.negatives import MCMCNegativeSampler
 from compopt.normalizers import (
     BatchNormalizer,
@@ -51,6 +52,7 @@ __all__ = [
     "MCMCNegativeSampler",
     "MemoryEstimator",
     "MemoryNormalizer",
+    "MomentumEncoder",
     "MovingAverageEstimator",
     "NeuCLIPEstimator",
     "NeuralNormalizer",

@@ -19,6 +19,7 @@ from compopt.checks.inputs import (
     check_extra,
     check_features,
     check_guide,
+    check_momentum,
     check_prior,
     check_range,
     check_tau,
@@ -87,6 +88,7 @@ class Given:
         facts: what must be alike on all ranks.
         choices: for the policy of pairs, if there is one.
         graph: gradients may be wanted at all.
+        momentum: features of a momentum copy, as the kernel takes them, ``(2, b, d)``, if there are any.
     """
 
     keys: dict[str, Tensor]
@@ -99,6 +101,7 @@ class Given:
     facts: dict[str, int]
     graph: bool
     choices: Choices | None
+    momentum: Tensor | None = None
 
     def wants(self, temperature: float | Tensor) -> bool:
         """Return whether a temperature gets a gradient."""
@@ -145,6 +148,7 @@ def check_call(
     extra_index: Tensor | None,
     anchors: int | None,
     pairs: PairPolicy | None,
+    momentum_features: Sequence[Tensor] | None,
     asked: Mapping[str, Any],
 ) -> Given:
     """Refuse what one rank can refuse by itself, and prepare the features; ``asked``: what policies may ask for."""
@@ -183,10 +187,12 @@ def check_call(
         if policy is not None:  # that of the construction too: hyper-parameters may have been edited
             check_policy(policy, est.normalizer, est.temperature, est.normalize, est.directions)
         choices = _check_choices(policy, est.normalize, asked, keys, one, views, extra)
+        momentum = _check_momentum(est, momentum_features, one, views, policy)
     facts: dict[str, int] = {}
     if several:
         brought = 0 if extra is None else 1 if positions is None else 2
         facts = {"named": int(index is not None), "encode": int(encode is not None), "extra": brought, **tau_facts(tau)}
+        facts["momentum"] = int(momentum is not None)
         facts |= {"views": views, "anchors": directions, **(choices.facts if choices is not None else {})}
     encoder = None if encode is None else Encoder(encode, one, est.normalize, est.mode == "unimodal")
     with full_precision(z1.device):  # autocast refuses to stack half precision of a kind that is not its own
@@ -194,7 +200,8 @@ def check_call(
         further = None if extra is None else Features.of(extra, normalize=est.normalize)
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
-    return Given(keys, own, directions, tau, further, positions, encoder, facts, torch.is_grad_enabled(), choices)
+    grad = torch.is_grad_enabled()
+    return Given(keys, own, directions, tau, further, positions, encoder, facts, grad, choices, momentum)
 
 
 def check_policy(
@@ -237,6 +244,24 @@ def _check_extra(
     if positions is not None and "index2" not in keys:
         check_range("extra_index", positions, est._engine.groups.n)
     return positions
+
+
+def _check_momentum(
+    est: Called, features: Sequence[Tensor] | None, like: Tensor, views: int, policy: PairPolicy | None
+) -> Tensor | None:
+    """Check the features of a momentum copy, and return them as the kernel takes them."""
+    est.normalizer.check_momentum(features is not None)
+    if features is None:
+        return None
+    if views > 2:
+        raise ValueError("momentum_features= serves two views, got a tensor of more; pass est(z1, z2, index, ...)")
+    if policy is not None and policy.also:
+        raise ValueError(
+            f"also={policy.also} compares features that are trained, and candidates of momentum_features= are not; "
+            f"leave one of them out"
+        )
+    with full_precision(like.device):
+        return torch.stack(_units(check_momentum(features, like), like, est.normalize))
 
 
 def _check_choices(

@@ -24,7 +24,7 @@ class Batch:
     Attributes:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(B,)`` int64, on the features' device.
         values: what the call brought, by name, ``(B, ...)`` each: the features ``z1``, ``z2`` and those of further
-            views as the kernel takes them, and ``tau`` if there is one per sample.
+            views as the kernel takes them, ``k1``, ``k2`` of a momentum copy, and ``tau`` if there is one per sample.
         sizes: samples of every rank.
         more: further candidates of every rank.
         own: slice of this rank's samples.
@@ -85,6 +85,11 @@ class Batch:
     def features(self) -> tuple[Tensor, ...]:
         """``z1, z2``, ... of all ranks, ``(B, d)`` each."""
         return tuple(z for name, z in self.values.items() if name.startswith("z"))
+
+    @property
+    def momentum(self) -> tuple[Tensor, ...]:
+        """``k1, k2`` of all ranks, ``(B, d)`` each; empty where the call brought none."""
+        return tuple(self.values[name] for name in ("k1", "k2") if name in self.values)
 
     def nan_if_bad(self, value: Tensor) -> Tensor:
         """Make a value NaN if the device found the batch to be bad."""

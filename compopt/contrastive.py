@@ -31,6 +31,7 @@ from compopt.kernel.blocks import Extra
 from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, Encoder, with_gradients, zero_or_nan
 from compopt.kernel.local import Pairs
+from compopt.kernel.momentum import MomentumPairs
 from compopt.kernel.pairs import PairOptions, PairStatistics
 from compopt.kernel.policies import swept
 from compopt.kernel.selection import Selection
@@ -226,6 +227,7 @@ class ContrastiveEstimator(Estimator):
         teacher: Tensor | Sequence[Tensor] | None = None,
         prior: Tensor | None = None,
         pairs: PairPolicy | None = None,
+        momentum_features: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """The estimated objective of a batch in nats (times ``tau``, with ``multiply_tau``), ready for ``backward()``.
 
@@ -266,6 +268,9 @@ class ContrastiveEstimator(Estimator):
             prior: with ``PairPolicy(prior="given")``: of every sample, ``(B,)`` in (0, 1); no graph. On a device a
                 value outside of it makes the loss NaN.
             pairs: a :class:`~compopt.PairPolicy` for this call, in the place of the one of the construction.
+            momentum_features: with a :class:`~compopt.MemoryNormalizer`: features ``(k1, k2)`` of the same samples from
+                a slowly moving copy of the encoders (:class:`~compopt.MomentumEncoder`), ``(B, d)`` each; no graph.
+                They are the candidates and the positives of the anchors, and what the memory keeps.
 
         *Views.* With ``V`` views the mean is over the ``V (V - 1)`` ordered pairs of anchor and positive view, or over
         ``anchors (V - 1)`` of them. All views of a sample are positives of each other and never negatives, so that
@@ -303,7 +308,21 @@ class ContrastiveEstimator(Estimator):
         """
         asked = {"guide": guide, "within": within, "teacher": teacher, "prior": prior}
         given = check_call(
-            self, z1, z2, index, index2, group, encode, tau, labels, extra, extra_index, anchors, pairs, asked
+            self,
+            z1,
+            z2,
+            index,
+            index2,
+            group,
+            encode,
+            tau,
+            labels,
+            extra,
+            extra_index,
+            anchors,
+            pairs,
+            momentum_features,
+            asked,
         )
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
@@ -345,6 +364,7 @@ class ContrastiveEstimator(Estimator):
         teacher: Tensor | Sequence[Tensor] | None = None,
         prior: Tensor | None = None,
         pairs: PairPolicy | None = None,
+        momentum_features: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """Loss and its gradients with respect to ``z1``, ``z2`` (or views) and ``extra``, for cached features.
 
@@ -353,8 +373,8 @@ class ContrastiveEstimator(Estimator):
         call. The gradients of :meth:`parameters` are added to their ``.grad``, as a backward pass would do.
 
         Args:
-            z1, z2, index, index2, group, labels, extra, extra_index, anchors, guide, within, teacher, prior, pairs: as
-                in a call.
+            z1, z2, index, index2, group, labels, extra, extra_index, anchors, guide, within, teacher, prior, pairs,
+                momentum_features: as in a call.
             encode: refused: its features would get no gradient.
             tau: as in a call, without a graph.
 
@@ -385,6 +405,7 @@ class ContrastiveEstimator(Estimator):
             leaves = [z for z in given if z is not None]
             call = partial(self, leaves[0], given[1], index, index2, group, tau=tau, labels=labels, anchors=anchors)
             call = partial(call, guide=guide, within=within, teacher=teacher, prior=prior, pairs=pairs)
+            call = partial(call, momentum_features=momentum_features)
             loss = call(extra=given[2], extra_index=extra_index)
             loss.backward(inputs=[*leaves, *(p for p in self.parameters() if p.requires_grad)])
         return loss.detach(), *(z.grad for z in leaves if z.grad is not None)
@@ -398,6 +419,8 @@ class ContrastiveEstimator(Estimator):
             values["tau"] = given.tau.detach().to(given.own.unit.device)
         if given.choices is not None:
             values |= given.choices.values
+        if given.momentum is not None:
+            values |= zip(("k1", "k2"), given.momentum, strict=True)
         more = 0 if given.extra is None else given.extra.unit.shape[1]
         return self._read(given.keys, values, given.facts, least=2, more=more)
 
@@ -442,10 +465,14 @@ class ContrastiveEstimator(Estimator):
                 return Pairs(own, tau, keys, options)
             return GatheredPairs(own, everyone, tau, keys, options, ranks, batch.sizes)
 
-        if policy is None:
-            return build(own, batch.features, tau, options)
         gather = lambda values: ranks.gather([values], batch.sizes)[0]  # noqa: E731
-        source = Source(own, batch.features, batch.own, tau, build, gather)
+        everyone = (*batch.features, *batch.momentum)
+        own = own if given.momentum is None else torch.cat([own, given.momentum])
+        source = Source(own, everyone, batch.own, tau, build, gather)
+        if given.momentum is not None:
+            return MomentumPairs(source, options)
+        if policy is None:
+            return source.pairs(options)
         targets = Targets.of(policy, batch.values, batch.keys) if policy.expects else None
         return swept(source, options, policy, targets, batch.values.get("prior1"))
 
@@ -507,14 +534,15 @@ class ContrastiveEstimator(Estimator):
         """Return the value, NaN if a feature is bad, of which the user is warned."""
         pairs, unit = objective.pairs, given.own.unit
         value = objective.value().to(unit.dtype)
-        if pairs.extra is not None or pairs.may_lack_negatives:
-            # a sample may be in no pair; a network's alpha sees no extra
+        if pairs.extra is not None or pairs.may_lack_negatives or given.momentum is not None:
+            # a sample may be in no pair, as z2 is with one direction and momentum; a network's alpha sees no extra
             more = () if pairs.extra is None else (pairs.extra.everyone,)
             guide = () if pairs.selection is None else pairs.selection.guides
-            value = value + zero_or_nan(*objective.batch.features, *more, *guide)
+            value = value + zero_or_nan(*objective.batch.features, *objective.batch.momentum, *more, *guide)
         encoded = None if given.encoder is None else given.encoder.encoded
         units = [features.unit for features in (given.extra, encoded) if features is not None]
         units += [] if given.choices is None else given.choices.guides
+        units += [] if given.momentum is None else [given.momentum]
         # a warning may be an error, and this call counts from here on
         self._engine.async_checks.watch_features(value, unit, *units)
         return value

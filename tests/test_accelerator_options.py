@@ -36,6 +36,24 @@ def test_further_candidates(name):
     both(lambda: BUILD[name](), call)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_momentum_copy(kind):
+    """Its features, and its update after each commit."""
+    towers = {"cpu": torch.nn.Linear(D, D)}
+    towers[DEVICE] = copy.deepcopy(towers["cpu"]).to(DEVICE)
+    encoders = {device: compopt.MomentumEncoder(tower, 0.5) for device, tower in towers.items()}
+
+    def call(est, z1, z2, index, device):
+        keys = [encoders[device](z) for z in (z1, z2)]
+        result = one_step(est, z1, z2, index, momentum_features=keys)
+        with torch.no_grad():
+            towers[device].weight.add_(z1.detach()[:D])
+        encoders[device].update()
+        return [*result, encoders[device].module.weight.clone()]
+
+    both(lambda: BUILD["memory"](**KINDS[kind]), call)
+
+
 @pytest.mark.parametrize("name", ["sogclr", "isogclr", "emc2"])
 def test_groups_and_a_second_index(name):
     labels = torch.arange(B) // 2

@@ -50,7 +50,7 @@ def written(page: Path) -> int:
 
 
 # pages that make process groups, start workers or change what the process has
-OF_THEIR_OWN = {*NEEDS, "docs/guides/fsdp2.md", "docs/guides/ranks.md"}
+OF_THEIR_OWN = {*NEEDS, "docs/guides/fsdp2.md", "docs/guides/momentum.md", "docs/guides/ranks.md"}
 WITH_CODE = [page for page in PAGES if written(page)]
 
 

@@ -165,6 +165,25 @@ def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Ten
     return extra, None if extra_index is None else check_vector("extra_index", extra_index, len(extra), "{} candidates")
 
 
+def check_momentum(features: Any, like: Tensor) -> list[Tensor]:
+    """Return a momentum copy's features of both modalities or views, ``(B, d)`` each, as the features ``like``."""
+    if not isinstance(features, tuple | list) or len(features) != 2:
+        raise ValueError(
+            f"momentum_features must be a pair, the copy's features of the samples of z1 and of z2, got "
+            f"{_count(features)}"
+        )
+    for number, z in enumerate(features):
+        name = f"momentum_features[{number}]"
+        if not isinstance(z, Tensor) or z.dtype not in _FLOATS:
+            raise TypeError(f"{name} must be a floating-point tensor, got {getattr(z, 'dtype', type(z).__name__)}")
+        _check_dense(name, z)
+        if z.shape != like.shape:
+            raise ValueError(f"{name} must have the shape of z1, {tuple(like.shape)}, got {tuple(z.shape)}")
+        if z.device != like.device:
+            raise ValueError(f"{name} must be on the device of z1, got {z.device} and {like.device}")
+    return list(features)
+
+
 def check_guide(guide: Any, views: int, batch: int, more: int | None) -> list[Tensor]:
     """Return the guide's features, ``(B, g)`` of each modality or view, and ``(M, g)`` of ``more`` candidates."""
     sizes = [batch] * views if more is None else [*[batch] * views, more]

@@ -234,6 +234,14 @@ class Normalizer(Component):
     def check_extra(self) -> None:
         """Refuse further candidates (``extra=``) with a ``ValueError``, where pairs have weights of their own."""
 
+    def check_momentum(self, given: bool) -> None:
+        """Refuse features of a momentum copy (``momentum_features=``), or their absence, with a ``ValueError``."""
+        if given:
+            raise ValueError(
+                f"momentum_features= serves a memory of past features, and {type(self).__name__} has none; leave it "
+                f"out, or take compopt.MemoryEstimator"
+            )
+
     def check_pairs(self, policy: PairPolicy) -> None:
         """Refuse a policy of pairs with a ``ValueError``, where it has no meaning."""
         if policy.expects:

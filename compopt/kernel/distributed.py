@@ -297,6 +297,9 @@ class GatheredPairs(PairStatistics):
         own = [{name: value[self._own, number] for name, value in values.items()} for number in range(self.directions)]
         gradients = []
         for direction, block in enumerate(self._row_blocks):
+            if self.held and direction >= self.directions:
+                gradients.append(torch.zeros_like(block.x))
+                continue
             anchors = own[direction] if direction < self.directions else {}
             gradients.append(block.gradient(anchors, self._column_values(values, direction, len(block.y))))
             block.release()

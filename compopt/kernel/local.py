@@ -294,7 +294,8 @@ class Pairs(PairStatistics):
             factor: of each anchor, ``(B, a)``.
         """
         beta = float(self.recompute)  # 0: overwrite what the memory held
-        added = self.recompute or (self.unimodal and self.directions < self.views)  # views that are no anchors
+        # views that are no anchors
+        added = self.recompute or self.held or (self.unimodal and self.directions < self.views)
         gradient = torch.zeros_like(self.z) if added else torch.empty_like(self.z)
         of_rows, of_columns = gradient[0], gradient[1]
         if self.unimodal:
@@ -314,12 +315,11 @@ class Pairs(PairStatistics):
 
     def _add_columns(self, a: Tensor, x: Tensor, beta: float, of_columns: Tensor, outside: Tensor | None) -> None:
         """Add ``A^T X`` of some matrix rows to the gradients of the candidates, the further ones apart."""
-        if outside is None:
-            of_columns.addmm_(a.T, x, beta=beta)
-            return
         count = len(of_columns)
-        of_columns.addmm_(a[:, :count].T, x, beta=beta)
-        outside.addmm_(a[:, count:].T, x)
+        if not self.held:
+            of_columns.addmm_(a[:, :count].T, x, beta=beta)
+        if outside is not None:
+            outside.addmm_(a[:, count:].T, x)
 
     def release(self) -> None:
         self._blocks.clear()

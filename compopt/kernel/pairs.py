@@ -99,6 +99,7 @@ class PairOptions(NamedTuple):
         selection: a policy that leaves pairs out or gives them weights; ``None``: keys alone decide.
         positive: ``s_ii`` of all ranks, ``(B, A)``, where it is no similarity of these features; ``None``: it is.
         whole: all features but the anchor itself are candidates, those of the same sample too.
+        held: candidates of the batch that are no anchors take no gradient; theirs is zero.
     """
 
     distinct: bool
@@ -111,6 +112,7 @@ class PairOptions(NamedTuple):
     selection: Selection | None = None
     positive: Tensor | None = None
     whole: bool = False
+    held: bool = False
 
 
 class PairStatistics(ABC):
@@ -149,9 +151,8 @@ class PairStatistics(ABC):
     sides: list[Sums]
 
     def __init__(self, keys: Sequence[Tensor], options: PairOptions, views: int) -> None:
-        distinct, self.directions, self.extra, self.unimodal, _, _, self.moments, self.selection, _, self.whole = (
-            options
-        )
+        distinct, self.directions, self.extra, self.unimodal, *_, self.whole, self.held = options
+        self.moments, self.selection = options.moments, options.selection
         self.keys, self.views = keys, views
         # view 2 has none of the further candidates
         told = self.extra is None or not (self.extra.excludes or self.unimodal)

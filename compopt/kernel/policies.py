@@ -21,7 +21,7 @@ def swept(
     """Sweep what a policy asks for; ``targets`` where its positives are expectations, ``prior`` where it is given."""
     if targets is not None:
         return TargetPairs(source, options, targets)
-    pairs = JoinedPairs(source, options) if policy.also else source.pairs(options)
+    pairs = JoinedPairs.of_policy(source, options) if policy.also else source.pairs(options)
     if policy.importance != "plain":
         pairs = _normalized(pairs, source, options, policy)
     scale = scale_of(source.tau, pairs.positive, *pairs.positive.shape)

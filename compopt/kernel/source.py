@@ -34,7 +34,7 @@ class Source:
     gather: Callable[[Tensor], Tensor]
 
     def pairs(
-        self, options: PairOptions, views: Sequence[int] | None = None, tau: float | None = None
+        self, options: PairOptions, views: Sequence[int] | None = None, tau: float | Tensor | None = None
     ) -> PairStatistics:
         """Sweep the pairs of all views, or of two of them, at these temperatures or at another one."""
         own, everyone = self.own, self.everyone

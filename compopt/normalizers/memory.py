@@ -47,11 +47,24 @@ class MemoryNormalizer(Normalizer):
         length: ``m``, samples whose features are kept (unimodal: of the first two views, which are one queue of
             ``2 m``).
 
-    Neither is a hyper-parameter of sample groups. The oldest feature is ``m / B`` steps old: 8 to 16 were good in
+        momentum: every call must bring ``momentum_features=``. Without it a call may.
+
+    None is a hyper-parameter of sample groups. The oldest feature is ``m / B`` steps old: 8 to 16 were good in
     trials, 32 was harmful. Above, ``m`` stands for the slots that count for an anchor: filled, and not of its own
     sample (the queue keeps ``index``, ``index2`` and ``labels``, as far as the calls give them); in unimodal mode there
     are two per sample. An anchor that has no negative in its batch contributes nothing.
     A :class:`~compopt.PairPolicy` selects and weights the queue as it does the batch; ``within`` keeps a key per slot.
+
+    *Momentum.* With ``momentum_features=(k1, k2)`` of a slowly moving copy of the encoders
+    (:class:`~compopt.MomentumEncoder`) the candidates of the batch, the positives and what the queue keeps are ``k``:
+
+    .. math::
+        h_{ij} = \langle z_i, k_j \rangle - \langle z_i, k_i \rangle, \qquad
+        k_q = k_q^{then} - \bar k^{then} + \bar k^{now}
+
+    Only anchors take a gradient, ``sum_j w_ij (k_j - k_i) + sum_q w_iq (k_q - k_i)``, so that ``z2`` has none with
+    ``directions="forward"``: use that with one encoder for both sides. ``extra=`` are compared as they are given. All
+    calls of a run should have momentum features, or none.
 
     State: features ``(2, m, dim)`` in the rows' dtype (``directions="forward"``: of the second modality only), three
     integers and a flag for each slot; nothing per sample. Every rank has all of it. A call works on a copy, committed
@@ -64,17 +77,19 @@ class MemoryNormalizer(Normalizer):
     ``eval()`` leave the index of validation data out, whose numbers would mask the slots of training samples.
 
     Metrics: ``queue_share``, the mean of ``1 - sum_j w_ij``, the queue's share of an anchor's weights;
-    ``effective_negatives`` counts the queue's. Communicates nothing of its own.
+    ``effective_negatives`` counts the queue's. Communicates nothing of its own; with momentum features the pairs of the
+    batch take a gather of statistics for each direction (unimodal: two for each view) instead of one.
 
     Raises:
         ValueError: dim or length < 1; a policy of pairs with ``guided``, ``importance``, ``prior`` or
-            ``mises_fisher``; at the call features of another dimension, or a policy with another ``within``.
-        TypeError: dim or length is no integer.
+            ``mises_fisher``; at the call features of another dimension, a policy with another ``within``, no
+            ``momentum_features`` with ``momentum=True``, more than two views or a policy with ``also`` with them.
+        TypeError: dim or length is no integer, momentum neither True nor False.
 
     References:
-        Queues of features: MoCo (He et al., CVPR 2020), cross-batch memory (Wang et al., CVPR 2020). Moving them to
-        the moments of now: Ajanthan et al., Adaptive Cross Batch Normalization for Metric Learning, 2023. Without the
-        positive: DCL (Yeh et al., ECCV 2022). The balance of the forces is ours.
+        Queues of features, momentum: MoCo (He et al., CVPR 2020). Queues: cross-batch memory (Wang et al., CVPR 2020).
+        Moving them to the moments of now: Ajanthan et al., Adaptive Cross Batch Normalization for Metric Learning,
+        2023. Without the positive: DCL (Yeh et al., ECCV 2022). The balance of the forces is ours.
 
     Example:
         >>> import torch, compopt
@@ -84,8 +99,10 @@ class MemoryNormalizer(Normalizer):
         >>> est.step()
     """
 
-    def __init__(self, dim: int, length: int = 128) -> None:
+    def __init__(self, dim: int, length: int = 128, momentum: bool = False) -> None:
         self.dim, self.length = checks.count("dim", dim), checks.count("length", length)
+        checks.flag("momentum", momentum)
+        self.momentum = momentum
         self._within: bool | None = None  # slots keep the keys of ``within=``
         super().__init__(None, {})
 
@@ -115,8 +132,16 @@ class MemoryNormalizer(Normalizer):
                     f"normalizer without a memory, such as BatchNormalizer"
                 )
 
+    def check_momentum(self, given: bool) -> None:
+        if self.momentum and not given:
+            raise ValueError(
+                "momentum_features is missing, which momentum=True asks for; pass the features of a "
+                "compopt.MomentumEncoder in every call, or build the estimator without momentum=True"
+            )
+
     def structure(self) -> dict[str, Any]:
-        return {"dim": self.dim, "length": self.length}
+        # checkpoints of before have no momentum
+        return {"dim": self.dim, "length": self.length, **({"momentum": True} if self.momentum else {})}
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
@@ -137,7 +162,8 @@ class MemoryNormalizer(Normalizer):
         pairs, directions, policy = call.pairs, call.pairs.directions, call.policy or NO_POLICY
         positive = pairs.positive[:, :directions]  # the first of each anchor
         z, state = self._stack(call.batch.features), self._state_on(call.batch.rows.device, call.training)
-        new, keys, scale = self._candidates(z), known_keys(call.batch.keys), per_anchor_scale(call.tau, positive)
+        partners = self._stack(call.batch.momentum) if call.batch.momentum else z
+        new, keys, scale = self._candidates(partners), known_keys(call.batch.keys), per_anchor_scale(call.tau, positive)
         if self._within:
             keys = torch.cat([keys, call.batch.values["within1"][None]])
         mean = self._mean(new)
@@ -155,6 +181,8 @@ class MemoryNormalizer(Normalizer):
             entries = {"queue": new - mean, "keys": keys, "kept": torch.ones_like(keys[0], dtype=torch.bool)}
             # with the mean: a sample that is in no pair has no share of any sum, and would enter the queue
             usable = all_finite(log_total + mean.sum())
+            if call.batch.momentum:  # a momentum copy's, of which other features know nothing
+                usable &= all_finite(z) & all_finite(partners)
             if call.batch.bad is not None:
                 usable &= ~call.batch.bad
             self._pending_state = pushed(state, entries, usable)
@@ -168,7 +196,7 @@ class MemoryNormalizer(Normalizer):
             log_total - (pairs.count + pairs.per_pair(count)).clamp(min=1).log(),
             weight_alpha=log_total - pairs.log_count,
             outside_wh=outside_wh,
-            through_alpha=partial(self._feature_gradients, pairs, z, queue, weights, total, scale),
+            through_alpha=partial(self._feature_gradients, pairs, partners, queue, weights, total, scale),
             metrics={"queue_share": partial(torch.mean, total), "effective_negatives": effective},
         )
 
@@ -182,7 +210,10 @@ class MemoryNormalizer(Normalizer):
         scale: Tensor,
         slope: Tensor,
     ) -> Tensor:
-        """Return ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of every anchor, the mean over its partners."""
+        """Return ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of every anchor, the mean over its partners.
+
+        ``z`` has the partners, ``(V, B, d)``.
+        """
         partners = reduce(torch.add, (z.roll(-r, 0) for r in range(1, len(z))))
         push = torch.bmm(weights, queue)
         push.addcmul_(total, self._anchors(partners, pairs.directions), value=-1 / (len(z) - 1))

@@ -10,6 +10,7 @@ from tests.reference.dense import (
 from tests.reference.losses import LossReference
 from tests.reference.mcmc import DatasetMCMCReference, MCMCReference
 from tests.reference.memory import MemoryReference
+from tests.reference.momentum import MomentumReference
 from tests.reference.neural import NeuralReference, ResidualReference, equation_12
 from tests.reference.normalizers import BatchReference, MovingAverageReference
 from tests.reference.policy import PolicyReference
@@ -35,6 +36,7 @@ __all__ = [
     "LossReference",
     "MCMCReference",
     "MemoryReference",
+    "MomentumReference",
     "MovingAverageReference",
     "NeuralReference",
     "PolicyReference",

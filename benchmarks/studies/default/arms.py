@@ -56,7 +56,8 @@ CHOSEN = {
 } | {f"{loss}, {MINED} batches": (loss, MINED) for loss in ("InfoNCE", "DCL")}
 ROWS = (*FIRST, *CHOSEN)
 # the default with one thing changed, and nothing chosen either
-VARIANTS, VARIED = ("features as they were", "forces out of balance", "32 features", "512 features"), 16
+MOMENTUM, VARIED = "momentum features", 16
+VARIANTS = ("features as they were", "forces out of balance", "32 features", "512 features", MOMENTUM)
 SHORT = "32 features"  # of them the one that is tried on small data sets too
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compopt
-from benchmarks.studies.default.arms import DEFAULT, LARGEST_TAU, Cell
+from benchmarks.studies.default.arms import DEFAULT, LARGEST_TAU, MOMENTUM, Cell
 from benchmarks.studies.default.tasks import DIM, Task
 from benchmarks.studies.default.training import Loss
 
@@ -154,6 +154,31 @@ class MovedQueue(MomentumQueue):
         return [(means[0] + means[1]) / 2] * 2 if self.unimodal else means
 
 
+class Followed(nn.Module):
+    """An estimator of the library with the features of a momentum copy of the model."""
+
+    def __init__(self, est: compopt.ContrastiveEstimator) -> None:
+        super().__init__()
+        self.est = est
+
+    def watch(self, model: nn.Module) -> None:
+        """See what the model is given from here on, and let a copy follow it."""
+        self.encoder = compopt.MomentumEncoder(model)
+        self.encoder.attach(self.est)
+        model.register_forward_hook(self._encode)
+
+    def _encode(self, model: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
+        if model.training:
+            self.encoded = self.encoder(*inputs)
+
+    def forward(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+        return self.est(z1, z2, index, momentum_features=self.encoded)
+
+    def step(self) -> None:
+        """Commit, and let the copy follow."""
+        self.est.step()
+
+
 def _momentum_queue(positive: bool, kind: type[MomentumQueue] = MomentumQueue) -> Build:
     return lambda task, o: kind(o["tau"], int(o["length"]), o["momentum"], positive, task.mode == "unimodal")
 
@@ -226,6 +251,8 @@ def loss_of(cell: Cell, settings: Settings, task: Task) -> Loss:
     """
     if cell.loss == DEFAULT:
         return compopt.recommended(DIM, task.n, cell.batch, task.mode)
+    if cell.loss == MOMENTUM:
+        return Followed(compopt.recommended(DIM, task.n, cell.batch, task.mode, momentum=True))
     if cell.loss in LOSSES:
         return LOSSES[cell.loss](task, settings)
     length, _, what = cell.loss.partition(" ")

@@ -71,7 +71,10 @@ def page(results: Results) -> str:
     for task in SETS:
         parts += [f"## {task.capitalize()}", f"Measured: {MEASURES[task]}.", _of_task(finals, task)]
     parts += ["## Against the default", AGAINST, _differences(finals), *_at_equal_time(finals)]
-    more = f"At batch {VARIED}, nothing chosen: in brackets what the default has more."
+    more = (
+        f"At batch {VARIED}, nothing chosen: in brackets what the default has more. `{arms.MOMENTUM}`: those of a "
+        f"copy with the decay 0.99, `compopt.recommended(..., momentum=True)`."
+    )
     parts += ["## The default with one thing changed", more, variants()]
     parts += ["## Small data sets", f"{MEASURES['small']} In brackets what the default has more.", small_sets()]
     chosen = "Validation recall, in per cent; the chosen ones are bold."

@@ -1,0 +1,273 @@
+"""MomentumEncoder: the copy of a model that follows it, in plain torch, DDP and FSDP2."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import compopt
+from compopt.integrations import amp
+from tests.cached import with_adapters
+from tests.helpers import through_a_file
+from tests.pool import the_pool
+from tests.training import DIM, Encoders, micro_batches, needs_fsdp2
+
+DECAY, STEPS = 0.9, 6
+
+
+def memory(**options):
+    return compopt.MemoryEstimator(DIM, 24, 0.3, dtype=torch.float64, momentum=True, **options)
+
+
+def parameters(module):
+    """Values of all parameters; those that are sharded whole."""
+    found = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in module.named_parameters()}
+    return {name: p.detach().clone() for name, p in found.items()}
+
+
+class Run:
+    """A training with a momentum encoder, whose copy is compared with an average that is computed beside it."""
+
+    def __init__(self, wrap=lambda model, encoder: model, rank=0, ranks=1):
+        self.model, self.data = Encoders(), micro_batches(2 * STEPS, rank, ranks)
+        self.encoder = compopt.MomentumEncoder(self.model, DECAY)
+        self.wrapped, self.est = wrap(self.model, self.encoder), memory()
+        self.optimizer = torch.optim.AdamW(self.model.groups(), lr=1e-2)
+        self.est.attach(self.optimizer), self.encoder.attach(self.est)
+        self.average = parameters(self.model)
+
+    def train(self, first=0, last=STEPS):
+        trace = []
+        for x1, x2, index in self.data[first:last]:
+            keys = self.encoder(x1, x2)
+            loss = self.est(*self.wrapped(x1, x2), index, momentum_features=keys)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            for name, p in parameters(self.model).items():
+                self.average[name] = DECAY * self.average[name] + (1 - DECAY) * p
+            trace.append(loss.item())
+        return trace
+
+    def assert_follows(self):
+        for name, p in parameters(self.encoder.module).items():
+            torch.testing.assert_close(p, self.average[name], rtol=1e-12, atol=1e-14)
+
+    def state(self):
+        parts = self.model, self.encoder, self.est, self.optimizer
+        return copy.deepcopy([part.state_dict() for part in parts])
+
+    def load(self, states):
+        for part, state in zip((self.model, self.encoder, self.est, self.optimizer), states, strict=True):
+            part.load_state_dict(state)
+
+
+def test_it_is_updated_once_per_update_and_has_no_graph():
+    run = Run()
+    keys = run.encoder(*run.data[0][:2])
+    assert all(
+        torch.equal(a, b) and not a.requires_grad for a, b in zip(keys, run.model(*run.data[0][:2]), strict=True)
+    )
+    run.train()
+    run.assert_follows()
+    assert not any(p.requires_grad for p in run.encoder.module.parameters())
+    with torch.no_grad():
+        run.est.step()  # nothing is pending
+    run.assert_follows()
+
+
+def test_a_resumed_run_goes_on_bit_for_bit():
+    run, again = Run(), Run()
+    run.train()
+    again.train(0, 2)
+    again.load([through_a_file(state) for state in run.state()])
+    assert run.train(STEPS, 2 * STEPS) == again.train(STEPS, 2 * STEPS)
+
+
+def test_attaching_again_updates_once():
+    run = Run()
+    run.encoder.attach(run.est)
+    run.train()
+    run.assert_follows()
+    handle = run.encoder.attach(run.est)
+    handle.remove()
+    before = parameters(run.encoder.module)
+    run.train(0, 1)
+    assert all(torch.equal(p, before[name]) for name, p in parameters(run.encoder.module).items())
+
+
+def test_a_skipped_step_moves_nothing():
+    run, scaler = Run(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    handle = amp.attach(run.est, run.optimizer, scaler)
+    for step, (x1, x2, index) in enumerate(run.data[:3]):
+        before = parameters(run.encoder.module)
+        keys = run.encoder(x1, x2)
+        scaler.scale(run.est(*run.model(x1, x2), index, momentum_features=keys)).backward()
+        if step == 1:
+            run.model.first.weight.grad[0, 0] = torch.inf
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+        same = [torch.equal(p, before[name]) for name, p in parameters(run.encoder.module).items()]
+        assert all(same) if step == 1 else not any(same)
+    handle.remove()
+
+
+def test_frozen_parameters_are_shared_and_adapters_averaged():
+    model = with_adapters(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
+    encoder = compopt.MomentumEncoder(model, DECAY)
+    own, copied = dict(model.named_parameters()), dict(encoder.module.named_parameters())
+    assert [name for name in own if own[name] is copied[name]] == [n for n in own if not own[n].requires_grad]
+    assert set(encoder.state_dict()["parameters"]) == {name for name, p in own.items() if p.requires_grad}
+    before = parameters(encoder.module)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    encoder.update()
+    for name, p in copied.items():
+        torch.testing.assert_close(p, before[name] + (0.1 if own[name].requires_grad else 1))
+    assert all(p.requires_grad == own[name].requires_grad for name, p in model.named_parameters())
+
+
+def test_buffers_are_copied_and_batch_norm_uses_the_batch():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    encoder = compopt.MomentumEncoder(model)
+    x = torch.randn(16, 4) * 3
+    assert torch.equal(encoder(x), model(x)), "in training mode"
+    model(x)
+    encoder.update()
+    assert int(encoder.module[1].num_batches_tracked) == 2
+    assert torch.equal(encoder.module[1].running_var, model[1].running_var)
+    encoder.module.eval()
+    assert torch.equal(encoder(x), copy.deepcopy(model).eval()(x))
+
+
+def test_tied_parameters_stay_tied():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    encoder = compopt.MomentumEncoder(model, DECAY)
+    start = model[0].weight.detach().clone()
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    encoder.update()
+    assert encoder.module[0].weight is encoder.module[1].weight
+    torch.testing.assert_close(encoder.module[0].weight.detach(), start + 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_averages_of_half_precision_do_not_stand_still(dtype):
+    """A step of 0.001 from 1 is below half a unit of the last place; the average has it, and so does a resumed one."""
+    model = nn.Linear(4, 4).to(dtype)
+    nn.init.ones_(model.weight)
+    encoder = compopt.MomentumEncoder(model, 0.999)
+    nn.init.constant_(model.weight, 2.0)
+    for step in range(200):
+        if step == 100:
+            state = through_a_file(encoder.state_dict())
+            encoder = compopt.MomentumEncoder(model, 0.999)
+            encoder.load_state_dict(state)
+        encoder.update()
+    average = encoder.state_dict()["parameters"]["weight"]
+    torch.testing.assert_close(average, torch.full((4, 4), 2 - 0.999**200), rtol=1e-5, atol=0)
+    assert torch.equal(encoder.module.weight, average.to(dtype))
+
+
+def test_one_that_is_never_updated_is_noticed():
+    encoder = compopt.MomentumEncoder(nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    for _ in range(255):
+        encoder(x)
+    with pytest.warns(UserWarning, match="256 times and never updated.*encoder.attach"):
+        encoder(x)
+
+
+def test_what_is_refused():
+    model = nn.Linear(4, 4)
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got function"):
+        compopt.MomentumEncoder(lambda x: x)
+    with pytest.raises(ValueError, match=r"decay must be in \[0, 1\), got 1"):
+        compopt.MomentumEncoder(model, 1)
+    with pytest.raises(ValueError, match="parameter weight is not initialised yet"):
+        compopt.MomentumEncoder(nn.LazyLinear(4))
+    encoder = compopt.MomentumEncoder(model)
+    with pytest.raises(TypeError, match=r"est must be an estimator.*got SGD; without one call encoder.update\(\)"):
+        encoder.attach(torch.optim.SGD(model.parameters(), 1.0))
+    est = memory()
+    with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator"):
+        encoder.attach(est.normalizer)
+    model.double()
+    with pytest.raises(ValueError, match="weight is Parameter.*float32.*move, cast or fully_shard it alike"):
+        encoder.update()
+    model.float().extra = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="the model has 4 parameters and its copy 2"):
+        encoder.update()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda state: state.pop("buffers"), "the state of a MomentumEncoder has"),
+        (
+            lambda state: state["parameters"].pop("bias"),
+            r"parameters of the state and of the copy differ in \['bias'\]",
+        ),
+        (lambda state: state["parameters"].update(bias=torch.ones(5)), r"bias has shape \(4,\), the state has \(5,\)"),
+    ],
+)
+def test_a_state_of_another_model_is_refused(change, message):
+    encoder = compopt.MomentumEncoder(nn.Linear(4, 4))
+    state = encoder.state_dict()
+    before = parameters(encoder.module)
+    state["parameters"]["weight"] = torch.zeros(4, 4)
+    change(state)
+    with pytest.raises(ValueError, match=message):
+        encoder.load_state_dict(state)
+    assert all(torch.equal(p, before[name]) for name, p in parameters(encoder.module).items())
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def sharded(model, encoder):
+    """FSDP2 of the model and of the copy, alike."""
+    from torch.distributed.fsdp import fully_shard
+
+    for each in (model, encoder.module):
+        for layer in (each.first, each.second, each):
+            fully_shard(layer)
+    return model
+
+
+WRAPPERS = {"ddp": lambda model, encoder: DistributedDataParallel(model), "fsdp2": sharded}
+
+
+def on_ranks(group, wrapper):
+    run = Run(WRAPPERS[wrapper], dist.get_rank(), dist.get_world_size())
+    losses = run.train()
+    run.assert_follows()
+    again, states = Run(WRAPPERS[wrapper], dist.get_rank(), dist.get_world_size()), run.state()
+    again.train(0, 2)
+    again.load(states)
+    resumed = again.train(STEPS, 2 * STEPS) == run.train(STEPS, 2 * STEPS)
+    try:
+        compopt.MomentumEncoder(run.wrapped)
+    except ValueError as error:
+        return losses, parameters(run.encoder.module), resumed, str(error)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp2", marks=needs_fsdp2)])
+def test_two_ranks_equal_one(wrapper):
+    """Losses, the copy's weights, and a resume to the bit; a model that is wrapped already takes no copy."""
+    alone = Run()
+    expected = alone.train()
+    alone.train(STEPS, 2 * STEPS)
+    for losses, weights, resumed, message in the_pool(2, timeout=120).run(on_ranks, 2, wrapper):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-10, atol=1e-12)
+        for name, p in parameters(alone.encoder.module).items():
+            torch.testing.assert_close(weights[name], p, rtol=1e-8, atol=1e-10)
+        assert resumed
+        assert "takes no copies; make the copy" in message
