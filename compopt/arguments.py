@@ -68,8 +68,6 @@ class Choices:
     @property
     def facts(self) -> dict[str, int]:
         """Facts that must be alike on all ranks: a fingerprint, since a first message has little room."""
-        if self.policy == NO_POLICY:
-            return {}
         widths = [value.shape[1:] for value in self.values.values()]
         return {"policy": zlib.crc32(repr((self.policy, widths)).encode())}
 
@@ -186,6 +184,7 @@ def check_call(
         policy = est.pairs if pairs is None else pairs
         if policy is not None:  # that of the construction too: hyper-parameters may have been edited
             check_policy(policy, est.normalizer, est.temperature, est.normalize, est.directions)
+            policy = None if policy == NO_POLICY else policy
         choices = _check_choices(policy, est.normalize, asked, keys, one, views, extra)
         momentum = _check_momentum(est, momentum_features, one, views, policy)
     facts: dict[str, int] = {}
@@ -211,7 +210,7 @@ def check_policy(
     if not isinstance(policy, PairPolicy):
         raise TypeError(f"pairs must be a compopt.PairPolicy, got {type(policy).__name__}")
     normalizer.check_pairs(policy)
-    if policy.inside and temperature.learns:
+    if policy.inside and (temperature.learns or temperature.wants_gradient):
         raise ValueError("inside=True takes temperatures that do not learn; leave it out, or fix tau")
     if policy.prior is not None and not normalize:
         raise ValueError(f"prior={policy.prior} bounds similarities by -1; build it with normalize=True")

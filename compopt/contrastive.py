@@ -38,7 +38,7 @@ from compopt.kernel.selection import Selection
 from compopt.kernel.source import Source
 from compopt.kernel.targets import Targets
 from compopt.objective import Objective, Summary
-from compopt.pairs import PairPolicy
+from compopt.pairs import NO_POLICY, PairPolicy
 from compopt.stores import Offload
 from compopt.stores.table import Placement
 
@@ -161,7 +161,7 @@ class ContrastiveEstimator(Estimator):
             part.check_free()
         if pairs is not None:
             check_policy(pairs, normalizer, temperature, normalize, directions)
-        self.pairs = pairs
+        self.pairs = pairs = None if pairs == NO_POLICY else pairs
         for part in parts.values():
             part.keep_edits()
         placement = Placement(process_group, offload, offload_dir, shard)
@@ -169,7 +169,7 @@ class ContrastiveEstimator(Estimator):
         count = len(DIRECTIONS[directions])
         # checkpoints of before have neither
         more: dict[str, str] = {} if directions == "both" else {"directions": directions}
-        more |= {} if pairs in (None, PairPolicy()) else {"pairs": repr(pairs)}
+        more |= {} if pairs is None else {"pairs": repr(pairs)}
         engine = Engine(
             parts,
             mode=mode,

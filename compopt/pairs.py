@@ -85,7 +85,7 @@ class PairPolicy:
         ValueError: at an estimator whose negatives are drawn (EMC2); ``guided``, ``importance``, ``prior`` or
             ``mises_fisher`` with a memory; ``positives`` or ``targets`` with a network, a memory or
             ``include_positive=True``; ``also`` without ``directions="forward"``; ``prior`` without ``normalize``;
-            ``inside`` with a temperature that learns.
+            ``inside`` with a temperature that learns or is learned.
             At a call: an argument that an option asks for is missing (``guide``, ``within``, ``teacher``, ``prior``,
             ``labels``), or given without it; a memory and another ``within`` than at construction.
 
@@ -138,10 +138,10 @@ class PairPolicy:
     def _normalize(self) -> None:
         """Give equal policies equal values: they are compared by their ``repr`` in checkpoints and between ranks."""
         first, second = self.strengths
-        equal = self.hardness is not None and not self.owned and first == second
+        hardness = float(first) if first == second and not self.owned else _plain(self.hardness)
         values = {
             "false_negatives": _plain(self.false_negatives),
-            "hardness": float(first) if equal else _plain(self.hardness),
+            "hardness": hardness if first or second else None,
             "prior": _plain(self.prior),
             "mises_fisher": _plain(self.mises_fisher),
             "targets": _plain(self.targets),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from itertools import combinations
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from compopt import accelerator
 from compopt.checks.inputs import check_vector
 from compopt.contrastive import ContrastiveEstimator
+from compopt.distributed.collectives import doing
+from compopt.distributed.ranks import Ranks
 
 Pair = tuple[str, str]
 
@@ -37,15 +40,15 @@ def pairwise(
     State: that of the estimators. ``attach``, :func:`~compopt.save` and :func:`~compopt.load` each of them.
 
     Communicates, with K ranks: what each estimator does, in the order of ``est``; all have one process group. All ranks
-    must have the same modalities in the same order; a rank may have no samples of one, ``(0, d)``. With one ``index``
-    for each modality, a small message more.
+    must have the same modalities in the same order; a rank may have no samples of one, ``(0, d)``. A small message
+    before, and with one ``index`` for each modality another one.
 
     Returns:
         0-d loss; 0 where no pair has two samples.
 
     Raises:
         ValueError: no pair of modalities is here; a modality that is in no pair; an estimator with rows or a state that
-            is not for one pair; a position twice; ranks with different modalities, if each modality has an ``index``.
+            is not for one pair; a position twice; ranks with different modalities, or with another order of them.
         KeyError: a modality without ``index``, where others have one.
         TypeError, ValueError, IndexError: what a call raises.
 
@@ -63,25 +66,35 @@ def pairwise(
         >>> loss.backward()
     """
     pairs = _pairs(est, features)
+    engine = next(iter(pairs.values()))._engine
+    with doing("compopt.pairwise()", engine.t):
+        _refuse_different(engine.ranks, list(pairs))
     if not isinstance(index, Mapping):
         return torch.stack([each(features[a], features[b], index) for (a, b), each in pairs.items()]).sum()
-    engine = next(iter(pairs.values()))._engine
     with engine.handshake.guard():  # a refusal reaches the other ranks
         positions = {name: _positions(name, index, len(z)) for name, z in features.items()}
     common = {(a, b): (positions[a][:, None] == positions[b]).nonzero(as_tuple=True) for a, b in pairs}
     # two of each pair tell whether there are two, also where ranks have the same one
     some = {(a, b): positions[a][rows][:2].tolist() for (a, b), (rows, _) in common.items()}
     by_rank = engine.ranks.gather_objects(some)
-    if any(list(each) != list(pairs) for each in by_rank):
-        raise ValueError(
-            f"the ranks have different pairs of modalities, {[list(each) for each in by_rank]}; pass the same in the "
-            f"same order, with features (0, d) where a rank has no samples"
-        )
     loss = torch.stack([(z.float() * 0.0).sum() for z in features.values()]).sum()  # a gradient for every encoder
     for (a, b), (rows_a, rows_b) in common.items():
         if len(set().union(*(each[a, b] for each in by_rank))) >= 2:
             loss = loss + pairs[a, b](_at(features[a], rows_a), _at(features[b], rows_b), positions[a][rows_a])
     return loss
+
+
+def _refuse_different(ranks: Ranks, pairs: list[Pair]) -> None:
+    """Refuse on all ranks other pairs, or another order, whose features would be contrasted with each other's."""
+    if ranks.size == 1:
+        return
+    message = ranks.blank()
+    message[1] = zlib.crc32(repr(pairs).encode())
+    if len(set(ranks.open(message)[:, 1].tolist())) > 1:
+        raise ValueError(
+            f"the ranks have different pairs of modalities, {ranks.gather_objects(pairs)}; pass the same in the same "
+            f"order, with features (0, d) where a rank has no samples"
+        )
 
 
 def _positions(name: str, index: Mapping[str, Tensor], count: int) -> Tensor:

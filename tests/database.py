@@ -24,6 +24,7 @@ from tests.reference import (
     PolicyReference,
     Reference,
     ResidualReference,
+    SigmoidReference,
 )
 
 MODES = ("bimodal", "unimodal")
@@ -45,6 +46,8 @@ class EstimatorInfo:
     views: str = "averaged"  # which unimodal objective it estimates
     network: bool = False  # whether a network learns from every batch
     restarts: bool = False  # whether what it does depends on the number of commits
+    takes_extra: bool = True  # whether extra= may be further candidates
+    has_policy: bool = False  # whether it has a policy of pairs
     draws: bool = False  # whether it draws: from the number of commits, of calls since, and places in the batch
 
     def __str__(self):
@@ -71,12 +74,12 @@ def group(n, tau, gamma, **more) -> list[dict]:
     return [{"n": n, "tau": tau, "gamma": gamma, **dual_options(tau), **more}]
 
 
-def first_parameter(est):
+def log_inverse(est):
     """The learned log(1/tau)."""
-    return next(iter(est.parameters()))
+    return est.temperature.log_inverse
 
 
-LEARNED = {"tau_leaf": first_parameter, "tau_chain": lambda tau: -tau, "min_tau": 0.011}  # clamped to >= 0.01 at use
+LEARNED = {"tau_leaf": log_inverse, "tau_chain": lambda tau: -tau, "min_tau": 0.011}  # clamped to >= 0.01 at use
 
 
 def preset(make, name, normalizer, temperature=FixedReference, multiply_tau=True, **facts):
@@ -175,6 +178,20 @@ def dcl(learn_tau):
         exact_at_gamma_1=not learn_tau,  # a learned one is clamped
         views="separate",
         **(LEARNED if learn_tau else {}),
+    )
+
+
+def siglip(learn):
+    """SigLIPEstimator."""
+    return preset(
+        lambda n, tau, gamma: (compopt.SigLIPEstimator, {"tau": tau, "bias": -2.0, "learn": learn}),
+        "siglip" + ("-learned" if learn else ""),
+        lambda: SigmoidReference(-2.0),
+        multiply_tau=False,
+        exact_at_gamma_1=False,
+        views="separate",
+        takes_extra=False,
+        **(LEARNED if learn else {}),
     )
 
 
@@ -329,6 +346,7 @@ def emc2(name, dual=None, multiply_tau=True, **options):
         multiply_tau,
         columns=("chain", "score"),
         views="separate",
+        takes_extra=False,
         draws=True,
     )
 
@@ -347,7 +365,7 @@ def with_policy(info, **policy):
         ref.policy = PolicyReference(**policy)
         return ref
 
-    return replace(info, name=f"{info.name}-pairs", build=build, twin=twin, exact_at_gamma_1=False)
+    return replace(info, name=f"{info.name}-pairs", build=build, twin=twin, exact_at_gamma_1=False, has_policy=True)
 
 
 DATABASE = [
@@ -356,6 +374,8 @@ DATABASE = [
     infonce("infonce-not-multiplied", include_positive=True, multiply_tau=False),
     dcl(learn_tau=False),
     dcl(learn_tau=True),
+    siglip(learn=False),
+    siglip(learn=True),
     infonce("clip-learned", include_positive=True, multiply_tau=False, learn_tau=True),
     infonce("clip-learned-multiplied", include_positive=True, multiply_tau=True, learn_tau=True),
     batch_tensor_tau(include_positive=True),
@@ -413,6 +433,8 @@ DATABASE = [
 ]
 DATABASE += [
     with_policy(sogclr("sogclr"), false_negatives=0.5, hardness=1.5),
+    with_policy(dcl(learn_tau=True), mises_fisher=0.5),
+    with_policy(isogclr("isogclr"), mises_fisher=0.4, hardness=1.0),
     with_policy(memory("memory-dual", length=9, dual="individual"), false_negatives=0.6, hardness=2.0),
 ]
 

@@ -94,6 +94,22 @@ def test_an_operation_on_one_rank_alone(operation, ranks, tmp_path):
         assert t == 3 and rows == found[0][3]
 
 
+def prefetch_on_one_rank(group):
+    """Shards whose rows are offloaded on rank 1 alone, which has something to prefetch; then both call."""
+    alone = dist.get_rank(group) == 1
+    est = build(group, shard=True, offload="cpu" if alone else None)
+    est.prefetch(torch.arange(OWN)) if not alone else None  # nothing to read ahead
+    said = outcome(lambda: est.prefetch(torch.arange(OWN)) if alone else call(est))
+    call(est)
+    return said, est.t
+
+
+def test_shards_that_are_offloaded_on_one_rank_alone():
+    for said, t in the_pool().run(prefetch_on_one_rank, 2):
+        assert "rank 0 is in the estimator's call while rank 1 is in prefetch() of shards" in said
+        assert 'offload="cpu" or "disk", which all ranks of shards must have alike' in said and t == 1
+
+
 def a_mistake_beside(group, folder):
     """A rank's error of its own call is more than that the others do something else."""
     est = build(group)

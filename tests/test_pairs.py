@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import compopt
 from compopt import PairPolicy
-from tests.database import BY_NAME
+from tests.database import BY_NAME, DATABASE
 from tests.helpers import batches, compare_state, features, generator, make, near, run
 from tests.pool import the_pool
 from tests.reference import PolicyReference, policies
@@ -188,12 +188,17 @@ def test_more_ranks(number, ranks):
 # -- one fact each ---------------------------------------------------------------------------------------------
 
 
-def test_a_policy_without_options_changes_no_value():
-    z1, z2, index = batches(N, 1, seed=3)[0]
-    for info in (BY_NAME["infonce"], BY_NAME["sogclr"], BY_NAME["memory-dual"]):
-        plain, same = make(info, "bimodal", N)[0], make(info, "bimodal", N, pairs=PairPolicy())[0]
-        for a, b in zip(run(plain, z1, z2, index), run(same, z1, z2, index), strict=True):
-            near(a, b, 1e-12)
+@pytest.mark.parametrize("info", [info for info in DATABASE if not info.has_policy], ids=str)
+def test_a_policy_without_options_is_none(info):
+    """To the bit, at construction and at a call, also where other policies are refused."""
+    plain, same, called = (make(info, "bimodal", N, **given)[0] for given in ({}, {"pairs": PairPolicy()}, {}))
+    for z1, z2, index in batches(N, 2, seed=3):
+        want = run(plain, z1, z2, index)
+        for est, given in ((same, {}), (called, {"pairs": PairPolicy(hardness=("mined", 0.0))})):
+            assert all(map(torch.equal, want, run(est, z1, z2, index, **given)))
+            est.step()
+        plain.step()
+    assert same.pairs is None and repr(same) == repr(plain)
 
 
 def test_copies_of_the_positive_are_no_negatives():
@@ -364,9 +369,10 @@ def test_calls_that_are_refused(policy, given, kind, message):
 
 
 def test_the_form_inside_the_logarithm_takes_fixed_temperatures():
-    est = compopt.DCLEstimator(learn_tau=True, pairs=PairPolicy(positives="labels", inside=True))
+    est = compopt.DCLEstimator(pairs=PairPolicy(positives="labels", inside=True))
+    tau = torch.tensor(0.1, requires_grad=True)
     with pytest.raises(ValueError, match="takes temperatures that do not learn"):
-        est(Z[0].clone().requires_grad_(), Z[1], labels=torch.arange(4) // 2)
+        est(Z[0].clone().requires_grad_(), Z[1], labels=torch.arange(4) // 2, tau=tau)
 
 
 def test_several_views():
@@ -658,17 +664,13 @@ def test_half_precision(dtype):
         ({"hardness": (5.0, 5.0)}, {"hardness": 5.0}),
         ({"false_negatives": np.float32(0.5)}, {"false_negatives": 0.5}),
         ({"within": False}, {}),
+        *(({"hardness": value}, {}) for value in (0, (0.0, 0.0), ("mined", 0.0), ("others", 0))),
         ({"also": ("query_to_query", "document_to_query")}, {"also": ("document_to_query", "query_to_query")}),
     ],
 )
 def test_equal_policies_have_one_form(one, other):
     one, other = compopt.PairPolicy(**one), compopt.PairPolicy(**other)
     assert one == other and repr(one) == repr(other)
-
-
-def test_a_policy_without_options_is_none():
-    state = compopt.DCLEstimator(0.1, pairs=compopt.PairPolicy()).state_dict()
-    compopt.DCLEstimator(0.1).load_state_dict(state)
 
 
 def test_the_positive_is_not_counted_twice_after_an_edit():
@@ -690,6 +692,22 @@ def test_soft_labels_without_a_class_are_refused():
         est(*torch.randn(2, 6, 4), torch.arange(6), teacher=teacher)
     with pytest.raises(ValueError, match="at least one column"):
         est(*torch.randn(2, 6, 4), torch.arange(6), teacher=torch.rand(6, 0))
-    parts = compopt.MovingAverageEstimator(10), compopt.TemperatureDual(10, rho=0.1)
-    with pytest.raises(ValueError, match="inside=True"):
-        compopt.ContrastiveEstimator(*parts, pairs=compopt.PairPolicy(positives="labels", inside=True))
+
+
+@pytest.mark.parametrize(
+    "temperature",
+    [
+        lambda: compopt.TemperatureDual(10, rho=0.1),
+        lambda: compopt.FixedTemperature(0.1, learn=True),
+        lambda: compopt.FixedTemperature(torch.tensor(0.1, requires_grad=True)),
+    ],
+)
+def test_the_sum_inside_refuses_a_temperature_that_is_learned(temperature):
+    """At construction, and a policy of the call at the call, before it computes."""
+    policy = PairPolicy(positives="labels", inside=True)
+    with pytest.raises(ValueError, match="inside=True takes temperatures that do not learn"):
+        compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(10), temperature(), pairs=policy)
+    est = compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(10), temperature())
+    with pytest.raises(ValueError, match="inside=True takes temperatures that do not learn"):
+        est(*torch.randn(2, 6, 4), torch.arange(6), labels=torch.arange(6) // 2, pairs=policy)
+    compopt.DCLEstimator(torch.tensor(0.1), pairs=policy)  # a constant is one

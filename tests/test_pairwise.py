@@ -143,6 +143,25 @@ def one_sound(group):
     return loss.isfinite().item(), pending
 
 
+def another_order(group, one):
+    """One index for all modalities, which the ranks have in another order; then in the same."""
+    names = NAMES if torch.distributed.get_rank() else NAMES[::-1]
+    est = compopt.DCLEstimator() if one else estimators(EVERY if names == NAMES else EVERY[::-1])
+    z = features()
+    with pytest.raises(ValueError, match=r"the ranks have different pairs of modalities, .*in the same order") as told:
+        compopt.pairwise(est, {name: z[name] for name in names}, torch.arange(B))
+    pending = 0 if one else sum(each.pending for each in est.values())
+    other = compopt.DCLEstimator() if one else estimators()
+    return str(told.value), pending, compopt.pairwise(other, z, torch.arange(B)).item()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("one", [True, False], ids=["one estimator", "an estimator for each pair"])
+def test_ranks_with_another_order_are_told_before_anything_is_computed(one):
+    first, second = the_pool(2, 60).run(another_order, 2, one)
+    assert first == second and first[1] == 0
+
+
 @pytest.mark.distributed
 def test_ranks_with_the_same_sample_and_with_other_modalities():
     assert the_pool(2, 60).run(one_sound, 2) == [(True, [1, 0])] * 2

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import itertools
 import os
 import warnings
@@ -734,35 +735,140 @@ def test_labels_of_both_directions(labels):
     torch.testing.assert_close(loss.compute_loss_from_embeddings([z1, z2], labels), plain, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("also", [("query_to_query", "document_to_document"), ("query_to_query",), ()])
-@pytest.mark.parametrize("columns", [2, 3])
-@pytest.mark.parametrize("strategy, margin", [("absolute", 0.1), ("absolute", 0.0), ("relative", 0.05)])
-def test_gist_embed_loss(strategy, margin, columns, also):
-    from sentence_transformers.sentence_transformer.losses import gist_embed
+# -- a guide -----------------------------------------------------------------------------------------------------
 
-    loss = gist_embed.GISTEmbedLoss.__new__(gist_embed.GISTEmbedLoss)  # its constructor wants two SentenceTransformers
-    torch.nn.Module.__init__(loss)
-    loss.model, loss.guide, loss.temperature, loss.must_retokenize = Columns(), Guide(), 0.05, False
-    loss.similarity_fct, loss.cross_entropy_loss = torch.nn.CosineSimilarity(dim=-1), torch.nn.CrossEntropyLoss()
-    loss.margin_strategy, loss.margin, loss.gather_across_devices = strategy, margin, False
-    loss.contrast_anchors, loss.contrast_positives = "query_to_query" in also, "document_to_document" in also
-    threshold = ("relative", 1 - margin) if strategy == "relative" else -margin
-    policy = compopt.PairPolicy(false_negatives=threshold, guided=True, also=also)
-    est = compopt.InfoNCEEstimator(0.05, directions="forward", multiply_tau=False, pairs=policy)
-    data, guide = columns_of(columns, 5, seed=1), columns_of(columns, 4, seed=2)
-    leaves = [column.clone().requires_grad_() for column in data]
-    theirs = loss([{"x": x, "guide": g} for x, g in zip(leaves, guide, strict=True)], None)
-    theirs.backward()
-    ours = [column.clone().requires_grad_() for column in data]
-    value = est(ours[0], ours[1], guide=guide, **({"extra": ours[2]} if columns == 3 else {}))
-    value.backward()
-    # each anchor's mean is over the candidates that are left
-    value = value + est._last.negatives.log().mean()
-    torch.testing.assert_close(value, theirs, rtol=1e-6, atol=1e-9)
-    for a, b in zip(ours, leaves, strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-9)
+STRATEGIES = pytest.mark.parametrize(
+    "margin", [("absolute", 0.1), ("absolute", 0.0), ("absolute", -0.1), ("relative", 0.05), ("relative", 0.0)]
+)
 
 
-class Guide(torch.nn.Module):
+def gist(model, guide, columns=3, **options):
+    """Their loss; with fewer columns than four the one without a cache."""
+    from sentence_transformers.sentence_transformer.losses import CachedGISTEmbedLoss, GISTEmbedLoss
+
+    return CachedGISTEmbedLoss(model, guide, **options) if columns > 3 else GISTEmbedLoss(model, guide, **options)
+
+
+class Given(Columns):
+    """A model whose embeddings are one of its inputs; the other models of the same batch read another one."""
+
+    max_seq_length = 8
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        self.tokenizer = encoder().tokenizer
+        self.weight = torch.nn.Parameter(torch.ones(5 if name == "x" else 4, dtype=torch.float64))
+
+    def __getitem__(self, at):
+        return self  # no StaticEmbedding
+
     def forward(self, inputs):
-        return {"sentence_embedding": inputs["guide"]}
+        return {"sentence_embedding": inputs[self.name] * self.weight}
+
+
+def guided_inputs(columns, batch=7):
+    pairs = zip(columns_of(columns, 5, seed=1), columns_of(columns, 4, seed=2), strict=True)
+    return [{"x": x[:batch], "guide": guide[:batch]} for x, guide in pairs]
+
+
+def guided_pair(kind, columns, batch=7, **options):
+    """Values and gradients of the model's weight, ours and theirs; values in evaluation."""
+    found = []
+    for build in (lambda *models, **o: loss_of(None, models[0], kind, guide=models[1], **o), gist):
+        model, guide = Given("x"), Given("guide")
+        more = {"mini_batch_size": 3} if kind.startswith("Cached") or (build is gist and columns > 3) else {}
+        loss = build(
+            model, guide, **options, **more, **({"columns": max(columns, 4 if more else 0)} if build is gist else {})
+        )
+        with torch.no_grad():
+            evaluated = loss(guided_inputs(columns, batch), None)
+        value = loss(guided_inputs(columns, batch), None)
+        value.backward()
+        assert guide.weight.grad is None
+        found.append([value.detach(), model.weight.grad, evaluated])
+    return found
+
+
+@KINDS
+@pytest.mark.parametrize("contrast", list(itertools.product([True, False], repeat=2)))
+@pytest.mark.parametrize("columns", [2, 3, 4])
+@STRATEGIES
+def test_the_guided_loss_is_theirs(margin, columns, contrast, kind):
+    """Value and gradients, and the value in evaluation; three columns of more than one negative with their cache."""
+    options = {"margin_strategy": margin[0], "margin": margin[1], "temperature": 0.05}
+    ours, theirs = guided_pair(kind, columns, contrast_anchors=contrast[0], contrast_positives=contrast[1], **options)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+@KINDS
+@pytest.mark.parametrize("columns", [2, 3])
+def test_a_last_batch_of_one_sample_has_their_guided_loss(columns, kind):
+    ours, theirs = guided_pair(kind, columns, batch=1, margin=0.0)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+@KINDS
+@pytest.mark.parametrize("other", [False, True])
+def test_a_guide_with_other_tokens_reads_the_texts(other, kind):
+    from recipes.text import small_model, tokenizer_of
+
+    torch.manual_seed(1)
+    words = ["omega", "sigma", *WORDS] if other else WORDS
+    guide = small_model(tokenizer_of(words * 2, words=64, length=16), width=32, layers=1)
+    results = []
+    for build in (lambda *models, **options: loss_of(None, models[0], kind, guide=models[1], **options), gist):
+        loss = build(encoder(), guide, margin=0.05)
+        loss(embed(loss.model, (texts(0), texts(1), texts(2)), range(BATCH)), None).backward()
+        results.append(gradients(loss.model))
+    assert (loss.must_retokenize, loss_of(None, guide=guide)._tokenizer is not None) == (other, other)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_a_guide_beside_an_estimator_with_rows():
+    options = losses().guided_options(temperature=0.05, margin=0.05)
+    est, model, guide = compopt.SogCLREstimator(N, **options), Given("x"), Given("guide")
+    loss = losses().EstimatorLoss(model, est, guide=guide)
+    value = loss(guided_inputs(3), torch.arange(7))
+    columns = guided_inputs(3)
+    z1, z2, extra = (column["x"] for column in columns)
+    other = compopt.SogCLREstimator(N, **options)
+    assert torch.equal(value, other(z1, z2, torch.arange(7), extra=extra, guide=[c["guide"] for c in columns]))
+    value.backward()
+    est.step()
+    assert est.t == 1 and est.read(torch.arange(N))["count"].sum() == 7
+    with torch.no_grad():
+        assert loss(guided_inputs(3)) == theirs(False).compute_loss_from_embeddings([z1, z2, extra], None)
+
+
+def test_what_a_guide_refuses():
+    guide, est = Given("guide"), compopt.InfoNCEEstimator(**losses().guided_options())
+    with pytest.raises(ValueError, match="margin must be left out without guide="):
+        loss_of(None, margin=0.1)
+    with pytest.raises(
+        ValueError, match="hardness_mode, scale must be left out beside guide=, which has temperature, ma"
+    ):
+        loss_of(None, guide=guide, scale=20.0, hardness_mode=None)
+    with pytest.raises(ValueError, match="guide is NoneType|guide is None; build it with"):
+        loss_of(est)
+    with pytest.raises(ValueError, match="est has pairs=None and guide is Given"):
+        loss_of(learned(), guide=guide)
+    with pytest.raises(ValueError, match="margin_strategy must be one of"):
+        loss_of(None, guide=guide, margin_strategy="both")
+    with pytest.raises(ValueError, match=r"margin must be in \[0, 1\)"):
+        losses().guided_options(margin_strategy="relative", margin=1.0)
+    loss = loss_of(None, guide=guide, temperature=0.02)
+    assert loss.get_config_dict() == {
+        "guide": guide, "temperature": 0.02, "margin_strategy": "absolute", "margin": 0.0, "contrast_anchors": True,
+        "contrast_positives": True, "gather_across_devices": False,
+    }  # fmt: skip
+    with pytest.raises(AttributeError, match="scale=3.0 is an option of a loss without guide="):
+        loss.scale = 3.0
+
+
+def test_the_defaults_of_the_guided_loss_are_theirs():
+    from sentence_transformers.sentence_transformer.losses import GISTEmbedLoss
+
+    ours, known = (inspect.signature(each).parameters for each in (losses().guided_options, GISTEmbedLoss))
+    assert {name: p.default for name, p in ours.items()} == {name: known[name].default for name in ours}
+    assert set(known) - set(ours) == {"model", "guide", "gather_across_devices"}

@@ -21,6 +21,7 @@ ProcessGroup = Any  # torch.distributed.ProcessGroup, which builds without distr
 # -- operations: every message names its own, and so do errors ------------------------------------------------------
 
 CALL, OBSERVE, PREFETCH = "the estimator's call", "observe() of a sampler", "prefetch() of shards"
+PLACEMENTS = '; prefetch() communicates with offload="cpu" or "disk", which all ranks of shards must have alike'
 # A message carries the operation's position in this list.
 OPERATIONS = (
     "another operation",
@@ -38,6 +39,7 @@ OPERATIONS = (
     "a diagnostic",
     "compopt.gradient_cache()",
     "a trial of compopt.FittingSize",
+    "compopt.pairwise()",
 )
 
 
@@ -82,7 +84,7 @@ def refuse_different(operations: Sequence[int]) -> None:
         found.append(f"{who} in {OPERATIONS[operation]}")
     raise RuntimeError(
         f"{' while '.join(found)}; these are collective: call them on every rank, in the same order and not under "
-        f"`if rank == 0`"
+        f"`if rank == 0`{PLACEMENTS if OPERATIONS.index(PREFETCH) in operations else ''}"
     )
 
 

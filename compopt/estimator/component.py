@@ -313,6 +313,11 @@ class Temperature(Component):
         """True if :meth:`proposals` wants the gradients ``G``."""
         return False
 
+    @property
+    def wants_gradient(self) -> bool:
+        """True if :meth:`temperatures` returns a tensor with a graph: one that the user's optimizer learns."""
+        return any(parameter.requires_grad for parameter in self.learned())
+
     @abstractmethod
     def temperatures(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
         """Return the temperatures of a batch.

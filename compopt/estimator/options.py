@@ -49,18 +49,19 @@ class Options(CommonOptions, total=False):
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-def takes_options(base: type, kind: Any) -> Callable[[Init], Init]:
+def takes_options(base: type | tuple[type, ...], kind: Any) -> Callable[[Init], Init]:
     """Show the options in the signature of an ``__init__``, with their defaults, and refuse any other name.
 
     ``help()``, tab completion and ``inspect.signature`` then see them although the code says ``**options``.
 
     Args:
-        base: class whose constructor has the defaults.
-        kind: type of ``**options``, a ``TypedDict`` of keywords of that constructor.
+        base: class whose constructor has the defaults, or several.
+        kind: type of ``**options``, a ``TypedDict`` of keywords of these constructors.
     """
 
     def decorate(init: Init) -> Init:
-        defaults = inspect.signature(base).parameters
+        bases = base if isinstance(base, tuple) else (base,)
+        defaults = {name: p for each in bases for name, p in inspect.signature(each).parameters.items()}
         own = [p for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
         shown = [p.replace(kind=p.KEYWORD_ONLY) for name, p in defaults.items() if name in kind.__annotations__]
         signature = inspect.Signature([*own, *shown])

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from inspect import signature
 from typing import Any, Literal, TypedDict, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 from typing_extensions import Unpack
 
 try:
     from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_static_embedding_input
     from sentence_transformers.base.losses.merged_forward import embed_columns
-    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.losses import GISTEmbedLoss, MultipleNegativesRankingLoss
     from sentence_transformers.util import (
         all_gather_with_grad,
+        batch_to_device,
         cos_sim,
         dot_score,
         get_rank,
@@ -38,12 +42,20 @@ from compopt.integrations.transformers import EstimatorCallback
 from compopt.kernel.features import with_gradients
 from compopt.module import as_module
 from compopt.objective import Summary
-from compopt.pairs import Also, Hardness, PairPolicy
+from compopt.pairs import Also, FalseNegatives, Hardness, PairPolicy
 from compopt.presets import InfoNCEEstimator
 
-__all__ = ["CachedEstimatorLoss", "EstimatorCallback", "EstimatorLoss", "add_index", "ranking_options"]
+__all__ = [
+    "CachedEstimatorLoss",
+    "EstimatorCallback",
+    "EstimatorLoss",
+    "add_index",
+    "guided_options",
+    "ranking_options",
+]
 
 ADD_INDEX = "compopt.integrations.sentence_transformers.add_index"
+GATHER = "gather_across_devices"
 NOBODY = -1  # row of a negative that is nobody's positive
 LABELS = ("label", "labels", "score", "scores")  # the first of these columns is the trainer's label
 LOOKS = 8  # batches whose labels are compared with classes
@@ -64,6 +76,20 @@ class _RankingOptions(TypedDict, total=False):
     partition_mode: Literal["joint", "per_direction"]
     hardness_mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"] | None
     hardness_strength: float
+
+
+class _GuidedOptions(TypedDict, total=False):
+    """Keywords of ``GISTEmbedLoss``, beside its models and ``gather_across_devices``."""
+
+    temperature: float
+    margin_strategy: Literal["absolute", "relative"]
+    margin: float
+    contrast_anchors: bool
+    contrast_positives: bool
+
+
+class _LossOptions(_RankingOptions, _GuidedOptions, total=False):
+    """Keywords of either loss."""
 
 
 # which of an anchor's candidates have a hardness; its own mined negatives are not among the others
@@ -116,6 +142,49 @@ def ranking_options(**options: Unpack[_RankingOptions]) -> dict[str, Any]:
     return first
 
 
+def guided_options(
+    temperature: float = 0.01,
+    margin_strategy: Literal["absolute", "relative"] = "absolute",
+    margin: float = 0.0,
+    contrast_anchors: bool = True,
+    contrast_positives: bool = True,
+) -> dict[str, Any]:
+    """Return options of estimators from those of ``GISTEmbedLoss``, whose defaults these are.
+
+    Args:
+        temperature: ``tau``.
+        margin_strategy, margin: candidates above a threshold are no negatives. Of the guide's similarity ``s`` of the
+            positive, ``"absolute"``: ``s - margin``; ``"relative"``: ``s - margin |s|``.
+        contrast_anchors, contrast_positives: similarities of anchors, and of positives, are candidates too.
+
+    Returns:
+        ``tau``, ``directions``, ``multiply_tau`` and ``pairs``, keywords of the presets that have both ``tau`` and
+        ``multiply_tau``, for :class:`EstimatorLoss` with ``guide=``.
+
+    Raises:
+        TypeError, ValueError: a value of another type, or out of range; a relative margin outside [0, 1).
+
+    Example:
+        >>> import compopt
+        >>> from compopt.integrations.sentence_transformers import guided_options
+        >>> guided_options(margin=0.1, contrast_anchors=False, contrast_positives=False)["pairs"]
+        PairPolicy(false_negatives=-0.1, guided=True)
+        >>> est = compopt.SogCLREstimator(n=1000, **guided_options(temperature=0.05))
+    """
+    checks.positive("temperature", temperature)
+    checks.one_of("margin_strategy", margin_strategy, ("absolute", "relative"))
+    checks.flag("contrast_anchors", contrast_anchors)
+    checks.flag("contrast_positives", contrast_positives)
+    threshold: FalseNegatives = 0.0 - checks.number("margin", margin)
+    if margin_strategy == "relative":
+        checks.decay("margin", margin)
+        threshold = ("relative", 1 - margin)
+    anchors: tuple[Also, ...] = ("query_to_query",) if contrast_anchors else ()
+    positives: tuple[Also, ...] = ("document_to_document",) if contrast_positives else ()
+    policy = PairPolicy(false_negatives=threshold, guided=True, also=anchors + positives)
+    return {"tau": temperature, "directions": "forward", "multiply_tau": False, "pairs": policy}
+
+
 def _estimators(loss: MultipleNegativesRankingLoss) -> list[dict[str, Any]]:
     """Return the options of one estimator, or of one for each direction where only the first has weights."""
     both = loss.partition_mode == "per_direction" and "doc_to_query" in loss.directions
@@ -161,6 +230,10 @@ class EstimatorLoss(nn.Module):
     gradients (evaluation), indices of another data set mean nothing: the value is that of
     ``MultipleNegativesRankingLoss``.
 
+    With ``guide=``, a model that is not trained, candidates that it finds more similar to the anchor than the positive
+    is are no negatives: ``GISTEmbedLoss``, with its value and gradients by its options, in evaluation too; or any
+    estimator, ``SogCLREstimator(n, **guided_options(...))``.
+
     Every step needs a commit, and checkpoints need the rows: add :class:`EstimatorCallback` to the trainer.
 
     Args:
@@ -170,7 +243,11 @@ class EstimatorLoss(nn.Module):
             ``None``: an :class:`~compopt.InfoNCEEstimator` by the options.
         eval_scale: ``scale`` of the loss in evaluation, if there is an estimator.
         index_labels: read the rows in the label column for an estimator without rows too.
-        **options: without an estimator, those of ``MultipleNegativesRankingLoss``. They can then be read and assigned
+        guide: reads what the model reads; if their tokenizers differ, the texts are decoded and tokenized anew. With
+            ``gather_across_devices`` the anchors of all ranks are contrasted, not those of this one alone. Beside an
+            estimator with ``PairPolicy(guided=True)``.
+        **options: without an estimator, those of ``MultipleNegativesRankingLoss``, or with a guide those of
+            ``GISTEmbedLoss``, see :func:`guided_options`. The former can then be read and assigned
             as attributes. A ``similarity_fct`` other than ``cos_sim`` and ``dot_score`` keeps the matrices of
             similarities of the batch in the graph, and does not take ``"query_to_query"`` and ``"doc_to_doc"``. With
             ``gather_across_devices`` the value is the mean over the anchors of all ranks, not of this one alone.
@@ -179,7 +256,8 @@ class EstimatorLoss(nn.Module):
         AttributeError: an option is assigned beside an estimator.
         TypeError: ``est`` is no contrastive estimator; the labels are no integers.
         IndexError: the label column has rows beyond those of the estimator.
-        ValueError: options beside an estimator, or that sentence-transformers refuses; no second column; no label
+        ValueError: options beside an estimator, of the other loss, or that sentence-transformers refuses; a guide that
+            the estimator does not ask for, or none where it does; no second column; no label
             column where there are rows; one label for a whole batch; as many labels per sample as fit neither pairs nor
             columns; a dimension without an estimator; a loss around this one that calls it several times with one batch
             (``AdaptiveLayerLoss``), where there are rows.
@@ -210,32 +288,45 @@ class EstimatorLoss(nn.Module):
         1
         >>> theirs = EstimatorLoss(model, scale=50.0, directions=("query_to_doc", "query_to_query"))
         >>> theirs([questions, answers]).backward()
+        >>> guided = EstimatorLoss(model, guide=Model(4, 3), margin_strategy="relative", margin=0.05)
+        >>> guided([questions, answers]).backward()
     """
 
-    @takes_options(MultipleNegativesRankingLoss, _RankingOptions)
+    @takes_options((MultipleNegativesRankingLoss, GISTEmbedLoss), _LossOptions)
     def __init__(
         self,
         model: nn.Module,
         est: ContrastiveEstimator | Mapping[int, ContrastiveEstimator] | None = None,
         eval_scale: float = 20.0,
         index_labels: bool = False,
-        **options: Unpack[_RankingOptions],
+        guide: nn.Module | None = None,
+        **options: Unpack[_LossOptions],
     ) -> None:
         super().__init__()
         checks.positive("eval_scale", eval_scale)
         checks.flag("index_labels", index_labels)
         self.model, self.eval_scale, self.index_labels = model, eval_scale, index_labels
-        self._by_dimension = _checked(est)
+        self.guide = guide
+        self._tokenizer = None if guide is None else _other_tokenizer(model, guide)
+        self._by_dimension = _checked(est, guide)
+        self._guided: dict[str, Any] = {}  # options of GISTEmbedLoss
         if self._by_dimension and options:
             raise ValueError(
                 f"{', '.join(options)} must be left out beside est=, which has such options itself; build the "
                 f"estimator with **ranking_options(...), or leave est= out"
             )
-        if est is not None:
+        ranking, guided = _split(options)
+        if guide is not None and est is None:
+            self._guided = _guided_config(ranking, guided)
+            gather = ranking.get("gather_across_devices", False)
+            ranking = {"scale": 1 / self._guided["temperature"], "gather_across_devices": gather}
+        elif guided:
+            raise ValueError(f"{', '.join(guided)} must be left out without guide=, the model that tells what is false")
+        elif est is not None:
             both = any(each.directions == "both" for each in self._by_dimension.values())
-            options = {**(_BOTH if both else {}), "scale": eval_scale}
+            ranking = {**(_BOTH if both else {}), "scale": eval_scale}
         # holds the options, and evaluates; model cards would take an attribute ``loss`` for what is trained with
-        self.ranking = MultipleNegativesRankingLoss(cast(Any, None), **options)
+        self.ranking = MultipleNegativesRankingLoss(cast(Any, None), **ranking)
         self._allowed = self._options()
         modules = (as_module(each, state=False) for each in self._by_dimension.values())
         self.estimators = nn.ModuleList(modules)  # for devices, and for parameters that the trainer optimizes
@@ -243,7 +334,7 @@ class EstimatorLoss(nn.Module):
         self._latest: dict[int, Tensor | None] = {}  # labels of the latest call, by dimension
 
     def __getattr__(self, name: str) -> Any:
-        if name in _READ and not self._by_dimension:
+        if name in _READ and not self._by_dimension and not self._guided:
             return getattr(self.ranking, name)
         return super().__getattr__(name)
 
@@ -255,24 +346,53 @@ class EstimatorLoss(nn.Module):
                 f"{name}={value!r} is an option of a loss without est=; change the estimator, or eval_scale for the "
                 f"loss in evaluation"
             )
+        elif self._guided:
+            raise AttributeError(f"{name}={value!r} is an option of a loss without guide=; build another loss")
         else:
             setattr(self.ranking, name, value)
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """Compute the loss of tokenised columns of ``B`` texts, 0-d; ``labels`` are ``(B,)`` or ``(B, k)`` integers."""
-        return self.compute_loss_from_embeddings(embed_columns(self.model, sentence_features), labels)
+        columns = list(sentence_features)
+        guides = self._embed_by_guide(columns)
+        return self.compute_loss_from_embeddings(embed_columns(self.model, columns), labels, guides)
 
-    def compute_loss_from_embeddings(self, embeddings: list[Tensor], labels: Tensor | None = None) -> Tensor:
-        """Compute the loss of each column's embeddings ``(B, d)``, 0-d; ``SpladeLoss`` calls this with its own."""
+    def compute_loss_from_embeddings(
+        self, embeddings: list[Tensor], labels: Tensor | None = None, guides: list[Tensor] | None = None
+    ) -> Tensor:
+        """Compute the loss of each column's embeddings ``(B, d)``, 0-d; ``SpladeLoss`` calls this with its own.
+
+        ``guides`` are embeddings by the guide, ``(B, g)`` each.
+        """
         if len(embeddings) < 2:
             raise ValueError("the data set needs two columns of text or more, (anchor, positive, negative, ...)")
-        if not torch.is_grad_enabled():
-            if self._by_dimension:
-                self.ranking.scale = self.eval_scale  # which may have been assigned
-            return self.ranking.compute_loss_from_embeddings(embeddings, cast(Any, labels))
+        if torch.is_grad_enabled() and self._by_dimension:
+            return self._call(self._estimator(embeddings[0].shape[1]), embeddings, labels, guides)
+        if torch.is_grad_enabled() or self._guided:
+            return self._ranking(embeddings, labels, guides)
         if self._by_dimension:
-            return self._call(self._estimator(embeddings[0].shape[1]), embeddings, labels)
-        return self._ranking(embeddings, labels)
+            self.ranking.scale = self.eval_scale  # which may have been assigned
+        return self.ranking.compute_loss_from_embeddings(embeddings, cast(Any, labels))
+
+    def _embed_by_guide(self, columns: list[dict[str, Any]]) -> list[Tensor] | None:
+        """Return the guide's embeddings of each column, before the model changes its inputs; ``None`` without one."""
+        if self.guide is None:
+            return None
+        with torch.no_grad():
+            return self._guides(self.guide, [self._inputs_of_guide(self.guide, dict(column)) for column in columns])
+
+    def _guides(self, guide: nn.Module, columns: list[dict[str, Any]]) -> list[Tensor]:
+        return embed_columns(guide, columns)
+
+    def _inputs_of_guide(self, guide: Any, column: dict[str, Any]) -> dict[str, Any]:
+        """Return a column's inputs as the guide reads them: its texts in the guide's tokens, if those are others."""
+        if self._tokenizer is None:
+            return column
+        tokens = column["input_ids"]
+        if "cu_seq_lens_q" in column:  # texts one after the other, in one row
+            tokens = tokens[0].split(column["cu_seq_lens_q"].diff().tolist())
+        texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return batch_to_device(guide.preprocess(texts), guide.device)
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self.ranking, name) for name in _RankingOptions.__annotations__}
@@ -283,21 +403,24 @@ class EstimatorLoss(nn.Module):
             MultipleNegativesRankingLoss(cast(Any, None), **options)
             self._allowed = options
 
-    def _ranking(self, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
+    def _ranking(self, embeddings: list[Tensor], labels: Tensor | None, guides: list[Tensor] | None) -> Tensor:
         """Compute the loss by the options, which may have been assigned since the last call."""
         self._refuse_options()
+        guided = guided_options(**self._guided) if self._guided else None
         alone = not self.ranking.gather_across_devices or get_world_size() == 1
         if alone and len(embeddings[0]) == 1:  # an estimator refuses a last batch of one sample; theirs does not
+            if guided is not None and guides is not None:
+                return _of_one_sample(embeddings, guides, guided["pairs"], guided["tau"])
             return self.ranking.compute_loss_from_embeddings(embeddings, cast(Any, labels))
         group = _this_rank(cast(ProcessGroup, dist.group.WORLD)) if alone and is_dist_initialized() else None
         embeddings = self._similar(embeddings)
         values: list[Tensor] = []
-        for options in _estimators(self.ranking):
+        for options in _estimators(self.ranking) if guided is None else [guided]:
             if values:  # the other direction
                 embeddings = embeddings[1::-1]
                 labels = None if labels is None else labels.reshape(len(labels), -1)[:, :2].flip(1)
             est = InfoNCEEstimator(**options, process_group=group)
-            value = self._call(est, embeddings, labels)
+            value = self._call(est, embeddings, labels, guides)
             summary = cast(Summary, est._last)  # metrics would compute all others too
             # the value is that of a sum over candidates, not of their mean
             values.append(value + (summary.cross_entropy().mean() - value).detach())
@@ -322,7 +445,13 @@ class EstimatorLoss(nn.Module):
         one_hot = torch.eye(len(queries), dtype=columns[0].dtype, device=queries.device)
         return [one_hot[first : first + len(embeddings[0])], *columns]
 
-    def _call(self, est: ContrastiveEstimator, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
+    def _call(
+        self,
+        est: ContrastiveEstimator,
+        embeddings: list[Tensor],
+        labels: Tensor | None,
+        guides: list[Tensor] | None = None,
+    ) -> Tensor:
         """Call an estimator with the columns and the rows in the labels."""
         z1, z2, *negatives = embeddings
         self._refuse_second_call(est, z1.shape[1], labels)
@@ -332,6 +461,8 @@ class EstimatorLoss(nn.Module):
             given["extra"] = torch.cat(negatives)
             if len(rows) > 2:
                 given["extra_index"] = torch.cat(rows[2:])
+        if guides is not None:
+            given["guide"] = [*guides[:2], *([torch.cat(guides[2:])] if negatives else [])]
         try:
             return est(z1, z2, **given)
         except (IndexError, ValueError) as error:
@@ -397,6 +528,8 @@ class EstimatorLoss(nn.Module):
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the options, or the estimators with their hyper-parameters, for the model card."""
+        if self._guided:
+            return {"guide": self.guide, **self._guided, GATHER: self.ranking.gather_across_devices}
         if not self._by_dimension:
             return self.ranking.get_config_dict()
         described = {
@@ -410,6 +543,15 @@ class EstimatorLoss(nn.Module):
         return described.get(None, {"estimators": described})
 
 
+class _MiniBatches(CachedLossMixin):
+    """Mini-batches of a model that is not trained."""
+
+    show_progress_bar = False
+
+    def __init__(self, model: nn.Module, mini_batch_size: int, mini_batch_num_tokens: int | None) -> None:
+        self.model, self.mini_batch_size, self.mini_batch_num_tokens = model, mini_batch_size, mini_batch_num_tokens
+
+
 # compopt.gradient_cache back-propagates in its call; the trainer does so later, once the loss is divided and scaled.
 # MatryoshkaLoss decorates the calculate_loss of the mixin, which also cuts flattened texts and images.
 class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
@@ -418,7 +560,8 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
     Every text is encoded twice, as by ``CachedMultipleNegativesRankingLoss``: for the loss, and for its gradient.
 
     Args:
-        model, est, eval_scale, index_labels: see :class:`EstimatorLoss`, also for state, communication and warnings.
+        model, est, eval_scale, index_labels, guide: see :class:`EstimatorLoss`, also for state, communication and
+            warnings.
         **options: see :class:`EstimatorLoss`.
         mini_batch_size: texts that are encoded at a time.
         mini_batch_num_tokens: if given, mini-batches have so many tokens instead.
@@ -440,7 +583,7 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         >>> loss([questions, answers]).backward()
     """
 
-    @takes_options(MultipleNegativesRankingLoss, _RankingOptions)
+    @takes_options((MultipleNegativesRankingLoss, GISTEmbedLoss), _LossOptions)
     def __init__(
         self,
         model: nn.Module,
@@ -450,9 +593,10 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         eval_scale: float = 20.0,
         show_progress_bar: bool = False,
         index_labels: bool = False,
-        **options: Unpack[_RankingOptions],
+        guide: nn.Module | None = None,
+        **options: Unpack[_LossOptions],
     ) -> None:
-        super().__init__(model, est, eval_scale, index_labels, **options)
+        super().__init__(model, est, eval_scale, index_labels, guide, **options)
         if has_static_embedding_input(model):
             raise ValueError("inputs of a StaticEmbedding cannot be cut into mini-batches; use EstimatorLoss")
         self.mini_batch_size = checks.count("mini_batch_size", mini_batch_size)
@@ -460,15 +604,23 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
             checks.count("mini_batch_num_tokens", mini_batch_num_tokens)
         self.mini_batch_num_tokens, self.show_progress_bar = mini_batch_num_tokens, show_progress_bar
         self._learned: list[tuple[Tensor, Tensor]] = []  # parameters beside the model's, and their gradients
+        self._seen: list[Tensor] | None = None  # the guide's embeddings in the call
 
     def get_config_dict(self) -> dict[str, Any]:
         cached = {name: getattr(self, name) for name in ("mini_batch_size", "mini_batch_num_tokens")}
         return {**super().get_config_dict(), **cached}
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
-        self._learned = []
-        loss = self.forward_cached(sentence_features, labels)
+        columns = list(sentence_features)
+        self._learned, self._seen = [], self._embed_by_guide(columns)
+        loss = self.forward_cached(columns, labels)
+        self._seen = None
         return with_gradients(loss.detach().clone(), [(loss, torch.ones_like(loss)), *self._learned])
+
+    def _guides(self, guide: nn.Module, columns: list[dict[str, Any]]) -> list[Tensor]:
+        batches = _MiniBatches(guide, self.mini_batch_size, self.mini_batch_num_tokens)
+        each = partial(batches.embed_minibatch_iter, with_grad=False, copy_random_state=False)
+        return [torch.cat([embedded for embedded, _ in each(column)]) for column in columns]
 
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
@@ -477,7 +629,7 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
 
         ``with_backward`` leaves gradients in ``reps``, and returns the loss without its graph.
         """
-        loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], labels)
+        loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], labels, self._seen)
         if not with_backward:
             return loss
         # autograd.grad instead of backward: parameters of estimators and of a similarity_fct get their gradients in the
@@ -557,8 +709,43 @@ def add_index(
     return make(made) if isinstance(data, Mapping) else made[""]
 
 
+def _split(options: _LossOptions) -> tuple[_RankingOptions, _GuidedOptions]:
+    """Return the options of ``MultipleNegativesRankingLoss`` and those of ``GISTEmbedLoss``."""
+    guided: Any = {name: value for name, value in options.items() if name in _GuidedOptions.__annotations__}
+    return cast(_RankingOptions, {name: value for name, value in options.items() if name not in guided}), guided
+
+
+def _guided_config(options: _RankingOptions, guided: _GuidedOptions) -> dict[str, Any]:
+    """Return all options of ``GISTEmbedLoss``; those of the other loss are refused."""
+    if others := set(options) - {GATHER}:
+        known = ", ".join(_GuidedOptions.__annotations__)
+        raise ValueError(f"{', '.join(sorted(others))} must be left out beside guide=, which has {known}")
+    given = signature(guided_options).bind(**guided)
+    given.apply_defaults()
+    guided_options(**given.arguments)  # refuses
+    return dict(given.arguments)
+
+
+def _other_tokenizer(model: Any, guide: Any) -> Any:
+    """Return the model's tokenizer where the guide has other tokens, or fewer for a text; else ``None``."""
+    own, other = (getattr(each, "tokenizer", None) for each in (model, guide))
+    if own is None or other is None:
+        return None
+    longest = [getattr(each, "max_seq_length", None) or math.inf for each in (model, guide)]
+    return own if own.get_vocab() != other.get_vocab() or longest[1] < longest[0] else None
+
+
+def _of_one_sample(embeddings: list[Tensor], guides: list[Tensor], policy: PairPolicy, tau: float) -> Tensor:
+    """Compute the guided loss of one sample, whose negatives are its own: an estimator needs two samples."""
+    (anchor, *others), (seen_by, *seen) = (normalize(torch.cat(columns), dim=1) for columns in (embeddings, guides))
+    similar = torch.stack(seen) @ seen_by
+    false = similar > cast(Tensor, policy.threshold(similar[0]))
+    false[0] = False
+    return -(torch.stack(others) @ anchor / tau).masked_fill(false, -torch.inf).log_softmax(0)[0]
+
+
 def _checked(
-    est: ContrastiveEstimator | Mapping[int, ContrastiveEstimator] | None,
+    est: ContrastiveEstimator | Mapping[int, ContrastiveEstimator] | None, guide: nn.Module | None
 ) -> dict[Any, ContrastiveEstimator]:
     """Return estimators by dimension, under ``None`` for any dimension."""
     if isinstance(est, Mapping) and not est:
@@ -567,6 +754,12 @@ def _checked(
     for each in every.values():
         if not isinstance(each, ContrastiveEstimator):
             raise TypeError(f"est must be a contrastive estimator, got {type(each).__name__}")
+        guided = each.pairs is not None and each.pairs.guided
+        if guided != (guide is not None):
+            raise ValueError(
+                f"est has pairs={each.pairs} and guide is {None if guide is None else type(guide).__name__}; build it "
+                f"with **guided_options(...), or PairPolicy(guided=True, ...), and give this loss guide=, or neither"
+            )
     return every
 
 

@@ -279,6 +279,11 @@ class SampledPairs(ABC):
         """
 
 
+def effective_number(total: Tensor, squares: Tensor) -> Tensor:
+    """Mean of ``(sum w)^2 / sum w^2`` over anchors, of those that have any weight."""
+    return (total.square() / squares).nanmean()
+
+
 def pull_positives(gradient: Tensor, z: Tensor | Sequence[Tensor], weight: Scalar, directions: int) -> None:
     """Subtract the gradient of ``sum weight s_ii`` over all ordered pairs, in place.
 

@@ -36,6 +36,7 @@ class SigmoidPairs(SampledPairs):
     Attributes:
         alpha: ``(B, A)``.
         slope: derivative of ``alpha`` with respect to ``b``, ``(B, A)``.
+        total, squares: sums of ``w_ij`` and of ``w_ij^2`` of this process's anchors, ``(b, a)``; for a metric.
 
     Communicates: one all-gather of ``3 a`` floats per sample, at construction.
     """
@@ -56,8 +57,9 @@ class SigmoidPairs(SampledPairs):
         self._rows = chunk_size or BLOCK_ROWS
         self._scale = self._of_anchors(scale_of(tau, self._z, len(features[0]), pairs.directions))
         self._bias = self._of_anchors(bias)
-        sums = torch.cat([self._sums(view) for view in range(pairs.directions)], dim=1)
-        per_anchor = gather(sums).unflatten(1, (pairs.directions, 3)).unbind(2)
+        sums = torch.stack([self._sums(view) for view in range(pairs.directions)], dim=1)
+        self.total, self.squares = sums[:, :, 1], sums[:, :, 3]
+        per_anchor = gather(sums[:, :, :3]).unbind(2)
         losses, weights, weighted = (pairs.per_pair(value) for value in per_anchor)
         logits = pairs.positive * pairs.per_pair(self._scale) + pairs.per_pair(self._bias)
         self._pull = torch.sigmoid(-logits)
@@ -83,13 +85,14 @@ class SigmoidPairs(SampledPairs):
             yield rows, y, self._z[view, rows] @ y.T, same_sample([key[rows] for key in mine], theirs)
 
     def _sums(self, view: int) -> Tensor:
-        """Sums of the losses, of ``w_ij`` and of ``w_ij s_ij`` over the negatives of the own anchors, ``(b, 3)``."""
-        found = [self._z.new_empty(0, 3)]
+        """Sums of losses, ``w_ij``, ``w_ij s_ij`` and ``w_ij^2`` over the negatives of the own anchors, ``(b, 4)``."""
+        found = [self._z.new_empty(0, 4)]
         for rows, _, s, same in self._blocks(view):
             logits = s * self._scale[rows, view, None] + self._bias[rows, view, None]
             weights = torch.sigmoid(logits).masked_fill_(same, 0)
             losses = softplus(logits).masked_fill_(same, 0)
-            found.append(torch.stack([losses.sum(1), weights.sum(1), (weights * s).sum(1)], dim=1))
+            sums = losses.sum(1), weights.sum(1), (weights * s).sum(1), weights.square().sum(1)
+            found.append(torch.stack(sums, dim=1))
         return torch.cat(found)
 
     def gradients(self, coefficient: Scalar) -> Tensor:

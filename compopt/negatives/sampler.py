@@ -21,9 +21,10 @@ from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
 from compopt.kernel.features import zero_or_nan
+from compopt.kernel.pairs import effective_number
 from compopt.negatives.chains import Chains, DatasetChains
 from compopt.negatives.walk import Pool, Samples, burn_in_count, walk
-from compopt.pairs import PairPolicy
+from compopt.pairs import NO_POLICY, PairPolicy
 from compopt.stores.layout import Column
 
 Proposals = Literal["pool", "sweep", "dataset"]
@@ -199,10 +200,11 @@ class MCMCNegativeSampler(Normalizer):
         """Leave the seed on the host, which reads it in every call."""
 
     def check_pairs(self, policy: PairPolicy) -> None:
-        raise ValueError(
-            f"pairs={policy} has no effect on chains, which draw their negatives by exp(s_ij / tau); leave it out, or "
-            f"take a normalizer such as BatchNormalizer or MovingAverageEstimator"
-        )
+        if policy != NO_POLICY:
+            raise ValueError(
+                f"pairs={policy} has no effect on chains, which draw their negatives by exp(s_ij / tau); leave it out, "
+                f"or take a normalizer such as BatchNormalizer or MovingAverageEstimator"
+            )
 
     def estimate(self, call: Call) -> Estimate:
         call.pairs.release()  # its gradients are not asked for
@@ -251,7 +253,7 @@ class MCMCNegativeSampler(Normalizer):
             "acceptance_rate": partial(_share, accepted, proposed),
             "outside_visits": partial(_share, away, inside, away),
             "unused_anchors": partial(_unused, usable, proposed),
-            "effective_negatives": partial(_effective, usable, squares),
+            "effective_negatives": partial(effective_number, usable, squares),
         }
         return sample, score, failed, metrics
 
@@ -335,7 +337,3 @@ def _share(part: Tensor, *whole: Tensor) -> Tensor:
 
 def _unused(usable: Tensor, proposed: Tensor) -> Tensor:
     return ((usable == 0) & (proposed > 0)).to(usable.dtype).mean()
-
-
-def _effective(usable: Tensor, squares: Tensor) -> Tensor:
-    return (usable.square() / squares).nanmean()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from compopt import checks
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import Hyper, SampleGroups
+from compopt.kernel.pairs import effective_number
 from compopt.kernel.sigmoid import SigmoidPairs
 from compopt.pairs import NO_POLICY, PairPolicy
 from compopt.stores.layout import Column
@@ -38,6 +40,8 @@ class SigmoidNormalizer(Normalizer):
 
     State: the parameter ``bias``, 0-d, with ``learn=True``. Communicates one all-gather of 3 floats per sample and
     direction; with several ranks each gets the whole gradient of a learned bias.
+
+    Metrics: ``effective_negatives``, of the weights ``w_ij`` of this rank's anchors.
 
     Cost: similarities are computed once by the kernel, once per direction for the sums and twice for the gradients, in
     blocks of ``chunk_size`` rows, or 1,024.
@@ -105,7 +109,8 @@ class SigmoidNormalizer(Normalizer):
         gather = lambda values: self._ranks.gather([values], batch.sizes)[0]  # noqa: E731
         weights = SigmoidPairs(call.pairs, batch.features, batch.own, call.tau, bias, call.chunk_size, gather)
         learned = [] if self.bias is None else [(self.bias, weights.slope)]
-        return Estimate(weights.alpha, weights=weights, learned=learned)
+        effective = partial(effective_number, weights.total, weights.squares)
+        return Estimate(weights.alpha, weights=weights, learned=learned, metrics={"effective_negatives": effective})
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper

@@ -57,6 +57,7 @@ class Prefetcher:
         """Begin to read rows ``(b, R)``, given on the CPU, for a later call on ``device``."""
         if self._table.sharded and self._thread is None:  # the group is formed at the first use, on all ranks alike
             with doing(PREFETCH):
+                self._ranks.barrier()  # ranks that have nothing to prefetch, with another offload=, come with a call
                 self._group = self._ranks.new_host_group()
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="compopt-prefetch")
         if self._table.sharded and self._group is None:

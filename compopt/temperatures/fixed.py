@@ -74,6 +74,10 @@ class FixedTemperature(Temperature):
         """Learned ``log(1/tau)``, 0-d; ``None`` if nothing is learned."""
         return None if self.learnable is None else cast(torch.nn.Parameter, self.learnable.log_inverse)
 
+    @property
+    def wants_gradient(self) -> bool:
+        return super().wants_gradient or (self.tensor is not None and self.tensor.requires_grad)
+
     def described(self) -> dict[str, Any]:
         if self.log_inverse is not None:
             return {"tau": f"{max(math.exp(-self.log_inverse.item()), LEARNED_TAU_MIN):.6g} (learned)"}

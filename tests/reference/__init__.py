@@ -12,7 +12,7 @@ from tests.reference.mcmc import DatasetMCMCReference, MCMCReference
 from tests.reference.memory import MemoryReference
 from tests.reference.momentum import MomentumReference
 from tests.reference.neural import NeuralReference, ResidualReference, equation_12
-from tests.reference.normalizers import BatchReference, MovingAverageReference
+from tests.reference.normalizers import BatchReference, MovingAverageReference, SigmoidReference
 from tests.reference.policy import PolicyReference
 from tests.reference.sogclr import LiteralSogCLR
 from tests.reference.temperatures import (
@@ -42,6 +42,7 @@ __all__ = [
     "PolicyReference",
     "Reference",
     "ResidualReference",
+    "SigmoidReference",
     "dense_global_gradient",
     "dense_global_loss",
     "dense_log_normalizers",

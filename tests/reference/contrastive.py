@@ -88,7 +88,8 @@ class Reference:
             if sampled is not None:
                 batch_weights = w
                 w, beyond = sampled[number]
-                surrogate = surrogate - scale * a.positive * (1 - sum(w))
+                pull = self.normalizer.pull(a, tau) if hasattr(self.normalizer, "pull") else 1
+                surrogate = surrogate - scale * a.positive * (pull - sum(w))
                 for share, sample in beyond:
                     surrogate = surrogate + scale * share * self.encoded_similarity(a, sample)
             elif self.outer_positive:
@@ -103,6 +104,7 @@ class Reference:
                 linear.append(self.normalizer.outside_wh(number))
             if sampled is not None:
                 linear += [share * (self.encoded_score(a, sample) - a.positive.item()) for share, sample in beyond]
+                linear += [(sum(w) - pull) * a.positive.item()] if hasattr(self.normalizer, "pull") else []
             gradients[(a.direction, a.position)] = self.temperature_gradient(a, w, sum(linear), tau, alpha, rho)
             self.weights.append(w)
         if hasattr(self.normalizer, "surrogate"):

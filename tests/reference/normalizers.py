@@ -24,6 +24,42 @@ class BatchReference:
         return result, []
 
 
+def softplus(x):
+    """log(1 + exp x)."""
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+class SigmoidReference:
+    """A binary classification per pair: alpha is the loss of an anchor's pairs, no weight depends on another pair."""
+
+    has_rows = False
+
+    def __init__(self, bias):
+        self.bias = bias
+
+    def logit(self, similarity, tau):
+        """Of one pair."""
+        return similarity.item() / tau + self.bias
+
+    def alphas(self, ref, anchors, taus, rows):
+        """Return alpha per anchor and no proposals."""
+        self.taus = taus
+        result = []
+        for a, tau in zip(anchors, taus, strict=True):
+            others = [softplus(self.logit(s, tau)) for s in a.negatives]
+            result.append(softplus(-self.logit(a.positive, tau)) + sum(others))
+        return result, []
+
+    def weights(self, ref, anchors):
+        """Of the negatives, none of which is outside the batch; softplus' derivative."""
+        pairs = zip(anchors, self.taus, strict=True)
+        return [([1 / (1 + math.exp(-self.logit(s, tau))) for s in a.negatives], []) for a, tau in pairs]
+
+    def pull(self, a, tau):
+        """Weight of the positive."""
+        return 1 / (1 + math.exp(self.logit(a.positive, tau)))
+
+
 class MovingAverageReference:
     """u <- (1 - gamma) u + gamma (eps + g); alpha uses the updated u."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ class PolicyReference:
     guided: bool = False
     spare_extra: bool = False
     hardness: object = None
+    mises_fisher: float | None = None
     also: tuple = ()
     within: bool = False
 
@@ -64,3 +66,13 @@ class PolicyReference:
                 beta = self.strength(outside, who[-1] % batch == a.position)
                 kept.append((s, who, 0.0 if who[0] == "also" else beta * s.item()))
             a.negatives, a.who, a.log_weights = ([entry[k] for entry in kept] for k in range(3))
+        if self.mises_fisher is not None:
+            self.weigh_positives(anchors)
+
+    def weigh_positives(self, anchors):
+        """Pull the positive with weight v = 2 - exp(s_ii / sigma) / mean: s_ij - v s_ii stands for h_ij."""
+        terms = {(a.direction, a.position): math.exp(a.positive.item() / self.mises_fisher) for a in anchors}
+        for a in anchors:
+            column = [term for (direction, _), term in terms.items() if direction == a.direction]
+            v = 2.0 - terms[a.direction, a.position] / (sum(column) / len(column))
+            a.negatives = [s + (1.0 - v) * a.positive for s in a.negatives]
