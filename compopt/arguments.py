@@ -21,6 +21,7 @@ from compopt.checks.inputs import (
     check_guide,
     check_prior,
     check_range,
+    check_sample_weight,
     check_tau,
     check_teacher,
     check_vector,
@@ -87,6 +88,7 @@ class Given:
         facts: what must be alike on all ranks.
         choices: for the policy of pairs, if there is one.
         graph: gradients may be wanted at all.
+        sample_weight: ``(b,)``, if given.
     """
 
     keys: dict[str, Tensor]
@@ -99,6 +101,7 @@ class Given:
     facts: dict[str, int]
     graph: bool
     choices: Choices | None
+    sample_weight: Tensor | None
 
     def wants(self, temperature: float | Tensor) -> bool:
         """Return whether a temperature gets a gradient."""
@@ -147,7 +150,10 @@ def check_call(
     pairs: PairPolicy | None,
     asked: Mapping[str, Any],
 ) -> Given:
-    """Refuse what one rank can refuse by itself, and prepare the features; ``asked``: what policies may ask for."""
+    """Refuse what one rank can refuse by itself, and prepare the features.
+
+    ``asked`` has what policies may ask for, and ``sample_weight``.
+    """
     refuse_transforms()
     engine = est._engine
     several = engine.ranks.size > 1
@@ -183,18 +189,23 @@ def check_call(
         if policy is not None:  # that of the construction too: hyper-parameters may have been edited
             check_policy(policy, est.normalizer, est.temperature, est.normalize, est.directions)
         choices = _check_choices(policy, est.normalize, asked, keys, one, views, extra)
+        weight = asked["sample_weight"]
+        if weight is not None:
+            weight = accelerator.to_device(check_sample_weight(weight, batch, working_dtype(one.dtype)), one.device)
     facts: dict[str, int] = {}
     if several:
         brought = 0 if extra is None else 1 if positions is None else 2
         facts = {"named": int(index is not None), "encode": int(encode is not None), "extra": brought, **tau_facts(tau)}
         facts |= {"views": views, "anchors": directions, **(choices.facts if choices is not None else {})}
+        facts["weighted"] = int(weight is not None)
     encoder = None if encode is None else Encoder(encode, one, est.normalize, est.mode == "unimodal")
     with full_precision(z1.device):  # autocast refuses to stack half precision of a kind that is not its own
         own = Features.of(*features, normalize=est.normalize)
         further = None if extra is None else Features.of(extra, normalize=est.normalize)
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
-    return Given(keys, own, directions, tau, further, positions, encoder, facts, torch.is_grad_enabled(), choices)
+    graph = torch.is_grad_enabled()
+    return Given(keys, own, directions, tau, further, positions, encoder, facts, graph, choices, weight)
 
 
 def check_policy(
