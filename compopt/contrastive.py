@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt import accelerator, checks
+from compopt import accelerator, checks, curation
 from compopt.arguments import Given, at_least, check_call, check_given, check_policy, full_precision
 from compopt.batch import Batch, with_mean_one
 from compopt.checks import Directions, Mode
@@ -566,6 +566,10 @@ class ContrastiveEstimator(Estimator):
         if encoder is not None and given.graph:
             found += [(z, gradient * objective.ranks) for z, gradient in encoder.gradients]
         return found
+
+    def weights(self, kind: curation.Kind = "robust", share: float | None = None) -> Tensor:
+        """Return a weight per sample, ``(n,)``, for ``sample_weight=``: see :func:`compopt.curation.weights`."""
+        return curation.weights(self, kind, share)
 
     @property
     def metrics(self) -> dict[str, Tensor]:
