@@ -11,7 +11,7 @@ The arms train DCL or the default (``compopt.recommended``), the latter beside a
 - ``during``: from the third epoch on without the pairs that the rows suspect (``ScoredSampler``): as many as the rows
   say after two epochs, but for one in 20, drawn anew.
 - ``weights`` and ``weights, early``: on all pairs, with ``est.weights("robust")`` as ``sample_weight=`` from the third
-  or the second epoch on, anew when an epoch begins; the share of wrong pairs stays as the rows say after two epochs.
+  or the second epoch on, anew four times per epoch; the share of wrong pairs stays as the rows say after two epochs.
 - ``rows, 1 epoch`` and ``rows``: trained anew without the suspects of the first run's rows after one epoch (as many as
   there are wrong ones, since one epoch is too short to count them), or after all of it (as many as the rows said after
   two epochs).
@@ -43,6 +43,7 @@ from recipes.tasks import GlyphNames
 
 PAIRS, BATCH, EPOCHS, LR = 16_384, 64, 4, 2e-3
 SHARES = (0.0, 0.1, 0.2, 0.4)
+READ_EVERY = 64  # steps after which weights are made anew
 WARM_UP = 2  # epochs on all pairs, after which the rows say how many are wrong
 NOTHING = torch.zeros(0, dtype=torch.int64)
 WEIGHED = {"weights": WARM_UP, "weights, early": 1}  # arms in one run, and the epoch from which weights are used
@@ -105,22 +106,22 @@ class Rest:
 
 
 class Weights:
-    """Robust weights of all samples from epoch ``first`` on, anew when an epoch begins."""
+    """Robust weights of the samples of a batch from epoch ``first`` on, made anew after every ``READ_EVERY`` steps."""
 
-    def __init__(self, est: compopt.ContrastiveEstimator, first: int) -> None:
-        self.est, self.first = est, first
-        self.values: Tensor | None = None
+    def __init__(self, est: compopt.ContrastiveEstimator, n: int, first: int) -> None:
+        self.est, self.values = est, torch.ones(n)
+        self.first, self.told = (epoch * (n // BATCH) for epoch in (first, WARM_UP))
         self.share: float | None = None
 
-    def update(self, number: int) -> None:
-        if number >= self.first:
+    def __call__(self, index: Tensor) -> Tensor | None:
+        if self.est.t < self.first:
+            return None
+        if self.est.t % READ_EVERY == 0:
             found = curation.scores(self.est)
-            if number <= WARM_UP:
+            if self.est.t <= self.told:
                 self.share = curation.wrong_share(found)
             self.values = curation.weights(found, "robust", self.share)
-
-    def __call__(self, index: Tensor) -> Tensor | None:
-        return None if self.values is None else self.values[index]
+        return self.values[index]
 
 
 def auroc(score: Tensor, wrong: Tensor) -> float:
@@ -180,9 +181,8 @@ def run(share: float, seed: int, arms: tuple[str, ...]) -> None:
             model = train(task, est, seed, sampler)
             facts = {"left_out": len(sampler.left_out), "wrong_left_out": int(wrong[sampler.left_out].sum())}
         elif arm in WEIGHED:
-            weights = Weights(est := default(task), WEIGHED[arm])
-            model = train(task, est, seed, Rest(task.n, NOTHING, seed, weights.update), weights)
-            assert weights.values is not None
+            weights = Weights(est := default(task), task.n, WEIGHED[arm])
+            model = train(task, est, seed, Rest(task.n, NOTHING, seed), weights)
             less = 1 - weights.values
             facts = {"left_out": float(less.sum()), "wrong_left_out": float(less[wrong].sum())}
         else:
@@ -201,7 +201,7 @@ ABOUT = (
     f"{PAIRS:,} training pairs, batch {BATCH}, {EPOCHS} epochs, AdamW with one cycle at {LR:g}; R@1 from image to name "
     f"on held-out glyphs with right names, in per cent; mean ± standard deviation of the seeds "
     f"{', '.join(map(str, SEEDS))}; the gain is over the default, by seed, and recovered is the gain as a share of "
-    "what noise costs the default. A pair with a weight is left out by what its last weight lacks to 1. Nothing was tuned."
+    "what noise costs the default. A weighted pair is left out by what its last weight lacks to 1. Nothing was tuned."
 )
 
 
