@@ -22,6 +22,7 @@ from compopt.checks.inputs import (
     check_momentum,
     check_prior,
     check_range,
+    check_sample_weight,
     check_tau,
     check_teacher,
     check_vector,
@@ -87,6 +88,7 @@ class Given:
         choices: for the policy of pairs, if there is one.
         graph: gradients may be wanted at all.
         momentum: features of a momentum copy, as the kernel takes them, ``(2, b, d)``, if there are any.
+        sample_weight: ``(b,)``, if given.
     """
 
     keys: dict[str, Tensor]
@@ -100,6 +102,7 @@ class Given:
     graph: bool
     choices: Choices | None
     momentum: Tensor | None = None
+    sample_weight: Tensor | None = None
 
     def wants(self, temperature: float | Tensor) -> bool:
         """Return whether a temperature gets a gradient."""
@@ -146,10 +149,12 @@ def check_call(
     extra_index: Tensor | None,
     anchors: int | None,
     pairs: PairPolicy | None,
-    momentum_features: Sequence[Tensor] | None,
     asked: Mapping[str, Any],
 ) -> Given:
-    """Refuse what one rank can refuse by itself, and prepare the features; ``asked``: what policies may ask for."""
+    """Refuse what one rank can refuse by itself, and prepare the features.
+
+    ``asked`` has what policies may ask for, ``momentum_features`` and ``sample_weight``.
+    """
     refuse_transforms()
     engine = est._engine
     several = engine.ranks.size > 1
@@ -186,21 +191,25 @@ def check_call(
             check_policy(policy, est.normalizer, est.temperature, est.normalize, est.directions)
             policy = None if policy == NO_POLICY else policy
         choices = _check_choices(policy, est.normalize, asked, keys, one, views, extra)
-        momentum = _check_momentum(est, momentum_features, one, views, policy)
+        momentum = _check_momentum(est, asked["momentum_features"], one, views, policy)
+        weight = asked["sample_weight"]
+        if weight is not None:
+            weight = accelerator.to_device(check_sample_weight(weight, batch, working_dtype(one.dtype)), one.device)
     facts: dict[str, int] = {}
     if several:
         brought = 0 if extra is None else 1 if positions is None else 2
         facts = {"named": int(index is not None), "encode": int(encode is not None), "extra": brought, **tau_facts(tau)}
         facts["momentum"] = int(momentum is not None)
         facts |= {"views": views, "anchors": directions, **(choices.facts if choices is not None else {})}
+        facts["weighted"] = int(weight is not None)
     encoder = None if encode is None else Encoder(encode, one, est.normalize, est.mode == "unimodal")
     with full_precision(z1.device):  # autocast refuses to stack half precision of a kind that is not its own
         own = Features.of(*features, normalize=est.normalize)
         further = None if extra is None else Features.of(extra, normalize=est.normalize)
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
-    grad = torch.is_grad_enabled()
-    return Given(keys, own, directions, tau, further, positions, encoder, facts, grad, choices, momentum)
+    graph = torch.is_grad_enabled()
+    return Given(keys, own, directions, tau, further, positions, encoder, facts, graph, choices, momentum, weight)
 
 
 def check_policy(

@@ -24,7 +24,8 @@ class Batch:
     Attributes:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(B,)`` int64, on the features' device.
         values: what the call brought, by name, ``(B, ...)`` each: the features ``z1``, ``z2`` and those of further
-            views as the kernel takes them, ``k1``, ``k2`` of a momentum copy, and ``tau`` if there is one per sample.
+            views as the kernel takes them, ``k1``, ``k2`` of a momentum copy, and ``tau`` and ``sample_weight`` if
+            there is one per sample.
         sizes: samples of every rank.
         more: further candidates of every rank.
         own: slice of this rank's samples.
@@ -38,6 +39,7 @@ class Batch:
         bad: 0-d flag on the device: an index is out of range, or the batch is a single sample.
         dtype: in which the call computes.
         depositing: the call is in training mode with gradients enabled.
+        sample_weight: of the samples as anchors, ``(B, 1)``, with mean one; ``None``: equal weights.
     """
 
     keys: dict[str, Tensor]
@@ -54,6 +56,7 @@ class Batch:
     dtype: torch.dtype
     depositing: bool
     blank: dict[str, Tensor] = field(default_factory=dict)
+    sample_weight: Tensor | None = None
 
     @cached_property
     def _new(self) -> Tensor:
@@ -94,3 +97,11 @@ class Batch:
     def nan_if_bad(self, value: Tensor) -> Tensor:
         """Make a value NaN if the device found the batch to be bad."""
         return value if self.bad is None else torch.where(self.bad, torch.nan, value)
+
+
+def with_mean_one(weight: Tensor) -> Tensor:
+    """Divide weights of samples, ``(B,)``, by their mean, and return ``(B, 1)``; NaN on a device if all are 0."""
+    total = weight.sum()
+    if weight.device.type == "cpu" and total == 0:
+        raise ValueError("sample_weight is 0 for all samples of the batch, on all ranks; leave such a batch out")
+    return (weight * (len(weight) / total))[:, None]

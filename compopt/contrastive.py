@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt import accelerator, checks
+from compopt import accelerator, checks, curation
 from compopt.arguments import Given, at_least, check_call, check_given, check_policy, full_precision
-from compopt.batch import Batch
+from compopt.batch import Batch, with_mean_one
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_tangents, refuse_transforms
 from compopt.checks.inputs import check_extra
@@ -228,6 +228,7 @@ class ContrastiveEstimator(Estimator):
         prior: Tensor | None = None,
         pairs: PairPolicy | None = None,
         momentum_features: Sequence[Tensor] | None = None,
+        sample_weight: Tensor | None = None,
     ) -> Tensor:
         """The estimated objective of a batch in nats (times ``tau``, with ``multiply_tau``), ready for ``backward()``.
 
@@ -271,6 +272,17 @@ class ContrastiveEstimator(Estimator):
             momentum_features: with a :class:`~compopt.MemoryNormalizer`: features ``(k1, k2)`` of the same samples from
                 a slowly moving copy of the encoders (:class:`~compopt.MomentumEncoder`), ``(B, d)`` each; no graph.
                 They are the candidates and the positives of the anchors, and what the memory keeps.
+            sample_weight: weights ``v_i >= 0`` of the samples as anchors, ``(B,)`` floats, no graph; see below.
+
+        *Weights of samples.* The value is ``sum_i v_i l_i / sum_i v_i`` in the place of the mean of ``l_i``, with sums
+        over the batches of all ranks; both directions (or views) of a sample have its weight. Equal weights change
+        nothing. Gradients are those of this value, of temperatures too: a :class:`~compopt.TemperatureDual` gets
+        ``G(tau_i)`` times ``v_i`` over the mean weight, before ``max_grad`` clips it. A sample of weight 0 has no
+        gradient as an anchor and remains a candidate of the others; to exclude it there too, leave it out of the batch,
+        or pass ``within=(sample_weight == 0).long()`` with ``PairPolicy(within=True)``. Rows, networks, memories and
+        :attr:`metrics` do not depend on weights. With gradient accumulation each call is divided by its own sum;
+        :func:`~compopt.gradient_cache` divides by that of the whole batch. Weights that are all 0 are refused; on a
+        device they, and negative ones, make the loss NaN.
 
         *Views.* With ``V`` views the mean is over the ``V (V - 1)`` ordered pairs of anchor and positive view, or over
         ``anchors (V - 1)`` of them. All views of a sample are positives of each other and never negatives, so that
@@ -307,6 +319,7 @@ class ContrastiveEstimator(Estimator):
             (4, 8, 16)
         """
         asked = {"guide": guide, "within": within, "teacher": teacher, "prior": prior}
+        asked |= {"momentum_features": momentum_features, "sample_weight": sample_weight}
         given = check_call(
             self,
             z1,
@@ -321,7 +334,6 @@ class ContrastiveEstimator(Estimator):
             extra_index,
             anchors,
             pairs,
-            momentum_features,
             asked,
         )
         with full_precision(z1.device):
@@ -365,6 +377,7 @@ class ContrastiveEstimator(Estimator):
         prior: Tensor | None = None,
         pairs: PairPolicy | None = None,
         momentum_features: Sequence[Tensor] | None = None,
+        sample_weight: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Loss and its gradients with respect to ``z1``, ``z2`` (or views) and ``extra``, for cached features.
 
@@ -374,7 +387,7 @@ class ContrastiveEstimator(Estimator):
 
         Args:
             z1, z2, index, index2, group, labels, extra, extra_index, anchors, guide, within, teacher, prior, pairs,
-                momentum_features: as in a call.
+                momentum_features, sample_weight: as in a call.
             encode: refused: its features would get no gradient.
             tau: as in a call, without a graph.
 
@@ -405,7 +418,7 @@ class ContrastiveEstimator(Estimator):
             leaves = [z for z in given if z is not None]
             call = partial(self, leaves[0], given[1], index, index2, group, tau=tau, labels=labels, anchors=anchors)
             call = partial(call, guide=guide, within=within, teacher=teacher, prior=prior, pairs=pairs)
-            call = partial(call, momentum_features=momentum_features)
+            call = partial(call, momentum_features=momentum_features, sample_weight=sample_weight)
             loss = call(extra=given[2], extra_index=extra_index)
             loss.backward(inputs=[*leaves, *(p for p in self.parameters() if p.requires_grad)])
         return loss.detach(), *(z.grad for z in leaves if z.grad is not None)
@@ -417,12 +430,17 @@ class ContrastiveEstimator(Estimator):
         values = {f"z{number}": z for number, z in enumerate(given.own.unit, start=1)}
         if isinstance(given.tau, Tensor) and given.tau.dim():  # one per sample: those of the other ranks too
             values["tau"] = given.tau.detach().to(given.own.unit.device)
+        if given.sample_weight is not None:
+            values["sample_weight"] = given.sample_weight
         if given.choices is not None:
             values |= given.choices.values
         if given.momentum is not None:
             values |= zip(("k1", "k2"), given.momentum, strict=True)
         more = 0 if given.extra is None else given.extra.unit.shape[1]
-        return self._read(given.keys, values, given.facts, least=2, more=more)
+        batch = self._read(given.keys, values, given.facts, least=2, more=more)
+        if given.sample_weight is not None:
+            batch.sample_weight = with_mean_one(batch.values["sample_weight"])
+        return batch
 
     def _temperature(self, batch: Batch, tau: Tensor | float | None, hyper: Hyper) -> float | Tensor:
         """Return a number, or a tensor of 1 or 2 columns that may carry a graph."""
@@ -576,6 +594,10 @@ class ContrastiveEstimator(Estimator):
         if encoder is not None and given.graph:
             found += [(z, gradient * objective.ranks) for z, gradient in encoder.gradients]
         return found
+
+    def weights(self, kind: curation.Kind = "robust", share: float | None = None) -> Tensor:
+        """Return a weight per sample, ``(n,)``, for ``sample_weight=``: see :func:`compopt.curation.weights`."""
+        return curation.weights(self, kind, share)
 
     @property
     def metrics(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-r"""Scores of samples from the rows that training keeps: find wrong pairs and estimate how many there are.
+r"""Scores of samples from the rows that training keeps: find wrong pairs, estimate how many there are, weigh them.
 
 A row of ``reference="positive"`` or of a :class:`~compopt.ScoreKeeper` holds a running mean of
 
@@ -9,16 +9,17 @@ than its own partner does: pairs with a wrong caption, above all. The same quant
 model, is the s-CLIPLoss by which Wang et al. (2024) filter data sets.
 
 Logarithms are in nats. The functions read committed rows: with ``shard=True`` they are collective, otherwise they
-communicate nothing. None of them changes a gradient.
+communicate nothing. None of them changes a gradient: :func:`weights` returns what a call takes as ``sample_weight=``.
 """
 
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from compopt.batch import COUNT
 from compopt.estimator.base import Estimator
 
 READ_ROWS = 1 << 20  # rows that are read at a time
+Kind = Literal["robust"]
 CHANCE = 0.5  # mean rank of a positive that has nothing to do with its anchor
 
 
@@ -199,13 +201,97 @@ def suspects(est: Estimator | Scores, share: float | None = None) -> Tensor:
         [1, 3]
     """
     found = est if isinstance(est, Scores) else scores(est)
-    if share is None:
-        share = wrong_share(found)
-    elif not 0 <= checks.number("share", share) <= 1:
-        raise ValueError(f"share must be in [0, 1], got {share!r}")
-    count = round(share * int((found.visits > 0).sum()))
+    count = round(_share(found, share) * int((found.visits > 0).sum()))
     order = torch.argsort(torch.where(found.visits > 0, found.score, torch.inf), stable=True)
     return order[:count]
+
+
+def _share(found: Scores, share: float | None) -> float:
+    """Return the share of wrong pairs, estimated unless it is given."""
+    if share is None:
+        return wrong_share(found)
+    if not 0 <= checks.number("share", share) <= 1:
+        raise ValueError(f"share must be in [0, 1], got {share!r}")
+    return share
+
+
+def weights(est: Estimator | Scores, kind: Kind = "robust", share: float | None = None) -> Tensor:
+    r"""Return a weight per sample for ``sample_weight=``: the probability that the pair is right.
+
+    The running similarities :math:`x_i` of the positives are taken to be a mixture of two normal distributions, of the
+    wrong pairs, with a share :math:`q`, and of the right ones:
+
+    .. math::
+        v_i = \frac{(1 - q)\, \mathcal N(x_i; m_1, \sigma_1^2)}
+                   {q\, \mathcal N(x_i; m_0, \sigma_0^2) + (1 - q)\, \mathcal N(x_i; m_1, \sigma_1^2)}
+
+    with :math:`q` of :func:`wrong_share` and :math:`x_i` clamped to :math:`[m_0, m_1]`, outside of which the wider
+    distribution would win on both sides; weights thus never decrease with similarity. Nothing is fitted iteratively:
+    the samples with a rank above 1/2 are the lower half of the wrong pairs, as in :func:`wrong_share`, so that with
+    their mean :math:`m` and variance :math:`s^2`, which are those of half a normal distribution,
+
+    .. math::
+        \sigma_0^2 = \frac{s^2}{1 - 2 / \pi}, \qquad m_0 = m + \sigma_0 \sqrt{2 / \pi},
+
+    and :math:`m_1` and :math:`\sigma_1^2 \ge \sigma_0^2` are what is then missing in the mean and the variance of all
+    samples. The warning of :func:`wrong_share` holds: ask after the first epochs, or keep the share of then.
+
+    Args:
+        est: with ``scores=ScoreKeeper(n)``, or what :func:`scores` returned for it.
+        kind: ``"robust"``, as above.
+        share: of wrong pairs, in [0, 1); ``None``: :func:`wrong_share`.
+
+    Returns:
+        ``(n,)`` float32 in [0, 1] on the CPU; 1 for samples that were never visited, and for all where no pair looks
+        wrong.
+
+    Raises:
+        ValueError: ranks or similarities are not kept; ``share`` outside [0, 1), or estimated to be 1 (before the model
+            has learned anything, for example); whatever :func:`scores` raises.
+
+    Communicates: as :func:`scores`. Reads all rows: call it once per epoch, not per batch.
+
+    References:
+        Efron et al., Empirical Bayes analysis of a microarray experiment, JASA 2001 (two groups); Li et al., DivideMix,
+        ICLR 2020, and for pairs Huang et al., Learning with noisy correspondence for cross-modal matching, NeurIPS 2021
+        (the probability under a mixture as a weight; theirs is of losses and fitted, and splits clean data in two).
+
+    Example:
+        >>> import torch, compopt
+        >>> right, wrong = torch.linspace(0.4, 0.8, 80), torch.linspace(-0.2, 0.2, 20)
+        >>> rank = torch.cat([torch.zeros(80), torch.linspace(1, 0, 20)])
+        >>> x = torch.cat([right, wrong])
+        >>> found = compopt.curation.Scores(x, torch.ones(100, dtype=torch.int64), similarity=x, rank=rank)
+        >>> v = compopt.curation.weights(found, "robust")
+        >>> float(v[:80].mean()) > 0.9, float(v[80:].mean()) < 0.1
+        (True, True)
+    """
+    checks.one_of("kind", kind, get_args(Kind))
+    found = est if isinstance(est, Scores) else scores(est)
+    if found.similarity is None or found.rank is None:
+        raise ValueError("weights are made of similarities and ranks: keep them with scores=compopt.ScoreKeeper(n)")
+    share = _share(found, share)
+    if share == 1:
+        raise ValueError(
+            "the share of wrong pairs is 1, which leaves no pair a weight: ask later in training, or give share="
+        )
+    seen, result = found.visits > 0, torch.ones(len(found.score))
+    x, above = found.similarity[seen].double(), found.rank[seen] > CHANCE
+    if share and above.sum() > 1:
+        result[seen] = _right(x, x[above], share).float()
+    return result
+
+
+def _right(x: Tensor, lower_half: Tensor, share: float) -> Tensor:
+    """Return the probabilities of right pairs from similarities, ``(m,)``, and those of half of the wrong pairs."""
+    var0 = (lower_half.var(correction=0) / (1 - 2 / math.pi)).clamp(min=1e-12)
+    m0 = lower_half.mean() + (2 / math.pi * var0).sqrt()
+    m1 = (x.mean() - share * m0) / (1 - share)
+    # E x^2 about m1: that of all less the part of the wrong ones
+    var1 = ((x - m1).square().mean() - share * (var0 + (m0 - m1).square())) / (1 - share)
+    x, var1 = x.clamp(m0, m1), var1.clamp(min=var0)
+    logs = [-0.5 * (var.log() + (x - mean).square() / var) for mean, var in ((m0, var0), (m1, var1))]
+    return torch.sigmoid(math.log1p(-share) - math.log(share) + logs[1] - logs[0])
 
 
 def export(found: Scores, path: str | Path, keys: Sequence[str] | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from compopt.functional import Scalar
 from compopt.kernel.features import Features
 from compopt.kernel.pairs import PairStatistics, Sums
 
+V = TypeVar("V", bound=Scalar)
+
 
 @dataclass
 class Objective:
-    r"""``mean of tau_i (alpha_i + rho_i)`` over samples and directions, or the mean of ``alpha_i``.
+    r"""``mean of tau_i (alpha_i + rho_i)`` over samples and directions, or the mean of ``alpha_i``; perhaps weighted.
 
     Gradients of what every rank has a part of are multiplied by the number of ranks, for wrappers that average them;
     those of what is the same on all ranks survive an average as they are.
@@ -63,12 +66,17 @@ class Objective:
 
     def value(self) -> Tensor:
         """The objective, 0-d."""
-        return self.pairs.real(self.tau * self._level if self.multiply_tau else self.alpha).mean()
+        return self._of_sample(self.pairs.real(self.tau * self._level if self.multiply_tau else self.alpha)).mean()
+
+    def _of_sample(self, value: V) -> V | Tensor:
+        """Multiply what is per anchor by the weights of the samples."""
+        weight = self.batch.sample_weight
+        return value if weight is None else value * weight
 
     # -- gradients of temperatures -----------------------------------------------------------------------------
 
     def tau_gradients(self) -> Tensor:
-        """``G(tau_i)`` of every anchor, ``(B, A)``; needs pairs with moments.
+        """``G(tau_i)`` of every anchor, times the weight of its sample, ``(B, A)``; needs pairs with moments.
 
         ``estimate.target``: where the objective is NeuCLIP's ``exp(-alpha)(eps + g) + alpha - 1`` and ``alpha`` no
         exact minimiser of it, its derivative has ``exp(-alpha)(eps + ghat) - 1`` on top.
@@ -84,7 +92,7 @@ class Objective:
             sum_wh = sum_wh - (estimate.positive_weight - self._sum_weights) * pairs.positive
         if estimate.target is not None and self.multiply_tau:
             level = level + (estimate.target - estimate.alpha).expm1_()
-        return pairs.real(F.temperature_gradient(level, 0.0, sum_wh, self.tau, self.multiply_tau))
+        return self._of_sample(pairs.real(F.temperature_gradient(level, 0.0, sum_wh, self.tau, self.multiply_tau)))
 
     def temperature_gradient(self, tau: Tensor) -> tuple[Tensor, Tensor]:
         """A temperature with a graph, and its gradient: the mean of ``G``, summed to its shape.
@@ -132,15 +140,15 @@ class Objective:
         like = self.pairs.positive
         slope = (self.tau if self.multiply_tau else 1.0) / like.numel()
         slope = slope.to(like.dtype) if isinstance(slope, Tensor) else like.new_full((), slope)
-        return self.pairs.real(slope.expand_as(like))
+        return self._of_sample(self.pairs.real(slope.expand_as(like)))
 
     def _weighted(self) -> tuple[Tensor, Tensor | None]:
-        """``sum_i (tau_i w_ij / A B) grad h_ij`` of this rank's features, and of its further candidates."""
+        """``sum_i (tau_i w_ij / A B) grad h_ij``, weighted, of this rank's features, and of its further candidates."""
         alpha, dtype = self._weight_alpha, self.pairs.positive.dtype
         alpha = alpha if alpha.dtype == dtype else alpha.to(dtype)
         share = 1.0 / alpha.numel()
         # w has the factor 1 / tau, which the one of the objective cancels
-        coefficient = share if self.multiply_tau else share / self.tau
+        coefficient = self._of_sample(share if self.multiply_tau else share / self.tau)
         if isinstance(coefficient, Tensor):
             coefficient = coefficient.to(dtype)
         if self.estimate.weights is not None:

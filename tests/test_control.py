@@ -128,8 +128,8 @@ def test_a_rank_s_own_mistake_comes_first(tmp_path):
 def openings(group):
     """Collectives of a call once the batch is known, and of one with a larger batch."""
     est, counts = build(group), []
-    est._engine.ranks._control.length = 32  # as in a new process: others have used this group
-    for own in (4, 4, 8, 8, 4):
+    est._engine.ranks._control.length = 64  # as in a new process: others have used this group
+    for own in (4, 4, 16, 16, 4):
         with mock.patch.object(collectives, "tell", wraps=collectives.tell) as told:
             call(est, own, own)
         counts.append(told.call_count)
@@ -138,7 +138,7 @@ def openings(group):
 
 def test_a_call_has_one_control_message():
     for counts in the_pool().run(openings, 2):
-        assert counts == [1, 1, 2, 1, 1]  # eight samples are more than a first message has room for
+        assert counts == [1, 1, 2, 1, 1]  # 16 samples are more than a first message has room for
 
 
 # -- threads ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 
 import compopt
 from compopt import curation
-from tests.helpers import batches, near, run, snapshot
+from tests.helpers import batches, features, near, run, snapshot
 from tests.pool import the_pool
 
 N, D, RATE = 13, 4, 0.3
@@ -165,6 +165,57 @@ def test_the_share_of_wrong_pairs_is_estimated_from_ranks(share):
     wrong = torch.rand(20_000, generator=g) < share
     rank = torch.where(wrong, torch.rand(20_000, generator=g), 0.2 * torch.rand(20_000, generator=g))
     assert curation.wrong_share(made(-rank, rank)) == pytest.approx(share, abs=0.02)
+
+
+def two_groups(share, n=40_000, seed=1):
+    """Similarities of right and wrong pairs, normal with different variances, and a rank that follows the latter."""
+    g = torch.Generator().manual_seed(seed)
+    wrong = torch.rand(n, generator=g) < share
+    x = torch.randn(n, generator=g, dtype=torch.float64)
+    rank = torch.where(wrong, 1 - torch.special.ndtr(x), 0.3 * torch.rand(n, generator=g, dtype=torch.float64))
+    x = torch.where(wrong, 0.1 * x + 0.05, 0.2 * x + 0.5)
+    return curation.Scores(x, torch.ones(n, dtype=torch.int64), similarity=x, rank=rank), wrong, x
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
+def test_robust_weights_are_the_probabilities_of_right_pairs(share):
+    found, wrong, x = two_groups(share)
+    v = curation.weights(found, "robust")
+    normal = torch.distributions.Normal
+    right = (1 - share) * normal(0.5, 0.2).log_prob(x).exp()
+    want = right / (right + share * normal(0.05, 0.1).log_prob(x).exp())
+    between = (x > 0.05) & (x < 0.5)
+    near(v[between], want[between], 0.05, atol=0.06)
+    for low, high in ((0.3, 0.6), (0.6, 0.8), (0.8, 0.95)):  # and what they say is so
+        some = between & (v > low) & (v < high)
+        assert float(v[some].mean()) == pytest.approx(float((~wrong[some]).double().mean()), abs=0.05)
+    assert (v[x.argsort()].diff() >= 0).all() and v.dtype == torch.float32
+
+
+def test_robust_weights_of_clean_pairs_and_of_what_was_not_visited():
+    assert (curation.weights(two_groups(0.0)[0]) == 1).all()
+    found, _, _ = two_groups(0.2, n=1000)
+    found.visits[:10] = 0
+    given = curation.weights(found, share=0.1)
+    assert (given[:10] == 1).all() and curation.weights(found).mean() + 0.05 < given.mean() < 0.95
+    assert (curation.weights(found, share=0.0) == 1).all()
+    for bad, message in ({"share": 1.0}, "leaves no pair"), ({"share": 1.5}, "share must be"), ({"kind": "x"}, "kind"):
+        with pytest.raises(ValueError, match=message):
+            curation.weights(found, **bad)
+    with pytest.raises(ValueError, match="similarities and ranks"):
+        curation.weights(made([0.0, 1.0]))
+
+
+def test_robust_weights_serve_a_call():
+    est = trained()
+    v = est.weights("robust")
+    assert torch.equal(v, curation.weights(curation.scores(est)))
+    assert v[:10].max() < 0.5 < v[10:].min()
+    index = torch.arange(8, 16)
+    z = features(8, 16, seed=1)
+    loss, g1, _ = run(est, *z, index, sample_weight=v[index])
+    plain = run(est, *z, index)
+    assert g1[0].norm() < plain[1][0].norm() and loss != plain[0]
 
 
 def test_rows_separate_shuffled_pairs():

@@ -175,14 +175,32 @@ def test_samples_that_cannot_be_read_make_a_batch_shorter():
 def test_a_batch_without_a_sample_is_replaced():
     lost = {3, 4}
     batches = batches_of(lost=lost, shuffle=1)
-    with pytest.warns(UserWarning, match="nothing of a batch of 3 could be read or decoded .*2 such batches by now"):
+    with pytest.warns(
+        UserWarning, match="nothing of a batch of 3 could be read, kept or decoded .*2 such batches by now"
+    ):
         given = read(batches)
     assert len(given) == TOTAL // 3 and all(given)
     batches.advance(9)
     assert len(list(batches)) == TOTAL // 3 - 9
     lost.update(range(10))
-    with pytest.raises(RuntimeError, match="nothing could be read or decoded of the share of worker 0"):
+    with pytest.raises(RuntimeError, match="nothing could be read, kept or decoded of the share of worker 0"):
         list(batches)
+
+
+def test_samples_that_are_not_kept_make_a_batch_shorter_and_move_nothing():
+    whole = read(batches_of())
+    out = {row for batch in whole for row in batch if row % 3 == 1}
+    batches = batches_of(keep=lambda sample: sample["index"] not in out)
+    assert read(batches) == [[row for row in batch if row not in out] for batch in whole]
+    batches.set_epoch(1)
+    batches.keep = lambda sample: not sample["__key__"].endswith("0")
+    batches.advance(2)
+    following = batches_of()
+    following.set_epoch(1)
+    first = {0, *(sum(SIZES[: k + 1]) for k in range(len(SIZES)))}  # their keys end with 0, as that of the 11th
+    given = read(batches)
+    assert not first & {row for batch in given for row in batch}
+    assert all(set(few) <= set(batch) for few, batch in zip(given, read(following)[2:], strict=True))
 
 
 def rows_unless(bad):

@@ -224,20 +224,37 @@ def check_teacher(teacher: Any, batch: int, classes: bool, views: int = 2) -> li
 
 def check_prior(prior: Any, batch: int, dtype: torch.dtype) -> Tensor:
     """Return priors of the samples, ``(B,)``, in a dtype; those on a device that are no shares become NaN."""
-    if not isinstance(prior, Tensor) or prior.dtype not in _FLOATS:
-        kind = getattr(prior, "dtype", type(prior).__name__)
-        raise TypeError(f"prior must be a floating-point tensor (B,), got {kind}")
-    _check_dense("prior", prior)
-    if prior.shape != (batch,):
-        raise ValueError(f"prior must have shape ({batch},), one for each sample, got {tuple(prior.shape)}")
-    prior = prior.detach().to(dtype)  # where a share just below 1 may be 1
-    valid = (prior > 0) & (prior < 1)
-    if prior.device.type != "cpu":
-        return prior.where(valid, torch.nan)
-    wrong = prior[~valid]
+    prior = _check_per_sample("prior", prior, batch, dtype)  # where a share just below 1 may be 1
+    return _valid(prior, (prior > 0) & (prior < 1), "prior must be in (0, 1), got {}; it is a share of the negatives")
+
+
+def check_sample_weight(weight: Any, batch: int, dtype: torch.dtype) -> Tensor:
+    """Return weights of the samples, ``(B,)``, in a dtype; those on a device that are no weights become NaN."""
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        raise ValueError("sample_weight requires a gradient, which it does not get; pass sample_weight.detach()")
+    weight = _check_per_sample("sample_weight", weight, batch, dtype)
+    return _valid(weight, (weight >= 0) & weight.isfinite(), "sample_weight must be finite and >= 0, got {}")
+
+
+def _check_per_sample(name: str, value: Any, batch: int, dtype: torch.dtype) -> Tensor:
+    """Return one floating-point number for each sample, ``(B,)``, detached and in a dtype."""
+    if not isinstance(value, Tensor) or value.dtype not in _FLOATS:
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(f"{name} must be a floating-point tensor (B,), got {kind}")
+    _check_dense(name, value)
+    if value.shape != (batch,):
+        raise ValueError(f"{name} must have shape ({batch},), one for each sample, got {tuple(value.shape)}")
+    return value.detach().to(dtype)
+
+
+def _valid(value: Tensor, valid: Tensor, message: str) -> Tensor:
+    """Refuse what is not valid on the CPU; on a device make it NaN."""
+    if value.device.type != "cpu":
+        return value.where(valid, torch.nan)
+    wrong = value[~valid]
     if len(wrong):
-        raise ValueError(f"prior must be in (0, 1), got {wrong[0].item():.6g}; it is a share of the negatives")
-    return prior
+        raise ValueError(message.format(f"{wrong[0].item():.6g}"))
+    return value
 
 
 def _check_dense(name: str, z: Tensor) -> None:

@@ -126,6 +126,9 @@ class ShardBatches(IterableDataset[Any]):
         replacement: draw the shards of an epoch with replacement, those that ``repeats`` names several times more
             often; an epoch still has ``n`` samples. A shard may then come several times or not at all, and a sample
             twice in a batch, with the same row.
+        keep: function from a sample (``sample["index"]``, ``sample["__key__"]``) to False if it is to be left out,
+            like one that could not be read: batches get shorter, and no position changes. Between epochs it may be
+            changed, see the attribute; the position does not contain it, so that a resumed run needs the same.
         decode: function from a list of samples to a batch, or to ``None`` if nothing can be made of them. A function
             that never returns ``None`` may as well be the loader's ``collate_fn``.
         rank, ranks: this process and their number; by default those of ``torch.distributed``.
@@ -133,6 +136,7 @@ class ShardBatches(IterableDataset[Any]):
     Attributes:
         n: samples of an epoch: of all shards, each as often as ``repeats`` says.
         epoch: see :meth:`set_epoch`.
+        keep: as given; a new one takes effect with the next iteration of the loader.
         done: batches of this epoch that this rank has trained on, see :meth:`advance`.
 
     State: seed, epoch and numbers of batches; see :meth:`state_dict`. A worker holds up to ``shuffle`` samples.
@@ -177,6 +181,7 @@ class ShardBatches(IterableDataset[Any]):
         seed: int = 0,
         repeats: Sequence[int] | None = None,
         replacement: bool = False,
+        keep: Callable[[Sample], bool] | None = None,
         decode: Callable[[list[Sample]], Any] | None = None,
         rank: int | None = None,
         ranks: int | None = None,
@@ -184,7 +189,7 @@ class ShardBatches(IterableDataset[Any]):
         self.shards = shard_list(shards)
         if not self.shards:
             raise FileNotFoundError(f"no shards at {shards}")
-        self.read, self.decode, self.seed = read, decode, checks.whole("seed", seed)
+        self.read, self.keep, self.decode, self.seed = read, keep, decode, checks.whole("seed", seed)
         listed = [(name, count) for name, _, count in map(sizes.entry, self.shards)]
         if len(dict(listed)) != len(listed):
             raise ValueError("a shard occurs twice among shards; each is read once per epoch")
@@ -313,8 +318,9 @@ class ShardBatches(IterableDataset[Any]):
                 self._empty += 1
                 if not self._empty & (self._empty - 1):  # warn of the 1st, 2nd, 4th, 8th, ...
                     warnings.warn(
-                        f"nothing of a batch of {self.layout.batch_size} could be read or decoded (rank {self.rank}, "
-                        f"epoch {self.epoch}; {self._empty} such batches by now); another batch is given twice",
+                        f"nothing of a batch of {self.layout.batch_size} could be read, kept or decoded (rank "
+                        f"{self.rank}, epoch {self.epoch}; {self._empty} such batches by now); another batch is given "
+                        f"twice",
                         stacklevel=2,
                     )
                 if not waiting and last is None:
@@ -325,7 +331,7 @@ class ShardBatches(IterableDataset[Any]):
                 waiting -= 1
         if waiting:
             raise RuntimeError(
-                f"nothing could be read or decoded of the share of worker {worker} (rank {self.rank}, epoch "
+                f"nothing could be read, kept or decoded of the share of worker {worker} (rank {self.rank}, epoch "
                 f"{self.epoch}); the reader's warnings name the damaged shards"
             )
 
@@ -338,7 +344,7 @@ class ShardBatches(IterableDataset[Any]):
         samples = self._read(self._spans.cut(first, start + size).tolist())
         shuffled = islice(self._shuffled(samples, self.rank * layout.workers + worker, block), given, None)
         while places := list(islice(shuffled, layout.batch_size)):
-            batch = [sample for sample in places if sample is not None]
+            batch = [sample for sample in places if sample is not None and (self.keep is None or self.keep(sample))]
             yield (self.decode(batch) if self.decode else batch) if batch else None
 
     def _before(self, worker: int, turn: int) -> Any:

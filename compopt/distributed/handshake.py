@@ -30,6 +30,7 @@ FACTS = {
     "anchors": "the number of views that are anchors",
     "extra": "extra= (0: none, 1: given, 2: with extra_index=)",
     "momentum": "momentum_features= (0: none, 1: given)",
+    "weighted": "sample_weight= (0: none, 1: given)",
     "policy": "pairs= of the call, or the dimensions of guide= or teacher= (fingerprints; 0: no policy)",
 }
 # Layout of a message: the operation, these five, the facts, and as much room for each of the keys.

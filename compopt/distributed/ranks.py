@@ -30,7 +30,7 @@ class Control:
     """
 
     host: ProcessGroup | None = None
-    length: int = 32  # until a call needs more
+    length: int = 64  # until a call needs more
     doing: Doing = Doing()
 
 

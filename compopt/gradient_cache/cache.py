@@ -47,6 +47,7 @@ def gradient_cache(
     prior: Tensor | None = None,
     pairs: PairPolicy | None = None,
     momentum_features: Sequence[Tensor] | None = None,
+    sample_weight: Tensor | None = None,
 ) -> Tensor:
     r"""Compute the gradients of ``est(*model(batch), index)`` in micro-batches; every sample is a negative of all.
 
@@ -82,8 +83,8 @@ def gradient_cache(
             and lists, of texts for example, have one entry per sample, at any depth of tuples and mappings; the rest
             (numbers, strings, 0-d tensors, ``None``) goes to every micro-batch.
         index, index2, group, tau, labels, extra, extra_index, anchors, guide, within, teacher, prior, pairs,
-            momentum_features: as in a call of ``est``, of the whole batch. A ``tau`` or ``extra`` that requires a
-            gradient gets it, with the last micro-batch.
+            momentum_features, sample_weight: as in a call of ``est``, of the whole batch. A ``tau`` or ``extra`` that
+            requires a gradient gets it, with the last micro-batch.
         micro_batch_size: samples per micro-batch. Or a function that returns the sizes of all micro-batches for given
             inputs, ``(inputs) -> [8, 8, 3]``: a budget of tokens. Or a :class:`FittingSize`, which is halved until a
             micro-batch fits in memory. For towers also one of these for each.
@@ -143,7 +144,8 @@ def gradient_cache(
     z1, z2 = features[0], features[1] if features[1:] else None
     call = functools.partial(est, z1, z2, index, index2, group, tau=tau, labels=labels, anchors=anchors)
     call = functools.partial(call, guide=guide, within=within, teacher=teacher, prior=prior, pairs=pairs)
-    loss: Tensor = call(extra=extra, extra_index=extra_index, momentum_features=momentum_features)
+    call = functools.partial(call, momentum_features=momentum_features, sample_weight=sample_weight)
+    loss: Tensor = call(extra=extra, extra_index=extra_index)
     if torch.is_grad_enabled():
         others = [x for x in (tau, extra, *est.parameters()) if isinstance(x, Tensor)]
         with kept(statistics):

@@ -71,12 +71,12 @@ class MemoryReference:
         """sum w h over the slots."""
         return sum(w * t.item() for w, t in zip(*self.outside[number][1:], strict=True))
 
-    def surrogate(self, ref, found, taus, scale):
+    def surrogate(self, ref, found, taus, slopes):
         """The slots push the anchor; its own positive pulls it with the same weight, and is not moved."""
         total = 0.0
-        for tau, (_, weights, terms) in zip(taus, self.outside, strict=True):
+        for tau, slope, (_, weights, terms) in zip(taus, slopes, self.outside, strict=True):
             for weight, term in zip(weights, terms, strict=True):
-                total = total + scale(tau) / tau * weight * term
+                total = total + slope / tau * weight * term
         return total
 
     def step(self):

@@ -170,21 +170,21 @@ class NeuralReference:
         predicted = self.alpha(net, net["weights"], e, anchor.positive.item(), t)
         return slope * (1.0 - math.exp(-alpha) * (self.eps + ghat)) * predicted
 
-    def surrogate(self, ref, anchors, taus, slope):
+    def surrogate(self, ref, anchors, taus, slopes):
         """Term that reaches features through alpha: sum of slope (exp(-alpha)(eps + ghat) + alpha), ghat constant."""
-        return self.through(ref, self.used, anchors, taus, slope) if self.through_alpha else 0.0
+        return self.through(ref, self.used, anchors, taus, slopes) if self.through_alpha else 0.0
 
-    def through(self, ref, nets, anchors, taus, slope, value_of=None):
+    def through(self, ref, nets, anchors, taus, slopes, value_of=None):
         """The same for these networks; value_of: what alpha is, where it is theirs and a constant."""
         total = 0.0
-        for a, tau in zip(anchors, taus, strict=True):
+        for a, tau, slope in zip(anchors, taus, slopes, strict=True):
             net = nets[a.direction % len(nets)]
             e = unit(ref.features[a.view][a.position])
             alpha = self.alpha(net, net["weights"], e, a.positive, tau)
             if value_of is not None:
                 alpha = alpha + (value_of[(a.direction, a.position)] - alpha.detach())
             ghat = sum(a.terms(tau)) / len(a.h)
-            total = total + slope(tau) * (torch.exp(-alpha) * (self.eps + ghat) + alpha)
+            total = total + slope * (torch.exp(-alpha) * (self.eps + ghat) + alpha)
         return total
 
     def step(self):
@@ -247,11 +247,11 @@ class ResidualReference:
         """Through the network's alpha; the ratio is constant."""
         return self.network.through_tau(anchor, t, slope, alpha, self.nets)
 
-    def surrogate(self, ref, anchors, taus, slope):
+    def surrogate(self, ref, anchors, taus, slopes):
         """Through the network's alpha; the ratio is constant."""
         if not self.through_alpha:
             return 0.0
-        return self.network.through(ref, self.nets, anchors, taus, slope, self.alpha_of)
+        return self.network.through(ref, self.nets, anchors, taus, slopes, self.alpha_of)
 
     def step(self):
         """Commit."""
