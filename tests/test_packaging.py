@@ -73,6 +73,24 @@ def test_import_loads_no_optional_package():
     assert not loaded & set(optional)
 
 
+@pytest.mark.launch
+def test_training_needs_no_posix():
+    """On Windows the library imports and trains; a process that lacks ``fcntl`` and says so stands for it."""
+    code = """
+import os, sys, torch, numpy
+sys.platform, sys.modules["fcntl"] = "win32", None
+del os.pread, os.pwrite, os.register_at_fork, os.posix_fadvise
+import compopt
+est = compopt.SogCLREstimator(n=8, offload="cpu")
+est(*torch.randn(2, 4, 3, requires_grad=True), torch.arange(4)).backward()
+est.step()
+again = compopt.SogCLREstimator(n=8)
+again.load_state_dict(est.state_dict())
+print(again.t)
+"""
+    assert run_python(code).split() == ["1"]
+
+
 # names --------------------------------------------------------------------------------------------
 
 

@@ -24,8 +24,8 @@ from benchmarks.studies.search import SEEDS
 
 NAME, BATCH, POINTS = "default_curves", 16, 8
 LOSSES, SETS = ("InfoNCE", "DCL", DEFAULT), ("glyphs", "words", "faces")
-ABOUT = f"""Recall on the test half after each eighth of a run of {SAMPLES:,} samples at batch {BATCH}, in per cent: mean
-± standard deviation of the seeds {", ".join(map(str, SEEDS))}. The loops, settings and seeds are those of
+ABOUT = f"""Recall on the test half after each eighth of a run of {SAMPLES:,} samples at batch {BATCH}, in per cent.
+Mean ± standard deviation of the seeds {", ".join(map(str, SEEDS))}. The loops, settings and seeds are those of
 [default.md](default.md)."""
 
 
