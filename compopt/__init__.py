@@ -1,6 +1,6 @@
-"""compopt: stateful estimators for contrastive training, with the manners of ``torch.optim``."""
+"""compopt: contrastive losses with state, which behave like ``torch.optim`` optimizers."""
 
-from compopt import curation, data, diagnostics, functional, integrations, losses, samplers, schedules
+from compopt import curation, data, diagnostics, functional, integrations, losses, presets, samplers, schedules
 from compopt.checkpoint import load, save
 from compopt.compositional import compositional_loss
 from compopt.contrastive import ContrastiveEstimator
@@ -77,6 +77,7 @@ __all__ = [
     "load",
     "losses",
     "pairwise",
+    "presets",
     "recommended",
     "samplers",
     "save",

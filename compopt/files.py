@@ -151,12 +151,17 @@ def lock(path: Path, what: Path, remedy: str) -> Lock | None:
         The lock, which this process holds as long as something refers to it; ``None`` where there are no locks.
 
     Raises:
-        RuntimeError: another process holds the lock; the message says which, on which machine, since when.
+        RuntimeError: another process holds the lock; the message says which, on which machine, since when. Or the
+            system is Windows, where tables on disk and checkpoint directories are not available.
         OSError: the lock file cannot be written.
 
     Warns:
         UserWarning: the file system has no locks.
     """
+    if sys.platform == "win32":
+        raise RuntimeError(
+            f"{what}: Windows lacks POSIX file operations; save est.state_dict(), keep rows in memory"
+        )
     with _guard:
         held = _locks.get(path.absolute())
         return held if held is not None and held.valid else _acquire(path.absolute(), what, remedy)
@@ -176,7 +181,7 @@ def _acquire(path: Path, what: Path, remedy: str) -> Lock | None:
         os.close(descriptor)
         if refused is not None and refused.errno not in (errno.EACCES, errno.EAGAIN):
             warnings.warn(
-                f"{what}: the file system has no locks ({refused.strerror}): nobody notices two runs that write there",
+                f"{what}: the file system has no locks ({refused.strerror}), so two runs that write there go unnoticed",
                 stacklevel=4,
             )
             return None
@@ -186,8 +191,6 @@ def _acquire(path: Path, what: Path, remedy: str) -> Lock | None:
 
 
 def _flock(descriptor: int) -> OSError | None:
-    if sys.platform == "win32":
-        return OSError(errno.ENOSYS, "no POSIX locks on this system")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -13,8 +13,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 project = "compopt"
 author = "compopt contributors"
 copyright = author
-release = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M).group(1)
-version = release
+pyproject = (ROOT / "pyproject.toml").read_text()
+release = version = re.search(r'^version = "(.+)"$', pyproject, re.M).group(1)
+repository = re.search(r'^repository = "(.*?)"', pyproject, re.M).group(1)
 
 root_doc = "docs/index"
 include_patterns = [
@@ -52,6 +53,7 @@ napoleon_custom_sections = ["State", "Communication", "Shapes"]
 highlight_language = "none"  # of blocks that name none: commands, trees of folders
 html_theme = "furo"  # a search box, light and dark, and no font or script from elsewhere
 html_title = f"compopt {release}"
+html_theme_options = {"source_repository": repository, "source_branch": "main"} if repository else {}
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_extra_path = ["static/index.html"]

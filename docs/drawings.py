@@ -1,10 +1,13 @@
-"""The drawings of docs/concepts: python docs/drawings.py writes them as SVG. Results come from a table of a page.
+"""The drawings of docs/concepts: python docs/drawings.py writes them as SVG.
+
+Figures come from a table of a page, or from a file in benchmarks/results.
 
 Each drawing brings its own background, light or dark as the reader's system is, so that it can be read on any page.
 """
 
 from __future__ import annotations
 
+import json
 from html import escape
 from pathlib import Path
 
@@ -235,8 +238,73 @@ def recall_by_batch() -> str:
     return svg(840, 296, "Recall by batch size", description, parts)
 
 
+def learning_curves() -> str:
+    """Recall during the demo, mean of the seeds: the default, InfoNCE, DCL, and the published methods in grey."""
+    file = FOLDER.parent.parent / "benchmarks" / "results" / "demo.json"
+    names = {"recommended": "recommended", "infonce": "InfoNCE", "infonce-no-positive": "DCL"}
+    curves = {}
+    for method, runs in json.loads(file.read_text())["results"].items():
+        columns = zip(*([100 * recall for _, recall in run] for run in runs), strict=True)
+        curves[method] = [sum(column) / len(column) for column in columns], [samples for samples, _ in runs[0]]
+    top = 10 * (1 + int(max(max(recalls) for recalls, _ in curves.values()) // 10))
+    last = max(samples[-1] for _, samples in curves.values())
+    parts = ['<path class="soft" d="M60 50V290H540"/>', text(60, 36, "recall at 1, per cent", "small", "start")]
+    for recall in range(0, top + 1, 10):
+        y = 290 - 240 * recall / top
+        parts += [f'<path class="soft" d="M60 {y}H540"/>', text(52, y + 5, str(recall), "small", "end")]
+    for samples in range(0, last, 10_000):
+        parts.append(text(60 + 480 * samples / last, 310, f"{samples // 1000}k", "small"))
+    parts.append(text(300, 332, "training samples seen, batch 64", "small"))
+    ends = []
+    for method, (recalls, samples) in sorted(curves.items(), key=lambda curve: curve[0] in names):
+        kind = LOSSES.get(names.get(method, ""), "soft")
+        places = [(60 + 480 * x / last, 290 - 240 * y / top) for x, y in zip(samples, recalls, strict=True)]
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        width = 2.5 if method in names else 1.6
+        parts.append(f'<polyline class="{kind}" points="{points}" style="fill: none; stroke-width: {width}"/>')
+        if method in names:
+            parts += [dot(round(x, 1), round(y, 1), kind, 3.5) for x, y in places]
+            ends.append((places[-1][1], f"{names[method]} {recalls[-1]:.1f}", kind))
+    below = 0.0
+    for y, words, kind in sorted(ends):
+        below = max(y, below + 20)  # names do not overlap
+        parts += [dot(556, round(below, 1), kind, 5), text(568, below + 5, words, "", "start")]
+    parts.append(text(556, below + 34, "grey: SogCLR,", "small", "start"))
+    parts.append(text(556, below + 52, "iSogCLR, NeuCLIP", "small", "start"))
+    description = (
+        "Recall on held-out glyphs during one epoch at batch 64. The default is above DCL and the published methods "
+        "during the whole run, and InfoNCE is lowest."
+    )
+    return svg(740, 350, "Learning curves", description, parts)
+
+
+def methods_on_glyphs() -> str:
+    """The first table of results.md: mean and standard deviation of each method."""
+    table = (FOLDER.parent / "results.md").read_text().split("| method | R@1 (%) |")[1].split("\n\n")[0]
+    rows = [[cell.replace("*", "").strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    bottom = 50 + 26 * len(rows)
+    parts = [text(20, 34, "R@1 on held-out glyphs, per cent, mean and standard deviation", "title", "start")]
+    for recall in (46, 48, 50, 52, 54, 56):
+        x = 290 + 38 * (recall - 46)
+        parts += [f'<path class="soft" d="M{x} 50V{bottom}"/>', text(x, bottom + 18, str(recall), "small")]
+    for number, (method, recall, *_) in enumerate(rows):
+        mean, deviation = (float(part) for part in recall.split(" ± "))
+        x, y = 290 + 38 * (mean - 46), 64 + 26 * number
+        kind = {"InfoNCE": "push", "DCL, the stateless control": "pull"}.get(method, "ours")
+        parts.append(text(275, y + 5, method.replace("`", "").split(" (")[0], "", "end"))
+        ends = f"M{x - 38 * deviation:.1f} {y}H{x + 38 * deviation:.1f}"
+        parts.append(f'<path class="line" d="{ends}" style="stroke-width: 1.6"/>')
+        parts.append(dot(round(x, 1), y, kind, 5))
+    description = (
+        "Recall by method. SogCLR, iSogCLR without the positive as reference, NeuCLIP and Residual are level with DCL. "
+        "InfoNCE, CLIP, FastCLIP and EMC2 are four to five points lower."
+    )
+    return svg(740, bottom + 36, "Methods on glyphs", description, parts)
+
+
 def main() -> None:
-    for draw in (pair_weights, read_deposit_commit, alone_or_part, recall_by_batch):
+    drawings = (pair_weights, read_deposit_commit, alone_or_part, recall_by_batch, learning_curves, methods_on_glyphs)
+    for draw in drawings:
         (FOLDER / f"{draw.__name__}.svg").write_text(draw())
 
 

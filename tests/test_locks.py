@@ -149,6 +149,14 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
     assert est.read(torch.arange(4))["count"].min() == 1
 
 
+def test_windows_is_refused_with_a_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.sys, "platform", "win32")
+    est, folder = estimator(), tmp_path / "folder"
+    for refused in (lambda: estimator(folder).read(torch.arange(4)), lambda: compopt.save(est, folder)):
+        with pytest.raises(RuntimeError, match="Windows lacks POSIX file operations; save est.state_dict()"):
+            refused()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_forked_process_neither_has_nor_gives_back_the_lock(tmp_path, impatient):
     est = estimator(tmp_path / "rows")

@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -71,6 +72,24 @@ def test_import_loads_no_optional_package():
     code = "import sys, torch; before = set(sys.modules); import compopt; print(*(set(sys.modules) - before))"
     loaded = {name.partition(".")[0] for name in run_python(code).split()}
     assert not loaded & set(optional)
+
+
+@pytest.mark.launch
+def test_training_needs_no_posix():
+    """On Windows the library imports and trains; a process that lacks ``fcntl`` and says so stands for it."""
+    code = """
+import os, sys, torch, numpy
+sys.platform, sys.modules["fcntl"] = "win32", None
+del os.pread, os.pwrite, os.register_at_fork, os.posix_fadvise
+import compopt
+est = compopt.SogCLREstimator(n=8, offload="cpu")
+est(*torch.randn(2, 4, 3, requires_grad=True), torch.arange(4)).backward()
+est.step()
+again = compopt.SogCLREstimator(n=8)
+again.load_state_dict(est.state_dict())
+print(again.t)
+"""
+    assert run_python(code).split() == ["1"]
 
 
 # names --------------------------------------------------------------------------------------------
@@ -189,6 +208,42 @@ def test_versions_agree():
     assert f"## [{declared}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def setup_script():
+    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_long_description_has_no_link_that_leads_nowhere_else():
+    """On the page of a package index relative links are dead."""
+    script, readme = setup_script(), (ROOT / "README.md").read_text()
+    without = script.long_description(readme, "", "9.9.0")
+    assert not re.search(r"\]\((?!https?:)", without) and "![" not in without
+    assert "[Evidence]" not in without and "Evidence" in without
+    address = "https://example.org/us/compopt"
+    linked = script.long_description(readme, address, "9.9.0")
+    assert not re.search(r"\]\((?!https?:)", linked)
+    assert f"]({address}/blob/v9.9.0/docs/evidence.md)" in linked
+    assert f"]({address}/raw/v9.9.0/docs/concepts/recall_by_batch.svg)" in linked
+    assert f"]({address}/blob/v9.9.0/README.md#notes-on-the-loop)" in linked
+    assert script.urls("", "9.9.0") == {} and script.urls(address, "9.9.0")["Issues"] == f"{address}/issues"
+
+
+def test_the_citation_has_the_address_of_pyproject():
+    address = setup_script().setting("repository")
+    found = re.findall(r'^repository-code: "(.*)"$', (ROOT / "CITATION.cff").read_text(), re.M)
+    assert found == ([address] if address else []), "CITATION.cff: repository-code is `repository` of pyproject.toml"
+
+
+def test_continuous_integration_runs_targets_of_the_makefile():
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    targets = re.findall(r"^([\w-]+):.*##", (ROOT / "Makefile").read_text(), re.M)
+    commands = re.findall(r"run: (.+)$", workflow, re.M)
+    assert {"make test", "make test-full"} <= set(commands)
+    assert {command.removeprefix("make ") for command in commands} <= set(targets)
+
+
 def test_no_function_swallows_keywords():
     """A mistyped keyword is an error everywhere: no public constructor takes **kwargs."""
     swallowing = [
@@ -208,7 +263,7 @@ def checkout(folder: Path) -> Path:
     """A copy of what setuptools looks at; it leaves build folders behind."""
     for name in ("compopt", "recipes", "tests", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, folder)
     return folder
 
@@ -232,7 +287,10 @@ def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path):
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     wheel = build("wheel", unpacked, tmp_path / "wheel")
-    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    content = zipfile.ZipFile(wheel)
+    (metadata,) = [name for name in content.namelist() if name.endswith(".dist-info/METADATA")]
+    assert "# compopt" in (described := content.read(metadata).decode()) and "](docs/" not in described
+    names = [name for name in content.namelist() if ".dist-info/" not in name]
     modules = [path.relative_to(ROOT).as_posix() for path in (ROOT / "compopt").rglob("*.py")]
     assert sorted(names) == sorted([*modules, "compopt/py.typed"])
     environment = tmp_path / "environment"

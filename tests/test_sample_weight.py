@@ -69,6 +69,19 @@ def test_sigmoid_pairs_are_linear_in_the_weights():
     assert_linear(build, *features(BATCH, DIM, seed=6))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_memory_of_a_momentum_copy_is_linear_in_the_weights(mode):
+    keys = [features(BATCH, DIM, seed=seed) for seed in (8, 9)]
+
+    def build():
+        est = compopt.MemoryEstimator(DIM, 2 * BATCH, 0.3, mode=mode, dtype=torch.float64)
+        est(*features(BATCH, DIM, seed=7), INDEX + BATCH, momentum_features=keys[0])
+        est.step()
+        return est
+
+    assert_linear(build, *features(BATCH, DIM, seed=10), momentum_features=keys[1])
+
+
 def test_views_share_the_weight_of_their_sample():
     views = torch.stack([*features(BATCH, DIM, seed=7), *features(BATCH, DIM, seed=8)])
 

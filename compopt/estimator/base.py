@@ -58,7 +58,7 @@ def fixed() -> Any:
 
 
 class Estimator:
-    r"""State per sample beside any torch optimizer, with the manners of ``torch.optim``.
+    r"""State per sample beside any torch optimizer. It behaves like an optimizer of ``torch.optim``.
 
     *Read, deposit, commit.* A call in training mode reads committed rows and deposits proposals, as ``backward``
     deposits gradients; only :meth:`step` writes them. Several deposits before one step (gradient accumulation)

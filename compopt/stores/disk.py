@@ -57,7 +57,7 @@ class DiskStore(RowStore):
         PermissionError: the directory cannot be written.
         RuntimeError: another process writes this table, the message says which; later: another estimator of this
             process has overwritten it.
-        OSError: later, in any method: the disk is full, or the file was truncated by somebody else.
+        OSError: later, in any method: the disk is full, or another program truncated the file.
 
     Warns:
         UserWarning: the disk has less room than the whole table takes; later, that the file was removed.
@@ -185,7 +185,8 @@ class DiskStore(RowStore):
         if len(rows) > 4 * PROBE:
             start = time.perf_counter()
             super().gather(rows[:: len(rows) // PROBE])
-            if time.perf_counter() - start > PROBE * COLD_ROW:  # a disk serves many requests faster than single ones
+            cold = time.perf_counter() - start > PROBE * COLD_ROW
+            if cold and hasattr(os, "posix_fadvise"):  # a disk serves many requests faster than single ones; not macOS
                 for page in np.unique(np.concatenate(self._pages(rows))).tolist():
                     os.posix_fadvise(self._fd, page * PAGE, PAGE, os.POSIX_FADV_WILLNEED)
         return super().gather(rows)
