@@ -14,6 +14,7 @@ from torch import Tensor
 from compopt.functional import Scalar, log, minus_product
 from compopt.kernel.blocks import MASKED, Exponentials, Extra
 from compopt.kernel.selection import Selection
+from compopt.tiles.choice import Precision
 
 # Above this 1/tau, exp(s/tau) of a unit-norm pair nears the range of float32 and a maximum must be subtracted.
 MAX_UNSHIFTED_SCALE = 40.0
@@ -99,6 +100,7 @@ class PairOptions(NamedTuple):
         selection: a policy that leaves pairs out or gives them weights; ``None``: keys alone decide.
         positive: ``s_ii`` of all ranks, ``(B, A)``, where it is no similarity of these features; ``None``: it is.
         whole: all features but the anchor itself are candidates, those of the same sample too.
+        precision: of the products of the kernels in Triton; ``None``: plain torch sweeps the pairs.
     """
 
     distinct: bool
@@ -111,6 +113,7 @@ class PairOptions(NamedTuple):
     selection: Selection | None = None
     positive: Tensor | None = None
     whole: bool = False
+    precision: Precision | None = None
 
 
 class PairStatistics(ABC):
@@ -149,7 +152,7 @@ class PairStatistics(ABC):
     sides: list[Sums]
 
     def __init__(self, keys: Sequence[Tensor], options: PairOptions, views: int) -> None:
-        distinct, self.directions, self.extra, self.unimodal, _, _, self.moments, self.selection, _, self.whole = (
+        distinct, self.directions, self.extra, self.unimodal, _, _, self.moments, self.selection, _, self.whole, _ = (
             options
         )
         self.keys, self.views = keys, views
