@@ -30,6 +30,7 @@ from compopt.estimator.score_keeper import ScoreKeeper
 from compopt.kernel.blocks import Extra
 from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, Encoder, with_gradients, zero_or_nan
+from compopt.kernel.fused import FusedGatheredPairs, FusedPairs, unknown_option
 from compopt.kernel.local import Pairs
 from compopt.kernel.momentum import MomentumPairs
 from compopt.kernel.pairs import PairOptions, PairStatistics
@@ -41,6 +42,7 @@ from compopt.objective import Objective, Summary
 from compopt.pairs import NO_POLICY, PairPolicy
 from compopt.stores import Offload
 from compopt.stores.table import Placement
+from compopt.tiles.choice import BACKENDS, Backend, precision_of, reason_for_torch
 
 MODES = ("bimodal", "unimodal")
 DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
@@ -85,6 +87,9 @@ class ContrastiveEstimator(Estimator):
             parts; sizes must be theirs.
         scores: a :class:`~compopt.ScoreKeeper`, which keeps a row per sample for :mod:`compopt.curation`; no gradient
             depends on it.
+        backend: ``"torch"``: plain torch computes the pairs. ``"triton"``: a fused kernel does, where Triton is
+            installed (``compopt[triton]``) and takes the call; otherwise plain torch, which a line at debug level of
+            the logger ``compopt.tiles.choice`` says. ``"auto"``: ``"torch"``. See the page on the fused kernel.
 
     State: the columns of both parts in one row per sample, see :class:`~compopt.Estimator`.
 
@@ -143,6 +148,7 @@ class ContrastiveEstimator(Estimator):
         sample_groups: GroupSpec | None = None,
         scores: ScoreKeeper | None = None,
         pairs: PairPolicy | None = None,
+        backend: Backend = "auto",
     ) -> None:
         checks.one_of("mode", mode, MODES)
         checks.one_of("directions", directions, DIRECTIONS)
@@ -152,7 +158,8 @@ class ContrastiveEstimator(Estimator):
         checks.flag("normalize", normalize)
         checks.flag("multiply_tau", multiply_tau)
         self.chunk_size = None if chunk_size is None else checks.count("chunk_size", chunk_size)
-        self.normalize, self.multiply_tau = normalize, multiply_tau
+        checks.one_of("backend", backend, BACKENDS)
+        self.normalize, self.multiply_tau, self.backend = normalize, multiply_tau, backend
         parts: dict[str, Component] = {"normalizer": normalizer, "temperature": temperature}
         parts |= {} if scores is None else {"scores": scores}
         for (role, part), kind in zip(parts.items(), (Normalizer, Temperature, ScoreKeeper), strict=False):
@@ -479,9 +486,14 @@ class ContrastiveEstimator(Estimator):
         ranks, keys, own, policy = self._engine.ranks, list(batch.keys.values()), given.own.unit, given.policy
 
         def build(own: Tensor, everyone: Sequence[Tensor], tau: float | Tensor, options: PairOptions) -> PairStatistics:
+            local, gathered = Pairs, GatheredPairs
+            unknown = "momentum_features=" if options.held else unknown_option(options.selection)
+            if reason_for_torch(self.backend, own, unknown) is None:
+                local, gathered = FusedPairs, FusedGatheredPairs
+                options = options._replace(precision=precision_of(tau))
             if ranks.size == 1:
-                return Pairs(own, tau, keys, options)
-            return GatheredPairs(own, everyone, tau, keys, options, ranks, batch.sizes)
+                return local(own, tau, keys, options)
+            return gathered(own, everyone, tau, keys, options, ranks, batch.sizes)
 
         gather = lambda values: ranks.gather([values], batch.sizes)[0]  # noqa: E731
         everyone = (*batch.features, *batch.momentum)

@@ -159,9 +159,7 @@ def lock(path: Path, what: Path, remedy: str) -> Lock | None:
         UserWarning: the file system has no locks.
     """
     if sys.platform == "win32":
-        raise RuntimeError(
-            f"{what}: Windows lacks POSIX file operations; save est.state_dict(), keep rows in memory"
-        )
+        raise RuntimeError(f"{what}: Windows lacks POSIX file operations; save est.state_dict(), keep rows in memory")
     with _guard:
         held = _locks.get(path.absolute())
         return held if held is not None and held.valid else _acquire(path.absolute(), what, remedy)

@@ -16,10 +16,15 @@ Letters (shapes): ``B`` samples, ``D`` directions (2: image -> text and text -> 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from compopt.tiles.autograd import LogSums
+from compopt.tiles.choice import BACKENDS, PRECISIONS, Backend, Precision, precision_of, reason_for_torch
+from compopt.tiles.operands import Operands, ranked
 
 Scalar = float | Tensor
 
@@ -317,3 +322,96 @@ def pair_weights(
     log_ghat = torch.logsumexp(logits, dim=1) - count.log()
     alpha = log_ghat if alpha is None else alpha
     return torch.exp(logits - alpha[:, None]) / count[:, None], log_ghat
+
+
+def contrastive_sums(
+    z1: Tensor,
+    z2: Tensor,
+    tau: float | Tensor,
+    keys: Tensor | Sequence[Tensor] | None = None,
+    *,
+    backend: Backend = "auto",
+    precision: Precision | None = None,
+    wave: int | None = None,
+) -> Tensor:
+    r"""``log sum_{j in N_i} exp(s_ij / tau_i)`` of both directions without a ``B x B`` matrix, with gradients.
+
+    .. math::
+        L_i^1 = \log \sum_{j:\, k_j \ne k_i} e^{\langle z^1_i, z^2_j \rangle / \tau_i^1}, \qquad
+        L_j^2 = \log \sum_{i:\, k_i \ne k_j} e^{\langle z^1_i, z^2_j \rangle / \tau_j^2}
+
+    These are the sums over negatives alone. With the positives ``s = (z1 * z2).sum(1, keepdim=True) / tau`` CLIP's loss
+    is ``(torch.logaddexp(L, s) - s).mean()``.
+
+    Args:
+        z1, z2: features, ``(B, d)``, of one floating dtype and device, normalised by the caller or not. Half precision
+            is computed in float32.
+        tau: temperatures > 0: a number, or a tensor, 0-d, ``(B,)``, ``(B, 1)`` or ``(B, 2)``, with gradient.
+        keys: ``(B,)`` integers, or several of them: two samples with equal values in any key are no pair. ``None``: a
+            sample and itself are none.
+        backend: ``"torch"``, or ``"triton"`` for the fused kernel where it runs; ``"auto"``: ``"torch"``.
+        precision: of the kernel's products: ``"tf32"``, ``"bf16"``, ``"tf32x3"`` or ``"ieee"`` (float32, the first of
+            three TF32 products each, the second without tensor cores). ``None``: TF32, or bfloat16 where
+            ``torch.set_float32_matmul_precision("medium")`` is set and ``tau`` is a number of at least 0.02.
+        wave: rows of the matrix that are held at a time; ``None``: 2^28 entries.
+
+    Returns:
+        ``(B, 2)`` in nats, float64 for features in float64, else float32; ``-inf`` of an anchor without any negative.
+        Autograd stores the features and a few numbers per sample. The backward pass computes the similarities again,
+        in waves of rows: four matrix products in all. It is differentiable once.
+
+    Raises:
+        ValueError: features that are no matrices of one shape, an unknown backend or precision, keys or temperatures of
+            another shape.
+        RuntimeError: in the backward pass, with ``create_graph=True``.
+
+    Example:
+        >>> import torch
+        >>> from compopt import functional as F
+        >>> z1, z2 = torch.nn.functional.normalize(torch.randn(2, 8, 4), dim=2).requires_grad_().unbind()
+        >>> sums = F.contrastive_sums(z1, z2, tau=0.1)
+        >>> positive = (z1 * z2).sum(1, keepdim=True) / 0.1
+        >>> (torch.logaddexp(sums, positive) - positive).mean().backward()
+        >>> tuple(sums.shape)
+        (8, 2)
+    """
+    if z1.dim() != 2 or z1.shape != z2.shape or z1.dtype != z2.dtype:
+        shapes = f"{tuple(z1.shape)} and {tuple(z2.shape)} of {z1.dtype} and {z2.dtype}"
+        raise ValueError(f"z1 and z2 must be features (B, d) of one shape and dtype, got {shapes}")
+    for name, value, known in (("backend", backend, BACKENDS), ("precision", precision, (None, *PRECISIONS))):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {known}, got {value!r}")
+    dtype = torch.float64 if z1.dtype == torch.float64 else torch.float32
+    x, y, scale = z1.to(dtype).contiguous(), z2.to(dtype).contiguous(), _scale_by_direction(tau, z1).to(dtype)
+    fused = reason_for_torch(backend, x) is None
+    rows, columns = (torch.stack(side) for side in zip(*_ranked_keys(keys, z1), strict=True))
+    chosen = (precision or precision_of(tau)) if fused else None
+    operands = Operands(x, y, None, None, rows, columns, inside=len(y), precision=chosen, wave=wave)
+    with torch.autocast(z1.device.type, enabled=False):
+        return LogSums.apply(x, y, scale, operands)
+
+
+def _scale_by_direction(tau: float | Tensor, z: Tensor) -> Tensor:
+    """``1 / tau``, ``(B, 2)``."""
+    if not isinstance(tau, Tensor):
+        if not tau > 0:
+            raise ValueError(f"tau must be greater than 0, got {tau!r}")
+        return z.new_full((len(z), 2), 1 / tau, dtype=torch.float64)
+    if tau.dim() > 2 or (tau.dim() > 0 and len(tau) != len(z)) or (tau.dim() == 2 and tau.shape[1] > 2):
+        raise ValueError(f"tau must be a number, 0-d, (B,), (B, 1) or (B, 2) for B = {len(z)}, got {tuple(tau.shape)}")
+    column = tau.unsqueeze(1) if tau.dim() == 1 else tau
+    return column.to(z.device).reciprocal().expand(len(z), 2)
+
+
+def _ranked_keys(keys: Tensor | Sequence[Tensor] | None, z: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return keys of both sides in the form of the sweep."""
+    if keys is None:
+        own = torch.arange(len(z), device=z.device, dtype=torch.int32)
+        return [(own, own)]
+    given = [keys] if isinstance(keys, Tensor) else list(keys)
+    for key in given:
+        if key.shape != z.shape[:1] or key.is_floating_point():
+            raise ValueError(f"keys must be integers of shape {tuple(z.shape[:1])}, got {key.dtype} {tuple(key.shape)}")
+    if not given:
+        raise ValueError("keys has no entry; leave it out, so that a sample is no negative of itself")
+    return [ranked(key.to(z.device), key.to(z.device)) for key in given]

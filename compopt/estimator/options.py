@@ -14,6 +14,7 @@ from compopt.checks import Directions, Mode
 from compopt.distributed.ranks import ProcessGroup
 from compopt.pairs import PairPolicy
 from compopt.stores import Offload
+from compopt.tiles.choice import Backend
 
 if TYPE_CHECKING:
     from compopt.estimator.score_keeper import ScoreKeeper
@@ -38,6 +39,7 @@ class CommonOptions(PlacementOptions, total=False):
     chunk_size: int | None
     scores: ScoreKeeper | None
     pairs: PairPolicy | None
+    backend: Backend
 
 
 class Options(CommonOptions, total=False):

@@ -147,10 +147,10 @@ class RowBlock:
     ) -> Tensor:
         """Coefficients ``A_ij`` of one block, in place."""
         if self.tau is not None:
-            by_column = 0.0 if columns is None else _factor(columns, 0.0)
+            by_column = 0.0 if columns is None else weight_factor(columns, 0.0)
             if rows is None:
                 return s.exp_().mul_(by_column)
-            return rows.exp.mul_(_factor(own, 0.0)[:, None] + by_column)
+            return rows.exp.mul_(weight_factor(own, 0.0)[:, None] + by_column)
         if columns is not None:
             if self._selected is not None:
                 s = self._selected.logits(s, start, 0, columns["scale"])
@@ -159,11 +159,11 @@ class RowBlock:
         if rows is None:
             return s
         assert rows.shift is not None
-        rows.exp.mul_(_factor(own, rows.shift)[:, None])
+        rows.exp.mul_(weight_factor(own, rows.shift)[:, None])
         return rows.exp if columns is None else rows.exp.add_(s)
 
 
-def _factor(side: dict[str, Tensor], shift: Tensor | float) -> Tensor:
+def weight_factor(side: dict[str, Tensor], shift: Tensor | float) -> Tensor:
     """Factor from ``exp((s_ij - shift_i) / tau_i)`` to ``coefficient_i * w_ij``."""
     offset = (shift - side["positive"]) * side["scale"]
     return (offset - side["alpha"]).sub_(side["log_count"]).exp_().mul_(side["coefficient"])

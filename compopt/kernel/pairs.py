@@ -14,6 +14,7 @@ from torch import Tensor
 from compopt.functional import Scalar, log, minus_product
 from compopt.kernel.blocks import MASKED, Exponentials, Extra
 from compopt.kernel.selection import Selection
+from compopt.tiles.choice import Precision
 
 # Above this 1/tau, exp(s/tau) of a unit-norm pair nears the range of float32 and a maximum must be subtracted.
 MAX_UNSHIFTED_SCALE = 40.0
@@ -100,6 +101,7 @@ class PairOptions(NamedTuple):
         positive: ``s_ii`` of all ranks, ``(B, A)``, where it is no similarity of these features; ``None``: it is.
         whole: all features but the anchor itself are candidates, those of the same sample too.
         held: candidates of the batch that are no anchors take no gradient; theirs is zero.
+        precision: of the products of the kernels in Triton; ``None``: plain torch sweeps the pairs.
     """
 
     distinct: bool
@@ -113,6 +115,7 @@ class PairOptions(NamedTuple):
     positive: Tensor | None = None
     whole: bool = False
     held: bool = False
+    precision: Precision | None = None
 
 
 class PairStatistics(ABC):
@@ -151,8 +154,9 @@ class PairStatistics(ABC):
     sides: list[Sums]
 
     def __init__(self, keys: Sequence[Tensor], options: PairOptions, views: int) -> None:
-        distinct, self.directions, self.extra, self.unimodal, *_, self.whole, self.held = options
+        distinct, self.directions, self.extra, self.unimodal = options[:4]
         self.moments, self.selection = options.moments, options.selection
+        self.whole, self.held = options.whole, options.held
         self.keys, self.views = keys, views
         # view 2 has none of the further candidates
         told = self.extra is None or not (self.extra.excludes or self.unimodal)

@@ -17,6 +17,7 @@ from compopt.normalizers import BatchNormalizer, MemoryNormalizer, SigmoidNormal
 from compopt.pairs import PairPolicy
 from compopt.presets.published import by_mode
 from compopt.temperatures import FixedTemperature
+from compopt.tiles.choice import Backend
 
 LENGTH = 128  # samples in the memory
 LARGE = 1024  # from here on so many more change little
@@ -191,6 +192,7 @@ def recommended(
     keep_scores: bool = False,
     pairs: PairPolicy | None = None,
     momentum: bool = False,
+    backend: Backend = "auto",
 ) -> ContrastiveEstimator:
     """Return the estimator to begin with, which needs no tuning.
 
@@ -208,7 +210,7 @@ def recommended(
         batch_size: samples of a call, of all ranks together; with gradient accumulation those of one micro-batch.
             ``None``: not known, taken to be small.
         mode: ``"bimodal"`` or ``"unimodal"``.
-        directions, chunk_size, process_group, pairs: see :class:`~compopt.ContrastiveEstimator`.
+        directions, chunk_size, process_group, pairs, backend: see :class:`~compopt.ContrastiveEstimator`.
         keep_scores: keep a row of 48 bytes per sample beside the loss (:class:`~compopt.ScoreKeeper`), from which
             :mod:`compopt.curation` tells wrong pairs; needs ``n``, and ``index`` in every call. No gradient changes.
         momentum: every call has ``momentum_features=``, those of a :class:`~compopt.MomentumEncoder`, and one without
@@ -249,6 +251,7 @@ def recommended(
         "process_group": process_group,
         "scores": ScoreKeeper(n) if keep_scores and n is not None else None,
         "pairs": pairs,
+        "backend": backend,
     }
     if not momentum and (large or directions == "forward"):
         return DCLEstimator(TAU, **options)

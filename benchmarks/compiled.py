@@ -1,0 +1,130 @@
+"""Compile the kernels of compopt.tiles ahead of time, without a device, and read what became of them.
+
+    python -m benchmarks.compiled sm_90            # facts of every kernel for one target, as JSON; needs triton
+    python -m benchmarks.compiled gfx942 --daily   # of the kernels that the tests ask for
+
+A kernel is compiled in each precision and in these variants: ``shared``: one temperature and no maximum; ``anchors``: a
+temperature of every anchor, with moments and counts; ``policy``: with thresholds, two strengths, three keys and groups
+too. Triton's interpreter must be off (TRITON_INTERPRET).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from compopt.tiles.launch import GROUP, Tile, tile_of
+
+KERNELS = ("sums", "coefficients")
+PRECISIONS = ("bf16", "tf32", "tf32x3")
+TARGETS: dict[str, tuple[str, Any, int]] = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+PLAIN = {"KEYS": 1, "WITHIN": False, "THRESHOLD": False, "SPARED": False, "HARD": False, "UPCAST": False, "EVEN": True}
+PLAIN |= {"ROWS": True, "COLUMNS": True, "SHIFTED": True, "MOMENTS": True, "COUNTED": True, "GROUP": GROUP}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "shared": {"SHIFTED": False, "MOMENTS": False, "COUNTED": False},
+    "anchors": {},
+    "policy": {"THRESHOLD": True, "SPARED": True, "HARD": True, "KEYS": 3, "WITHIN": True},
+}
+# Instructions of tensor cores (of matrix cores) of each target.
+INSTRUCTIONS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "gfx942": "v_mfma"}
+NUMBERS = ("shared", "beta", "beta_further")
+
+
+def cases(target: str, daily: bool) -> Iterator[tuple[str, str, str]]:
+    """Kernel, precision and variant of everything that is compiled for a target."""
+    for precision in PRECISIONS:
+        if precision == "tf32x3" and (daily or target == "gfx942"):  # which has no such product
+            continue
+        for kernel in KERNELS:
+            for variant in VARIANTS:
+                if not daily or variant != "policy" or precision == "tf32":
+                    yield kernel, precision, variant
+
+
+def compile_one(kernel: str, precision: str, variant: str, target: str, tile: Tile | None = None) -> dict[str, Any]:
+    """Compile a kernel and return registers, bytes of stack and of shared memory, and tensor-core instructions."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from compopt.tiles import language
+
+    function = getattr(language, kernel)
+    maxima = kernel == "sums" and variant != "shared"
+    tile = tile_of(precision, maxima, policy=variant == "policy") if tile is None else tile
+    constants = {**PLAIN, **VARIANTS[variant], "PRECISION": "ieee" if precision == "bf16" else precision}
+    constants |= {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
+    signature = {name: _type(name, precision, constants) for name in function.arg_names}
+    # as at run time, where P and Q may be any numbers
+    multiples = ("d", "out_stride")
+    aligned = [n for n, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name in multiples]
+    source = ASTSource(
+        function,
+        signature,
+        constexprs={name: value for name, value in constants.items() if name in signature},
+        attrs={(n,): [["tt.divisibility", 16]] for n in aligned},
+    )
+    made = triton.compile(
+        source, target=GPUTarget(*TARGETS[target]), options={"num_warps": tile.warps, "num_stages": tile.stages}
+    )
+    read = _of_amd if target.startswith("gfx") else _of_nvidia
+    facts = {"kernel": kernel, "precision": precision, "variant": variant, "target": target}
+    facts |= {"tile": list(tile), "shared": made.metadata.shared}
+    return {**facts, **read(made, INSTRUCTIONS[target])}
+
+
+def _type(name: str, precision: str, constants: dict[str, Any]) -> str:
+    """Return the type of an argument in Triton's signature."""
+    if name in constants:
+        return "constexpr"
+    if name in ("x", "y", "out"):
+        return "*bf16" if precision == "bf16" else "*fp32"
+    if name.endswith("_keys"):
+        return "*i32"
+    if name in NUMBERS:
+        return "fp32"
+    pointer = name.startswith(("row_", "column_")) and not name.endswith(("_stride", "_plane"))
+    return "*fp32" if pointer else "i32"
+
+
+def _of_nvidia(made: Any, instruction: str) -> dict[str, int]:
+    """Registers and stack as Triton's cuobjdump reads them from the machine code; spilled registers are on the stack."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"\b{name}:(\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL"))
+    return {"registers": registers, "stack": stack + local, "instructions": made.asm["ptx"].count(instruction)}
+
+
+def _of_amd(made: Any, instruction: str) -> dict[str, int]:
+    """The same from the metadata of the assembly."""
+    text = made.asm["amdgcn"]
+    names = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
+    registers, stack, spills = (int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in names)
+    return {"registers": registers, "stack": stack + 4 * spills, "instructions": text.count(instruction)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("--daily", action="store_true", help="only what the tests ask for")
+    args = parser.parse_args()
+    for case in cases(args.target, args.daily):
+        print(json.dumps(compile_one(*case, args.target)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

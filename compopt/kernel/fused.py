@@ -1,0 +1,256 @@
+r"""The pair-weight kernel in Triton: statistics and gradients of :mod:`compopt.kernel.local`, in tiles.
+
+The forward pass is one product ``S = X Y^T`` whose tiles stay in registers: each is masked, exponentiated for the
+anchors of both sides and summed, and only the sums are written. The gradients compute ``S`` again, in waves of rows,
+write the coefficients ``A`` of a wave to one buffer, and multiply: ``A Y`` and ``A^T X``. These are four products, with
+memory ``O(wave x Q)``; ``chunk_size`` is the number of rows of a wave.
+
+A maximum is subtracted from the exponents of each tile, since with a fixed one ``exp((s_ij - 1) / tau_i)`` underflows
+in float32 where ``tau`` is below 0.02. Where :func:`~compopt.kernel.pairs.is_uniform`, one exponential without any
+maximum serves both sides.
+
+What the kernels do not take, the torch path computes: :func:`compopt.tiles.choice.reason_for_torch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from compopt.distributed.ranks import Ranks
+from compopt.kernel.blocks import MASKED, Extra
+from compopt.kernel.distributed import GatheredPairs, RowBlock, weight_factor
+from compopt.kernel.local import Pairs
+from compopt.kernel.pairs import SPREAD_ANCHORS, PairOptions, PairStatistics, Sums, scale_of
+from compopt.kernel.selection import Matrix, Selection
+from compopt.tiles import sweep
+from compopt.tiles.operands import Anchors, AnchorSums, Operands, Weights, ranked
+
+# Keys below 0 equal no sample's: of further candidates, of the batch's, and of rows that have no further candidates.
+FURTHER, INSIDE, WITHOUT = -1, -2, -3
+
+Key = tuple[Tensor, Tensor]
+
+
+def unknown_option(selection: Selection | None) -> str | None:
+    """Return the option of a policy that the kernels do not take, if it has one."""
+    if selection is None:
+        return None
+    if selection.guides:
+        return "guided=True"
+    return f"hardness={selection.policy.hardness!r}" if selection.policy.owned else None
+
+
+class FusedPairs(Pairs):
+    """All pairs of one batch, in tiles; see :class:`~compopt.kernel.local.Pairs` for the arguments.
+
+    ``options.precision`` is that of the products.
+    """
+
+    def __init__(self, z: Tensor, tau: float | Tensor, keys: Sequence[Tensor], options: PairOptions) -> None:
+        self._options = options
+        super().__init__(z, tau, keys, options)
+
+    def _sweep(self) -> None:
+        self.symmetric = self.unimodal and self.shape[0] == self.shape[1]  # A + A^T in one product, whatever tau is
+        scale = scale_of(self.tau, self.x, self.batch, self.directions)
+        self._scale = scale if isinstance(scale, Tensor) else self.x.new_full((self.batch, self.directions), scale)
+        by_row, by_column = (None, None) if self._selected is None else self._selected.thresholds
+        rows = Anchors(self._by_row(self._scale, 0, self.shape[0])[:, 0], None if by_row is None else by_row[:, 0])
+        columns = Anchors(self._by_column(self._scale, 1.0), by_column) if self._columns_are_anchors else None
+        form = _form(self, self._options, self.tau if self.uniform else None)
+        self._operands = form.operands(self.x, self.y, self._keys(), self._selected, rows, columns)
+        sides = [side for side in sweep.sums(self._operands) if side is not None]
+        self._tops = [side.top for side in sides]
+        self.sides = [_as_sums(sides[0], rows.scale, self.shape[0])]
+        if columns is not None:  # further candidates are no anchors
+            self.sides.append(_as_sums(sides[1], columns.scale, self.batch))
+        self._collect(self._excluded_by_side(sides))
+
+    def _keys(self) -> list[Key]:
+        """Keys that exclude pairs where they are equal, of the rows and of the columns."""
+        columns = self.names(range(self.views) if self.unimodal else (1,))
+        rows = [key[: self.shape[0]] for key in columns] if self.unimodal else self.names((0,))
+        keys = _keys_of_names(rows, columns, self.shape[1])
+        return keys if self.extra is None else keys + _keys_of_extra(self.extra, slice(0, self.batch), *self.shape)
+
+    def _excluded_by_side(self, sides: Sequence[AnchorSums]) -> Tensor | None:
+        """Numbers of candidates that are no negatives, by matrix row and by matrix column, ``(2, Q)``."""
+        if not self._operands.counted:
+            return None
+        excluded = self.x.new_zeros(2, self.shape[1])
+        for row, (side, candidates) in enumerate(zip(sides, reversed(self.shape), strict=False)):
+            assert side.number is not None
+            excluded[row, : len(side.number)] = candidates - side.number
+        return excluded
+
+    def _products(self, factor: Tensor) -> tuple[Tensor, Tensor | None]:
+        o, rows = self._operands, self.shape[0]
+        by_row = Weights(self._by_row(factor, 0, rows)[:, 0].contiguous(), self._tops[0])
+        by_column = None
+        if self._columns_are_anchors or self.symmetric:
+            o = replace(o, columns=o.rows if self.symmetric else o.columns)
+            by_column = Weights(self._by_column(factor, 0.0).contiguous(), self._tops[-1])
+        of_rows, of_columns = sweep.products(o, by_row, by_column, transposed=not self.symmetric)
+        inside = len(of_columns) if self.extra is None else len(of_columns) - len(self.extra.features)
+        if self.unimodal:
+            of_columns[:rows] += of_rows
+            gradient = of_columns[:inside].view_as(self.z)
+        else:
+            gradient = torch.stack([of_rows, of_columns[:inside]])
+        return gradient, None if self.extra is None else of_columns[inside:]
+
+
+class FusedRowBlock(RowBlock):
+    """Some of this rank's features along the rows, in tiles; see :class:`~compopt.kernel.distributed.RowBlock`.
+
+    Args:
+        o: the operands, whose columns are no anchors: their temperatures come with :meth:`gradient`.
+        thresholds: of the anchors along the columns, or ``None``.
+    """
+
+    def __init__(self, o: Operands, thresholds: Tensor | None) -> None:
+        self._operands, self._column_thresholds = o, thresholds
+        scale = None if o.rows is None else o.rows.scale
+        tau = None if o.shared is None else 1 / o.shared
+        super().__init__(o.x, o.y, scale, tau, (), None, o.wave, o.moments)
+
+    def _sweep(self, scale: Tensor) -> Sums:
+        (side, _) = sweep.sums(self._operands)
+        assert side is not None
+        self._top = side.top
+        self.excluded = None if side.number is None else len(self.y) - side.number
+        return _as_sums(side, scale, len(scale))
+
+    def gradient(self, own: dict[str, Tensor], columns: dict[str, Tensor] | None) -> Tensor:
+        o, by_row, by_column = self._operands, None, None
+        if self.sums is not None:
+            shift = 0.0 if self.sums.shift is None else self.sums.shift
+            by_row = Weights(weight_factor(own, shift), self._top)
+        if columns is not None:
+            o = replace(o, columns=Anchors(columns["scale"], self._column_thresholds).contiguous())
+            if o.shared is None:
+                top = columns["positive"] * columns["scale"] + columns["alpha"] + columns["log_count"]
+                by_column = Weights(columns["coefficient"].contiguous(), top)
+            else:
+                by_column = Weights(weight_factor(columns, 0.0), None)
+        return sweep.products(o, by_row, by_column, transposed=False)[0]
+
+
+class FusedGatheredPairs(GatheredPairs):
+    """The anchors of one rank against all candidates, in tiles; see :class:`~compopt.kernel.distributed.GatheredPairs`.
+
+    Gradients of further candidates, which are along the rows of a block of their own, are computed by the torch path.
+    """
+
+    def __init__(
+        self,
+        own: Tensor,
+        everyone: Sequence[Tensor],
+        tau: float | Tensor,
+        keys: Sequence[Tensor],
+        options: PairOptions,
+        ranks: Ranks,
+        sizes: Sequence[int],
+    ) -> None:
+        self._all_options = options
+        super().__init__(own, everyone, tau, keys, options, ranks, sizes)
+
+    def _block_of(self, direction: int) -> RowBlock:
+        x = self._z[direction]
+        if not len(x):  # a rank without samples
+            return super()._block_of(direction)
+        extra = self.extra if direction == 0 else None
+        y = self._everyone[1 - direction] if self._everything is None else self._everything
+        y = y if extra is None else torch.cat([y, extra.everyone])
+        keys = _keys_of_names(
+            [key[self._own] for key in self.names((direction,))],
+            self.names(range(self.views) if self.unimodal else (1 - direction,)),
+            len(y),
+        )
+        keys += [] if extra is None else _keys_of_extra(extra, self._own, len(x), len(y))
+        selected, rows = self._matrix(direction, len(y)), None
+        mine, theirs = (None, None) if selected is None else selected.thresholds
+        if direction < self.directions:
+            rows = Anchors(self._scale[self._own, direction], None if mine is None else mine[:, 0])
+        form = _form(self, self._all_options, self._options[0])
+        return FusedRowBlock(form.operands(x, y, keys, selected, rows, None), theirs)
+
+
+class _Form(NamedTuple):
+    """Facts of a sweep that do not depend on its operands: fields of :class:`~compopt.tiles.operands.Operands`."""
+
+    shared: float | None
+    moments: bool
+    counted: bool
+    precision: str | None
+    wave: int | None
+
+    def operands(
+        self,
+        x: Tensor,
+        y: Tensor,
+        keys: Sequence[Key],
+        selected: Matrix | None,
+        rows: Anchors | None,
+        columns: Anchors | None,
+    ) -> Operands:
+        """Put features, keys and a policy in the form of the kernels."""
+        within: list[Key] = []
+        if selected is not None and selected.rows.key is not None and selected.columns.key is not None:
+            within = [ranked(selected.rows.key, selected.columns.key)]
+        dtype = torch.bfloat16 if self.precision == "bf16" else x.dtype
+        return Operands(
+            x.to(dtype).contiguous(),
+            y.to(dtype).contiguous(),
+            None if rows is None else rows.contiguous(),
+            None if columns is None else columns.contiguous(),
+            torch.stack([row for row, _ in [*keys, *within]]),
+            torch.stack([column for _, column in [*keys, *within]]),
+            within=bool(within),
+            strengths=(0.0, 0.0) if selected is None else selected.policy.strengths,
+            inside=len(y) if selected is None else selected.columns.inside,
+            spared=selected is not None and selected.policy.spare_extra,
+            **self._asdict(),
+        )
+
+
+def _form(pairs: PairStatistics, options: PairOptions, tau: float | Tensor | None) -> _Form:
+    """Return the form of a sweep; ``tau``: the temperature of all anchors that needs no maximum, or ``None``."""
+    counted = not pairs.distinct or pairs.selection is not None
+    shared = 1 / tau if isinstance(tau, float) else None
+    return _Form(shared, pairs.moments, counted, options.precision, options.chunk_size)
+
+
+def _as_sums(side: AnchorSums, scale: Tensor, anchors: int) -> Sums:
+    """Sums as other statistics have them: against a maximum of ``s_ij``, with squares of the first anchors."""
+    shift = None if side.top is None else torch.where(side.total == 0, MASKED, side.top / scale)
+    return Sums(side.total, side.squares[: min(anchors, SPREAD_ANCHORS)], True, shift, side.dot)
+
+
+def _keys_of_names(rows: Sequence[Tensor], columns: Sequence[Tensor], width: int) -> list[Key]:
+    """Keys of the samples; the columns beyond those of the batch, up to ``width``, equal none."""
+    pairs = [ranked(row, column) for row, column in zip(rows, columns, strict=True)]
+    return [(row, pad(column, (0, width - len(column)), value=FURTHER)) for row, column in pairs]
+
+
+def _keys_of_extra(extra: Extra, anchors: slice, height: int, width: int) -> list[Key]:
+    """Keys that exclude further candidates, the last columns of ``width``; anchors are the first rows of ``height``."""
+    positive, inside = extra.positive[anchors], width - len(extra.everyone)
+    below = (0, height - len(positive))  # rows of other views, which have no further candidates
+    keys = []
+    if extra.positions is not None:
+        row, column = ranked(positive, extra.positions)
+        keys.append((pad(row, below, value=FURTHER), pad(column, (inside, 0), value=INSIDE)))
+    if extra.apart and extra.owner is not None:
+        name = torch.arange(anchors.start, anchors.stop, device=positive.device, dtype=torch.int32)
+        keys.append((pad(name, below, value=FURTHER), pad(extra.owner.int(), (inside, 0), value=INSIDE)))
+    if below[1]:
+        row, column = torch.zeros_like(positive, dtype=torch.int32), positive.new_full((inside,), INSIDE).int()
+        keys.append((pad(row, below, value=WITHOUT), pad(column, (0, width - inside), value=WITHOUT)))
+    return keys

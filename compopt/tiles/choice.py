@@ -1,0 +1,79 @@
+"""The rule that decides between plain torch and the kernels in Triton, and the precision of their products."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Backend = Literal["auto", "torch", "triton"]
+BACKENDS = ("auto", "torch", "triton")
+Precision = Literal["tf32", "bf16", "tf32x3", "ieee"]
+PRECISIONS = ("tf32", "bf16", "tf32x3", "ieee")
+
+# What "auto" means. No GPU has run the kernels yet; `make gpu` measures them.
+AUTO = "torch"
+# The value 0 of this variable of the environment turns the kernels off.
+SWITCH = "COMPOPT_TRITON"
+# Rounding the features to bfloat16 costs a relative error of the gradient of 2e-3 at tau 0.07 and 2e-2 at tau 0.005.
+BF16_MIN_TAU = 0.02
+
+_log = logging.getLogger(__name__)
+
+
+def reason_for_torch(backend: Backend, z: Tensor, policy: str | None = None) -> str | None:
+    """Return why plain torch computes a call, or ``None`` if the kernels in Triton do; it is logged at debug level.
+
+    Args:
+        backend: ``"auto"`` means :data:`AUTO`.
+        z: features, in the dtype of the computation.
+        policy: an argument of the call, or an option of a policy of pairs, that the kernels do not take.
+    """
+    reason = _reason(AUTO if backend == "auto" else backend, z, policy)
+    if reason is None:
+        _log.debug("pairs: the kernels in Triton")
+    else:
+        _log.debug("pairs: plain torch, since %s", reason)
+    return reason
+
+
+def _reason(backend: str, z: Tensor, policy: str | None) -> str | None:
+    if backend == "torch":
+        return "the backend is torch"
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH} is 0"
+    if not _installed():
+        return "Triton is not installed"
+    if not (z.is_cuda or interpreted()):
+        return f"the features are on {z.device.type}"
+    if z.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(z.device) < (8, 0):
+        return "the device is older than compute capability 8.0"
+    if z.dtype == torch.float64:
+        return "the features are float64"
+    if policy is not None:
+        return f"the call has {policy}"
+    return None
+
+
+@functools.cache
+def _installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Return True if Triton's interpreter runs the kernels, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def precision_of(tau: float | Tensor) -> Precision:
+    """Return TF32, or bfloat16 where ``torch.set_float32_matmul_precision("medium")`` allows it and ``tau`` is large.
+
+    A tensor may be anywhere, and is not looked at: TF32.
+    """
+    allowed = isinstance(tau, float) and tau >= BF16_MIN_TAU
+    return "bf16" if allowed and torch.get_float32_matmul_precision() == "medium" else "tf32"
