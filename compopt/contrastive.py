@@ -97,9 +97,10 @@ class ContrastiveEstimator(Estimator):
     (sizes, indices, what must agree); one all-gather of the features, without gradient, and of the rows of the own
     samples; one all-gather of 3 to 7 floats per sample (2 to 4 with one direction; ``a V`` to ``a (V + 2)`` for ``a``
     anchors of ``V > 2`` views). With ``shard=True`` rows come by one all-reduce of the global batch's rows instead.
-    ``extra`` takes one more all-gather, and a normalizer may communicate too. The backward pass and :meth:`step`
-    communicate nothing. Every rank computes its own anchors against all candidates, returns the global loss, and gets
-    the complete gradient of its own features, multiplied by K for wrappers that average over ranks.
+    ``extra`` takes one more all-gather, and a normalizer may communicate too; ``momentum_features`` are gathered with
+    the features. The backward pass and :meth:`step` communicate nothing. Every rank computes its own anchors against
+    all candidates, returns the global loss, and gets the complete gradient of its own features, multiplied by K for
+    wrappers that average over ranks.
 
     Raises:
         TypeError, ValueError, IndexError: at construction and call; the state is then as before.

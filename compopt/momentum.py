@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
@@ -52,7 +53,7 @@ class MomentumEncoder:
         ValueError: decay outside [0, 1), a model that is wrapped already, parameters that are not initialised.
 
     Warns:
-        UserWarning: once, after 256 calls without an update.
+        UserWarning: once, after 256 calls before the first update.
 
     References:
         He et al., MoCo, CVPR 2020, eq. 2.
@@ -82,7 +83,7 @@ class MomentumEncoder:
         self.module = copy.deepcopy(model, memo=dict(frozen)).requires_grad_(False)
         self._averages: dict[str, Tensor] = {}  # in float32, of parameters with less
         self._handle: RemovableHandle | None = None
-        self._calls = 0  # since the last update
+        self._calls = 0.0  # before the first update
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +129,7 @@ class MomentumEncoder:
         Raises:
             ValueError: the model has other parameters than the copy, or is sharded in another way.
         """
-        self._calls = 0
+        self._calls = -math.inf
         for module in (*self._followed.modules(), *self.module.modules()):
             if hasattr(module, SHARDED):
                 module.reshard()  # type: ignore[operator]  # gathered parameters are copies

@@ -131,6 +131,19 @@ def test_a_learned_temperature_and_a_dual_take_the_copy_s_similarities():
     near(dual.tau, TAU - 0.01 * 0.5 * (slope + 0.5), 1e-9)
 
 
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+def test_weights_that_overflow_nothing(mode):
+    """Positives that are much closer than all negatives, at a small temperature: alpha is far below 0."""
+    one = torch.eye(D, dtype=torch.float64)[0]
+    z = [F.normalize(one * torch.tensor([1.0, -1.0]).repeat(2)[:, None] + 0.1 * side[:4]) for side in features(4, D, 5)]
+    labels, found = torch.arange(4) % 2, []
+    for dtype in (torch.float32, torch.float64):
+        est = build(mode, tau=0.01, dtype=dtype)
+        found.append(run(est, *(side.to(dtype) for side in z), torch.arange(4), momentum_features=z, labels=labels))
+    for one, other in zip(*found, strict=True):
+        near(one, other, 1e-4)
+
+
 # -- the memory ------------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +334,29 @@ def test_ranks_compute_what_one_process_does(kind, chunk_size):
         for _, found in parts:
             for name, value in state.items():
                 near(found[name], value, 1e-11, what=name)
+
+
+def with_duals(group, mode, sizes):
+    """A temperature for each sample, which learns from the similarities to the keys."""
+    rank = dist.get_rank(group)
+    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    dual = compopt.TemperatureDual(3 * B, rho=0.5, tau_init=TAU, lr=0.05, tau_max=1.0)
+    options = {"mode": mode, "dtype": torch.float64, "process_group": group}
+    est = compopt.ContrastiveEstimator(compopt.MemoryNormalizer(D, LENGTH), dual, **options)
+    for step in range(4):
+        z, k, index = batch(2 * step)
+        est(*(side[own] for side in z), index[own], momentum_features=[side[own] for side in k])
+        est.step()
+    return est.read(torch.arange(3 * B))["tau"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+def test_ranks_learn_the_temperatures_of_one_process(mode):
+    (alone,) = the_pool().run(with_duals, 1, mode, [B])
+    assert (alone != TAU).all()
+    for found in the_pool().run(with_duals, 2, mode, [3, 5]):
+        near(found, alone, 1e-10)
 
 
 def one_without(group):

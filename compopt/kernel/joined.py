@@ -99,8 +99,9 @@ class JoinedPairs(PairStatistics):
                 total[view] += of_view
             if of_extra is not None:
                 outside = of_extra if outside is None else outside + of_extra
-        # the positive as a candidate has the weight of h = 0
-        weight = positive_weight - self._again * (-alpha - self.log_count).exp_()
+        weight = positive_weight * torch.ones_like(self.positive)
+        if self._again:  # the positive as a candidate has the weight of h = 0; where it is none, this may overflow
+            weight -= (-alpha - self.log_count).exp_()
         pull = (self.factor(coefficient) * weight)[self._source.place]
         (row, column), own = self._parts[0][0], self._source.own
         minus_product(total[row], own[column], pull, out=total[row])

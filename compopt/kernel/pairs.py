@@ -154,13 +154,13 @@ class PairStatistics(ABC):
     sides: list[Sums]
 
     def __init__(self, keys: Sequence[Tensor], options: PairOptions, views: int) -> None:
-        distinct, self.directions, self.extra, self.unimodal = options[:4]
+        self.directions, self.extra, self.unimodal = options.directions, options.extra, options.unimodal
         self.moments, self.selection = options.moments, options.selection
         self.whole, self.held = options.whole, options.held
         self.keys, self.views = keys, views
         # view 2 has none of the further candidates
         told = self.extra is None or not (self.extra.excludes or self.unimodal)
-        self.distinct = told and (distinct or self.whole)
+        self.distinct = told and (options.distinct or self.whole)
 
     def names(self, views: Sequence[int]) -> Sequence[Tensor]:
         """Return keys of the features of some views, one after the other: two that are equal in any are no pair.

@@ -46,7 +46,6 @@ class MemoryNormalizer(Normalizer):
         dim: of the features.
         length: ``m``, samples whose features are kept (unimodal: of the first two views, which are one queue of
             ``2 m``).
-
         momentum: every call must bring ``momentum_features=``. Without it a call may.
 
     None is a hyper-parameter of sample groups. The oldest feature is ``m / B`` steps old: 8 to 16 were good in
