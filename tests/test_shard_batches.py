@@ -175,7 +175,9 @@ def test_samples_that_cannot_be_read_make_a_batch_shorter():
 def test_a_batch_without_a_sample_is_replaced():
     lost = {3, 4}
     batches = batches_of(lost=lost, shuffle=1)
-    with pytest.warns(UserWarning, match="nothing of a batch of 3 could be read, kept or decoded .*2 such batches by now"):
+    with pytest.warns(
+        UserWarning, match="nothing of a batch of 3 could be read, kept or decoded .*2 such batches by now"
+    ):
         given = read(batches)
     assert len(given) == TOTAL // 3 and all(given)
     batches.advance(9)
