@@ -251,12 +251,12 @@ def weights(est: Estimator | Scores, kind: Kind = "robust", share: float | None 
         ValueError: ranks or similarities are not kept; ``share`` outside [0, 1), or estimated to be 1 (before the model
             has learned anything, for example); whatever :func:`scores` raises.
 
-    Communicates: as :func:`scores`. Reads all rows: call it once per epoch, not per batch.
+    Communicates: as :func:`scores`. Reads all rows: call it once per epoch, or a few times.
 
     References:
         Efron et al., Empirical Bayes analysis of a microarray experiment, JASA 2001 (two groups); Li et al., DivideMix,
         ICLR 2020, and for pairs Huang et al., Learning with noisy correspondence for cross-modal matching, NeurIPS 2021
-        (the probability under a mixture as a weight; theirs is of losses and fitted, and splits clean data in two).
+        (the probability under a mixture as a weight; theirs is a mixture of losses, whose share is fitted too).
 
     Example:
         >>> import torch, compopt
