@@ -24,9 +24,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from compopt import checks
 from compopt.batch import COUNT
+from compopt.checks.inputs import check_values
 from compopt.estimator.base import Estimator
 
 READ_ROWS = 1 << 20  # rows that are read at a time
@@ -249,12 +251,12 @@ def weights(est: Estimator | Scores, kind: Kind = "robust", share: float | None 
         ValueError: ranks or similarities are not kept; ``share`` outside [0, 1), or estimated to be 1 (before the model
             has learned anything, for example); whatever :func:`scores` raises.
 
-    Communicates: as :func:`scores`. Reads all rows: call it once per epoch, not per batch.
+    Communicates: as :func:`scores`. Reads all rows: call it once per epoch, or a few times.
 
     References:
         Efron et al., Empirical Bayes analysis of a microarray experiment, JASA 2001 (two groups); Li et al., DivideMix,
         ICLR 2020, and for pairs Huang et al., Learning with noisy correspondence for cross-modal matching, NeurIPS 2021
-        (the probability under a mixture as a weight; theirs is of losses and fitted, and splits clean data in two).
+        (the probability under a mixture as a weight; theirs is a mixture of losses, whose share is fitted too).
 
     Example:
         >>> import torch, compopt
@@ -292,6 +294,96 @@ def _right(x: Tensor, lower_half: Tensor, share: float) -> Tensor:
     x, var1 = x.clamp(m0, m1), var1.clamp(min=var0)
     logs = [-0.5 * (var.log() + (x - mean).square() / var) for mean, var in ((m0, var0), (m1, var1))]
     return torch.sigmoid(math.log1p(-share) - math.log(share) + logs[1] - logs[0])
+
+
+def duplicates(features: Tensor, least: float = 0.95, chunk_size: int = 1024) -> Tensor:
+    r"""Return a label per sample; samples that are nearly equal have the same one.
+
+    .. math:: l_i = l_j \quad\text{with the first } j \le i \text{ for which}\quad \cos(z_i, z_j) \ge \text{least}
+
+    so that ``labels == torch.arange(n)`` are the first samples of each group, and the others may be dropped. As
+    ``labels=`` of a call it keeps duplicates from being each other's negatives. A group holds what its members are
+    chained by; its ends may be less alike than ``least``.
+
+    Rows cannot tell duplicates: they hold numbers about random batches, in which two given samples rarely meet.
+
+    Args:
+        features: of all samples by a trained encoder, ``(n, d)``, on any device.
+        least: smallest cosine similarity of duplicates, in (-1, 1].
+        chunk_size: samples whose similarities are held at a time: memory is ``chunk_size n`` numbers, time that of half
+            of the product of all features with each other.
+
+    Returns:
+        ``(n,)`` int64 positions, on the device of the features.
+
+    Raises:
+        TypeError, ValueError: features that are no floating-point matrix, or not finite; ``least`` out of range.
+
+    Example:
+        >>> import torch, compopt
+        >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.01], [0.0, 3.0]])
+        >>> compopt.curation.duplicates(z).tolist()
+        [0, 1, 0, 1]
+    """
+    z = _unit(features)
+    if not -1 < checks.number("least", least) <= 1:
+        raise ValueError(f"least must be in (-1, 1], a cosine similarity, got {least!r}")
+    labels = torch.arange(len(z), device=z.device)
+    for start in range(0, len(z), checks.count("chunk_size", chunk_size)):
+        stop = min(start + chunk_size, len(z))
+        alike = z[start:stop] @ z[:stop].T >= least
+        alike.diagonal(start).fill_(True)
+        labels[start:stop] = alike.to(torch.uint8).argmax(1)  # the first of them
+    while not torch.equal(labels, labels[labels]):  # the first one may itself be the duplicate of an earlier one
+        labels = labels[labels]
+    return labels
+
+
+def rare(features: Tensor, share: float = 0.01, neighbours: int = 10, chunk_size: int = 1024) -> Tensor:
+    """Return the most isolated samples, those whose nearest neighbours are the least similar, the most isolated first.
+
+    A sample is as isolated as the mean cosine similarity of its nearest neighbours is low. Rows tell this only where
+    temperatures are learned per sample (iSogCLR: an isolated sample gets a small one, ``est.read(index)["tau"]``).
+
+    Args:
+        features: of all samples by a trained encoder, ``(n, d)``, on any device.
+        share: of the samples that is returned, in [0, 1].
+        neighbours: how many nearest neighbours of a sample count.
+        chunk_size: samples whose similarities are held at a time: memory is ``chunk_size n`` numbers, time that of the
+            product of all features with each other.
+
+    Returns:
+        Positions, int64, on the device of the features.
+
+    Raises:
+        TypeError, ValueError: features that are no floating-point matrix, or not finite; ``share`` outside [0, 1]; as
+            many ``neighbours`` as samples.
+
+    Example:
+        >>> import torch, compopt
+        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.1], [-1.0, 0.3], [1.0, -0.1]])
+        >>> compopt.curation.rare(z, share=0.25, neighbours=2).tolist()
+        [2]
+    """
+    z = _unit(features)
+    if not 0 <= checks.number("share", share) <= 1:
+        raise ValueError(f"share must be in [0, 1], got {share!r}")
+    if checks.count("neighbours", neighbours) >= len(z):
+        raise ValueError(f"neighbours must be fewer than the {len(z)} samples, got {neighbours}")
+    near = z.new_empty(len(z))
+    for start in range(0, len(z), checks.count("chunk_size", chunk_size)):
+        s = z[start : start + chunk_size] @ z.T
+        s.diagonal(start).fill_(-torch.inf)
+        near[start : start + chunk_size] = s.topk(neighbours).values.mean(1)
+    return near.argsort(stable=True)[: round(share * len(z))]
+
+
+def _unit(features: Tensor) -> Tensor:
+    """Return features of norm one, in the working dtype."""
+    z = check_values("features", features, "(n, d)", 2)
+    if not bool(z.isfinite().all()):
+        raise ValueError("features must be finite; leave out samples whose features are not")
+    return normalize(z, dim=1)
 
 
 def export(found: Scores, path: str | Path, keys: Sequence[str] | None = None) -> None:

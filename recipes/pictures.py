@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import matplotlib
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compopt import TemperatureDual
+from compopt import TemperatureDual, curation
 from recipes.engine import Run
 from recipes.experiment import by_method
 from recipes.methods import METHODS
@@ -115,6 +116,42 @@ def temperature_frequency(run: Run, frequency: Tensor, path: Path) -> Path | Non
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_title("Temperature and frequency: median, quartiles, rank correlation", loc="left")
     axis.legend()
+    return save_figure(figure, path)
+
+
+@plt.rc_context(STYLE)
+def wrong_pairs(found: curation.Scores, pictures: Tensor, texts: Sequence[str], path: Path, count: int = 24) -> Path:
+    """Draw one page: what the rows of a ``ScoreKeeper`` tell, and the pairs with the lowest scores.
+
+    Args:
+        found: of :func:`compopt.curation.scores`.
+        pictures, texts: of all samples, ``(n, h, w)`` or ``(n, 3, h, w)``, and one text for each.
+        count: number of pairs that are shown.
+    """
+    assert found.rank is not None and found.similarity is not None
+    worst = curation.suspects(found, 1.0)[:count].tolist()
+    rows = -(-len(worst) // 8)
+    figure = plt.figure(figsize=(10.5, 3.2 + 1.6 * rows), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(3.2, 1.6 * rows))
+    share, seen = curation.wrong_share(found), found.visits > 0
+    left, middle, right = above.subplots(1, 3)
+    left.hist(found.score[seen].numpy(), bins=60, color=COLOURS[4])
+    left.set(xlabel="score (nats)", ylabel="pairs", yscale="log")
+    middle.hist(found.rank[seen].numpy(), bins=40, range=(0, 1), color=COLOURS[4])
+    middle.axhline(share * int(seen.sum()) / 40, color=COLOURS[5], label=f"wrong pairs: {share:.1%}")
+    middle.set(xlabel="rank of the partner among the negatives", yscale="log")
+    middle.legend()
+    similarity, weight = found.similarity[seen], curation.weights(found, share=min(share, 0.99))[seen]
+    order = similarity.argsort()
+    right.plot(similarity[order].numpy(), weight[order].numpy(), color=COLOURS[3])
+    right.set(xlabel="similarity of the pair", ylabel="robust weight", ylim=(0, 1.05))
+    below.suptitle(f"The {len(worst)} pairs with the lowest scores", fontsize=11, fontweight="bold", x=0.01, ha="left")
+    for axis, place in zip(below.subplots(rows, 8, squeeze=False).flat, [*worst, *[None] * 7], strict=False):
+        axis.axis("off")
+        if place is not None:
+            picture = pictures[place] if pictures.dim() == 3 else pictures[place].movedim(0, -1)
+            axis.imshow(picture.numpy(), cmap="gray_r")
+            axis.set_title("\n".join(wrap(texts[place], 18)[:3]), fontsize=6.5, fontweight="normal")
     return save_figure(figure, path)
 
 

@@ -45,7 +45,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(newest / "model.safetensors")
 
 
-PLAIN = ["minimal", "chosen_batches", "gradient_cache", "several_captions", "two_data_sets"]
+PLAIN = ["minimal", "chosen_batches", "gradient_cache", "several_captions", "two_data_sets", "wrong_pairs"]
 
 
 @pytest.mark.slow

@@ -321,6 +321,46 @@ def test_equal_captions_tie():
     near(est.read(torch.arange(8))["rank"][:, 0], torch.full((8,), 0.5))
 
 
+# -- what features tell --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_size", [4, 7, 64])
+def test_duplicates_and_rare_samples_equal_their_definitions(chunk_size):
+    g = torch.Generator().manual_seed(5)
+    z = torch.randn(50, 3, generator=g, dtype=torch.float64)
+    z[1::7] = z[0] * torch.arange(1, 9)[: len(z[1::7]), None]  # the same directions, of other lengths
+    s = normalize(z, dim=1) @ normalize(z, dim=1).T
+    labels = list(range(50))
+    for i in range(50):
+        labels[i] = labels[next(j for j in range(i + 1) if j == i or s[i, j] >= 0.95)]
+    found = curation.duplicates(z, 0.95, chunk_size=chunk_size)
+    assert found.tolist() == labels and (found[1::7] == 0).all() and len(set(labels)) < 40
+    near = [sum(sorted((s[i, j].item() for j in range(50) if j != i), reverse=True)[:4]) for i in range(50)]
+    want = sorted(range(50), key=lambda i: near[i])[:10]
+    assert curation.rare(z, share=0.2, neighbours=4, chunk_size=chunk_size).tolist() == want
+
+
+def test_duplicates_are_chained():
+    angles = torch.tensor([0.0, 0.1, 0.2, 0.3])  # cos(0.1) = 0.995, cos(0.2) = 0.98
+    z = torch.stack([angles.cos(), angles.sin()], dim=1)
+    assert curation.duplicates(z, 0.99, chunk_size=2).tolist() == [0, 0, 0, 0]
+    assert curation.duplicates(z, 0.999).tolist() == [0, 1, 2, 3]
+    assert curation.duplicates(z[:0]).tolist() == []
+
+
+def test_features_that_tell_nothing():
+    z = torch.randn(5, 3)
+    for call, kind, message in (
+        (lambda: curation.duplicates(z.long()), TypeError, "floating-point"),
+        (lambda: curation.duplicates(z / 0), ValueError, "finite"),
+        (lambda: curation.duplicates(z, 1.5), ValueError, "least"),
+        (lambda: curation.rare(z, share=2.0), ValueError, "share"),
+        (lambda: curation.rare(z, neighbours=5), ValueError, "fewer than the 5 samples"),
+    ):
+        with pytest.raises(kind, match=message):
+            call()
+
+
 # -- the sampler ---------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,60 @@
+"""The minimal recipe with a row of scores per pair: wrong pairs get less weight, and a page shows the worst ones.
+
+python -m recipes.by_feature.wrong_pairs --epochs 4 --wrong 0.2   # a fifth of the names is shuffled
+"""
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import compopt
+from recipes import glyphs, pictures
+from recipes.minimal import arguments, data_and_model, load, recall, save
+
+WARM_UP = 2  # epochs in which all pairs have the same weight
+
+
+def names_of(limit):
+    """Return a text for each training pair, for the page: yours go here."""
+    data = glyphs.load()
+    return [data.names[name] for name in data.caption[glyphs.split_pairs(data).train[:limit]].tolist()]
+
+
+def whose_text(n, share):
+    """Return whose text each sample has: its own, but for a share of them that are shuffled."""
+    moved = torch.randperm(n, generator=torch.Generator().manual_seed(0))[: round(share * n)]
+    return torch.arange(n).index_copy(0, moved, moved.roll(1))
+
+
+def main(argv=None):
+    parser = arguments(__doc__, "runs/wrong_pairs")
+    parser.add_argument("--wrong", type=float, default=0.0, help="share of the training pairs that is shuffled")
+    args = parser.parse_args(argv)
+    torch.manual_seed(0)
+    train, held_out, model = data_and_model(args.limit)
+    given = whose_text(len(train), args.wrong)
+    train = TensorDataset(train.tensors[0], train.tensors[1][given])
+    loader = DataLoader(compopt.data.Indexed(train), args.batch_size, shuffle=True, drop_last=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    est = compopt.recommended(dim=128, n=len(train), batch_size=args.batch_size, keep_scores=True)
+    est.attach(optimizer)  # rows are committed after each real optimizer.step()
+    parts = {"model": model, "optimizer": optimizer}
+    first = load(args.folder, est, parts) if args.resume else 0
+    for epoch in range(first, args.epochs):
+        torch.manual_seed(epoch)  # the order of an epoch is the same after a resume
+        weights = est.weights("robust") if epoch >= WARM_UP else torch.ones(len(train))
+        for images, tokens, index in loader:
+            loss = est(*model.train()(images, tokens), index, sample_weight=weights[index])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        save(args.folder, epoch + 1, est, parts)
+        print(f"epoch {epoch + 1}: loss {loss.item():.3f}, recall {100 * recall(model, held_out):.1f} %")
+    found = compopt.curation.scores(est)
+    compopt.curation.export(found, args.folder / "scores.csv")
+    names = names_of(args.limit)
+    texts = [names[place] for place in given.tolist()]
+    print(f"see {pictures.wrong_pairs(found, train.tensors[0], texts, args.folder / 'wrong_pairs.png')}")
+
+
+if __name__ == "__main__":
+    main()
