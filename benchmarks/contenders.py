@@ -33,11 +33,11 @@ def loss_and_gradients(loss: LossFn) -> Runner:
     return run
 
 
-def estimator(make: Callable[[int], compopt.ContrastiveEstimator], commit: bool = False):
-    """Builds a contender from an estimator; ``make`` builds that for a data set of n samples."""
+def estimator(make: Callable[..., compopt.ContrastiveEstimator], commit: bool = False, with_dim: bool = False):
+    """Builds a contender from an estimator; ``make`` builds that for n samples, or for features of a dimension."""
 
     def build(B: int, d: int) -> Runner:
-        est = make(SAMPLES_PER_BATCH * B)
+        est = make(d if with_dim else SAMPLES_PER_BATCH * B)
 
         def run(z1: Tensor, z2: Tensor, index: Tensor) -> None:
             est(z1, z2, index).backward()
@@ -135,6 +135,7 @@ BIMODAL = {
         autograd(operations_alone),
     ),
     "InfoNCE": Contender("`InfoNCEEstimator(tau)`", estimator(lambda n: compopt.InfoNCEEstimator(TAU))),
+    "DCL": Contender("`DCLEstimator(tau)`", estimator(lambda n: compopt.DCLEstimator(TAU))),
     "SogCLR": Contender("`SogCLREstimator(n, tau)`", estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU))),
     "SogCLR + step": Contender(
         "the same and the commit of its rows",
@@ -157,5 +158,11 @@ UNIMODAL = {
         estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU, mode="unimodal")),
     ),
 }
-SMALL = ["cross_entropy", ALONE, "InfoNCE", "SogCLR", "SogCLR + step", "iSogCLR"]
-SUITES = {"bimodal": BIMODAL, "unimodal": UNIMODAL}
+CROSS_ENTROPY, DEFAULT = "cross_entropy", "recommended + step"
+DEFAULTS = {
+    DEFAULT: Contender(
+        "`recommended(d)` and the commit of its queue", estimator(compopt.recommended, commit=True, with_dim=True)
+    )
+}
+SMALL = [CROSS_ENTROPY, ALONE, "InfoNCE", "DCL", "SogCLR", "SogCLR + step", "iSogCLR", DEFAULT]
+SUITES = {"bimodal": BIMODAL, "unimodal": UNIMODAL, "small": BIMODAL | DEFAULTS}

@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernel            # writes benchmarks/results/kernel.md and kernel.json
     python -m benchmarks.kernel --quick    # a smaller run, printed and not written
+    python -m benchmarks.kernel --small --threads 1 --rounds 2000    # small calls alone, printed
 
 Every contender turns two normalised feature matrices into a loss and both feature gradients. Contenders run
 round-robin in one process (A B C A B C ...), each round on fresh random features, so that a slow moment of
@@ -26,6 +27,7 @@ from torch import Tensor
 import compopt
 from benchmarks.contenders import (
     BIMODAL,
+    CROSS_ENTROPY,
     PRODUCTS,
     SAMPLES_PER_BATCH,
     SMALL,
@@ -112,9 +114,11 @@ def measure(suite: str, names: list[str], B: int, d: int, rounds: int, memory: b
     rows = {}
     for name in names:
         row: dict = {"seconds": quartiles(seconds[name])}
-        for base in (PRODUCTS, "products, preallocated"):
+        for base in (CROSS_ENTROPY,) if suite == "small" else (PRODUCTS, "products, preallocated"):
             if base in names:
                 row[f"ratio to {base}"] = ratios(seconds, name, base)
+        if suite == "small":
+            row["least"] = min(seconds[name])
         if memory:
             row["peak_bytes"] = peak_bytes_apart(suite, name, B, d)
         rows[name] = row
@@ -125,8 +129,8 @@ def section(result: dict) -> list[str]:
     """Title and table of one suite at one size."""
     B, d = result["batch"], result["dim"]
     bases = [key for key in next(iter(result["rows"].values())) if key.startswith("ratio")]
-    small = not bases
-    head = ["", "us" if small else "ms", *bases]
+    small = result["suite"] == "small"
+    head = ["", "us" if small else "ms", *bases, *(["least, us", "ratio of the least"] if small else [])]
     with_memory = "peak_bytes" in next(iter(result["rows"].values()))
     if with_memory:
         head += ["peak, MiB", "without gradients, B x B buffers"]
@@ -134,6 +138,8 @@ def section(result: dict) -> list[str]:
     for name, row in result["rows"].items():
         cells = [name, spread(row["seconds"], 0, 1e-6) if small else spread(row["seconds"], 1, 1e-3)]
         cells += [spread(row[base]) for base in bases]
+        if small:
+            cells += [f"{row['least'] * 1e6:.0f}", f"{row['least'] / result['rows'][CROSS_ENTROPY]['least']:.2f}"]
         if with_memory:
             peak = row["peak_bytes"]  # two float32 gradients of B x d are 8 B d bytes of it
             cells += [f"{peak / 2**20:.1f}", f"{(peak - 8 * B * d) / (4 * B * B):.2f}"]
@@ -154,6 +160,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=45.0, help="approximate time for each size")
     parser.add_argument("--unimodal-size", type=int, default=1024, help="batch size of the unimodal section")
     parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's choice)")
+    parser.add_argument("--small", action="store_true", help="B = 64 alone, printed only")
+    parser.add_argument("--rounds", type=int, default=1000, help="rounds of B = 64")
     parser.add_argument("--quick", action="store_true", help="B = 256 and 1024, few rounds, printed only")
     parser.add_argument("--peak-of", nargs=2, metavar=("SUITE", "CONTENDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -167,7 +175,10 @@ def main() -> None:
         args.sizes, args.seconds, args.unimodal_size = [256, 1024], 3.0, 256
     env = environment()
     check_equal_work(256, args.dim)
-    results = [measure("bimodal", SMALL, 64, 128, 100 if args.quick else 1000, memory=False)]
+    results = [measure("small", SMALL, 64, 128, 100 if args.quick else args.rounds, memory=False)]
+    if args.small:
+        print("\n\n".join(section(results[0])))
+        return
     for B in args.sizes:
         print(f"bimodal, B = {B} ...", file=sys.stderr, flush=True)
         results.append(measure("bimodal", list(BIMODAL), B, args.dim, rounds_for(B, args.seconds), memory=True))

@@ -159,6 +159,8 @@ def widest(device: torch.device) -> torch.dtype:
 
 def state_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Move state to another device, in single precision where that has no double."""
+    if tensor.device == device:
+        return tensor
     if tensor.dtype == torch.float64:
         return tensor.to(device, widest(device))
     return tensor.to(device)

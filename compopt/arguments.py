@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from compopt.checks.inputs import (
     one_name,
     tau_facts,
 )
+from compopt.distributed.handshake import NOTHING
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.engine import Engine
 from compopt.kernel.features import Encode, Encoder, Features, prepare, working_dtype
@@ -161,8 +162,8 @@ def check_call(
     with engine.handshake.guard():
         refuse_tangents(("z1", z1), ("z2", z2), ("tau", tau), ("extra", extra))
         features = check_given(z1, z2, est.mode, least=0 if several else 2)
-        one, views = (z1, 2) if z2 is not None else (z1[0], len(z1))
-        batch = len(one)
+        one, views = (z1, 2) if z2 is not None else (z1[0], z1.shape[0])
+        batch = one.shape[0]
         directions = est._anchors if anchors is None and views == 2 else check_anchors(anchors, views, est.mode)
         if views > 2 and extra is not None:
             raise ValueError("extra= serves two views, got a tensor of more; pass est(z1, z2, index, extra=extra)")
@@ -282,8 +283,10 @@ def _check_choices(
     extra: Tensor | None,
 ) -> Choices | None:
     """Check what the policy of pairs asks for, and return it: nothing may be missing, and nothing given in vain."""
+    asks = set() if policy is None else policy.asks
     for name, option in OPTIONS.items():
-        _check_asked(name, given[name] is not None, option, policy is not None and name in policy.asks)
+        if (given[name] is not None) != (name in asks):
+            raise _refused(name, option, name in asks)
     if policy is None:
         return None
     _check_rows(policy, keys, len(like), extra)
@@ -314,12 +317,11 @@ def _check_rows(policy: PairPolicy, keys: Mapping[str, Tensor], batch: int, extr
         )
 
 
-def _check_asked(name: str, given: bool, option: str, wanted: bool) -> None:
-    """Refuse an argument that the policy does not ask for, or that is missing."""
-    if given and not wanted:
-        raise ValueError(f"{name}= has no effect here: give the estimator or this call pairs=PairPolicy({option}, ...)")
-    if wanted and not given:
-        raise ValueError(f"{name} is missing, which PairPolicy({option}) asks for; pass {name}= in every call")
+def _refused(name: str, option: str, missing: bool) -> ValueError:
+    """Return the refusal of a call without an argument that its policy asks for, or with one that it does not."""
+    if missing:
+        return ValueError(f"{name} is missing, which PairPolicy({option}) asks for; pass {name}= in every call")
+    return ValueError(f"{name}= has no effect here: give the estimator or this call pairs=PairPolicy({option}, ...)")
 
 
 def _add_guide(
@@ -340,7 +342,7 @@ def _units(features: Sequence[Tensor], like: Tensor, normalize: bool) -> list[Te
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Return a context without autocast, which would compute similarities in half precision."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else NOTHING
 
 
 def at_least(tau: Tensor, dtype: torch.dtype) -> Tensor:

@@ -84,7 +84,7 @@ class Batch:
             count = None if count is None else count.masked_fill(blank, 0)
         return count
 
-    @property
+    @cached_property
     def features(self) -> tuple[Tensor, ...]:
         """``z1, z2``, ... of all ranks, ``(B, d)`` each."""
         return tuple(z for name, z in self.values.items() if name.startswith("z"))

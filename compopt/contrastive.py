@@ -565,7 +565,8 @@ class ContrastiveEstimator(Estimator):
     def _value(self, objective: Objective, given: Given) -> Tensor:
         """Return the value, NaN if a feature is bad, of which the user is warned."""
         pairs, unit = objective.pairs, given.own.unit
-        value = objective.value().to(unit.dtype)
+        value = objective.value()
+        value = value if value.dtype == unit.dtype else value.to(unit.dtype)
         if pairs.extra is not None or pairs.may_lack_negatives or given.momentum is not None:
             # a sample may be in no pair, as z2 is with one direction and momentum; a network's alpha sees no extra
             more = () if pairs.extra is None else (pairs.extra.everyone,)

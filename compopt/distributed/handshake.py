@@ -36,6 +36,7 @@ FACTS = {
 # Layout of a message: the operation, these five, the facts, and as much room for each of the keys.
 REFUSED, SIZE, KINDS, PREFETCHED, MORE = range(1, 6)
 HEADER = 6 + len(FACTS)
+NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass
@@ -69,7 +70,7 @@ class Handshake:
 
     def guard(self) -> AbstractContextManager[None]:
         """Wrap the work of this rank before the exchange: if it raises, the other ranks raise too and do not wait."""
-        return nullcontext() if self.ranks.size == 1 else self._guard()
+        return NOTHING if self.ranks.size == 1 else self._guard()
 
     @contextmanager
     def _guard(self) -> Iterator[None]:

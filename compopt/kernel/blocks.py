@@ -27,7 +27,7 @@ class Exponentials(NamedTuple):
 
 def positives(z: Tensor, directions: int) -> Tensor:
     """``s_ii`` of all ordered pairs of views ``z``, ``(V, B, d)``: ``(B, A)``, see :class:`PairStatistics`."""
-    if len(z) == 2:
+    if z.shape[0] == 2:
         return torch.linalg.vecdot(*z).unsqueeze(1).expand(-1, directions)
     return torch.cat([torch.linalg.vecdot(z, z.roll(-r, 0))[:directions] for r in range(1, len(z))]).T
 

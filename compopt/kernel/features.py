@@ -175,8 +175,12 @@ class _ClosedForm(torch.autograd.Function):
                 "backward() or grad() without create_graph, and build a penalty on gradients of some other function"
             )
         # never in half precision for features, which a scaler's factor may overflow
-        scaled = (gradient * grad_output.to(gradient.dtype) for gradient in ctx.saved_tensors)
-        return None, *(g if g.dtype == dtype else g.to(dtype) for g, dtype in zip(scaled, ctx.dtypes, strict=True))
+        found: list[Tensor | None] = [None]
+        for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            same = gradient.dtype == grad_output.dtype
+            scaled = gradient * (grad_output if same else grad_output.to(gradient.dtype))
+            found.append(scaled if scaled.dtype == dtype else scaled.to(dtype))
+        return tuple(found)
 
 
 def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

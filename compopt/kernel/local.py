@@ -62,11 +62,14 @@ class Pairs(PairStatistics):
     """
 
     def __init__(self, z: Tensor, tau: float | Tensor, keys: Sequence[Tensor], options: PairOptions) -> None:
-        super().__init__(keys, options, len(z))
+        super().__init__(keys, options, z.shape[0])
         extra, unimodal, chunk_size = self.extra, self.unimodal, options.chunk_size
         self.z, self.tau, self.batch = z, tau, z.shape[1]
-        self.y = z.view(-1, z.shape[2]) if unimodal else z[1]
-        self.x = self.y[: self.directions * self.batch] if unimodal else z[0]
+        if unimodal:
+            self.y = z.view(-1, z.shape[2])
+            self.x = self.y[: self.directions * self.batch]
+        else:
+            self.x, self.y = z.unbind()
         if extra is not None:
             self.y = torch.cat([self.y, extra.features])
         self.shape = (self.x.shape[0], self.y.shape[0])
@@ -93,7 +96,10 @@ class Pairs(PairStatistics):
         if len(sides) == 1:
             return [self.per_pair(values.view(-1, self.batch).T) for values in sides[0]]
         # one copy for all of them: on an accelerator each is a launch
-        stacked = torch.stack([values[: self.batch] for side in sides for values in side])
+        whole = [values for side in sides for values in side]
+        if self.shape[1] > self.batch:  # further candidates are no anchors
+            whole = [values[: self.batch] for values in whole]
+        stacked = torch.stack(whole)
         return [values.T for values in stacked.view(2, -1, self.batch).unbind(1)]
 
     def _by_row(self, per_anchor: Tensor, start: int, stop: int) -> Tensor:
@@ -104,7 +110,7 @@ class Pairs(PairStatistics):
     def _by_column(self, per_anchor: Tensor, outside: float) -> Tensor:
         """``(B, a)`` -> one value per matrix column; candidates that are no anchors have ``outside``."""
         values = per_anchor.T.reshape(-1) if self.unimodal else per_anchor[:, 1]
-        more = self.shape[1] - len(values)
+        more = self.shape[1] - values.shape[0]
         return pad(values, (0, more), value=outside) if more else values
 
     def _bounds(self) -> Iterator[tuple[int, int]]:
@@ -293,31 +299,31 @@ class Pairs(PairStatistics):
         Args:
             factor: of each anchor, ``(B, a)``.
         """
-        beta = float(self.recompute)  # 0: overwrite what the memory held
         # views that are no anchors
         added = self.recompute or self.held or (self.unimodal and self.directions < self.views)
         gradient = torch.zeros_like(self.z) if added else torch.empty_like(self.z)
-        of_rows, of_columns = gradient[0], gradient[1]
         if self.unimodal:
             of_columns = gradient.view(-1, self.z.shape[2])
             of_rows = of_columns[: self.shape[0]]
+        else:
+            of_rows, of_columns = gradient.unbind()
         outside = None if self.extra is None else torch.zeros_like(self.extra.features)
         for block in self._recomputed() if self.recompute else iter(self._blocks):
             a = self._combine(block, factor)
             whole = block.stop - block.start == self.shape[0]
-            (of_rows if whole else of_rows[block.start : block.stop]).addmm_(a, self.y, beta=beta)
+            _product(a, self.y, of_rows if whole else of_rows[block.start : block.stop], self.recompute)
             if self.recompute and not self.symmetric:
-                self._add_columns(a, self.x[block.start : block.stop], 1.0, of_columns, outside)
+                self._add_columns(a, self.x[block.start : block.stop], True, of_columns, outside)
         if not self.recompute and not self.symmetric:
             a = self._buffers[self._row_buffer] if self._buffers else a
-            self._add_columns(a, self.x, float(self.unimodal), of_columns, outside)
+            self._add_columns(a, self.x, self.unimodal, of_columns, outside)
         return gradient, outside
 
-    def _add_columns(self, a: Tensor, x: Tensor, beta: float, of_columns: Tensor, outside: Tensor | None) -> None:
+    def _add_columns(self, a: Tensor, x: Tensor, add: bool, of_columns: Tensor, outside: Tensor | None) -> None:
         """Add ``A^T X`` of some matrix rows to the gradients of the candidates, the further ones apart."""
         count = len(of_columns)
         if not self.held:
-            of_columns.addmm_(a[:, :count].T, x, beta=beta)
+            _product(a.T if outside is None else a[:, :count].T, x, of_columns, add)
         if outside is not None:
             outside.addmm_(a[:, count:].T, x)
 
@@ -346,3 +352,11 @@ class Pairs(PairStatistics):
         if last is not None and last is not block.columns.shift:  # the maximum has grown since
             by_column = by_column * (block.columns.shift - last).mul_(self._column_scale).exp_()
         return block.rows.exp.mul_(by_row).addcmul_(block.columns.exp, by_column)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    """``A B``, added to what ``out`` holds or in its place."""
+    if add:
+        out.addmm_(a, b)
+    else:
+        torch.mm(a, b, out=out)

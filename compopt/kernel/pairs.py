@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compopt.functional import Scalar, log, minus_product
+from compopt.functional import Scalar, log
 from compopt.kernel.blocks import MASKED, Exponentials, Extra
 from compopt.kernel.selection import Selection
 from compopt.tiles.choice import Precision
@@ -206,17 +206,18 @@ class PairStatistics(ABC):
         """``sum_j w_ij``, ``(B, A)``."""
         return self.real((self.log_ghat - alpha).exp_())
 
-    def per_pair(self, per_anchor: Tensor, slope: Tensor | None = None) -> Tensor:
+    def per_pair(self, per_anchor: Tensor, slope: Scalar | None = None) -> Tensor:
         """``(B, a)`` -> ``(B, A)``: values of the anchors for each of their positives.
 
-        With ``slope``, ``(B, a)``, the value is that of the first positive, and falls by ``slope`` times ``s_ii``.
+        With ``slope``, a number or ``(B, a)``, the value is that of the first positive, and falls by ``slope s_ii``.
         """
         if self.views == 2:
             return per_anchor
         repeated = per_anchor.repeat(1, self.views - 1)
         if slope is None:
             return repeated
-        return repeated + self.per_pair(slope) * (self.per_pair(self.positive[:, : self.directions]) - self.positive)
+        slope = self.per_pair(slope) if isinstance(slope, Tensor) else slope
+        return repeated + slope * (self.per_pair(self.positive[:, : self.directions]) - self.positive)
 
     def sum_over_positives(self, per_pair: Tensor) -> Tensor:
         """``(B, A)`` -> ``(B, a)``: sum over the positives of each anchor."""
@@ -297,21 +298,27 @@ def pull_positives(gradient: Tensor, z: Tensor | Sequence[Tensor], weight: Scala
         weight: of each pair, a number or ``(b, A)``.
         directions: views that are anchors.
     """
-    views = len(z)
+    z = z.unbind() if isinstance(z, Tensor) else z
+    of_views, views = gradient.unbind(), len(z)
     for one, other in combinations(range(views), 2):
         # columns of the pair and of its reverse, as far as the two are anchors
         both = ((other - one - 1) * directions + one, (views - other + one - 1) * directions + other)
         columns = sorted(both[: (one < directions) + (other < directions)])
         if columns:
             shared = _sum_of_columns(weight, columns) if isinstance(weight, Tensor) else weight * len(columns)
-            minus_product(gradient[one], z[other], shared, out=gradient[one])
-            minus_product(gradient[other], z[one], shared, out=gradient[other])
+            for own, partner in ((of_views[one], z[other]), (of_views[other], z[one])):
+                if isinstance(shared, Tensor):
+                    own.addcmul_(shared, partner, value=-1)
+                else:
+                    own.sub_(partner, alpha=shared)
 
 
 def _sum_of_columns(x: Tensor, columns: Sequence[int]) -> Tensor:
     """Sum of one or two columns, ``(b, 1)``; a slice takes no copy."""
     low, high = columns[0], columns[-1]
-    return x[:, low : high + 1 : max(1, high - low)].sum(1, keepdim=True)
+    if len(columns) < x.shape[1]:
+        x = x[:, low : high + 1 : max(1, high - low)]
+    return x.sum(1, keepdim=True)
 
 
 def is_uniform(tau: float | Tensor, options: PairOptions) -> bool:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from compopt import accelerator, checks
-from compopt.batch import FIRST_NAME
+from compopt.batch import FIRST_NAME, Batch
 from compopt.checks.values import FINITE, Range
 from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import Hyper, SampleGroups
-from compopt.functional import all_finite
+from compopt.functional import Scalar, all_finite
 from compopt.kernel.pairs import PairStatistics, Sums, scale_of
 from compopt.kernel.selection import mean_positive
 from compopt.pairs import NO_POLICY, PairPolicy
@@ -162,24 +162,24 @@ class MemoryNormalizer(Normalizer):
         positive = pairs.positive[:, :directions]  # the first of each anchor
         z, state = self._stack(call.batch.features), self._state_on(call.batch.rows.device, call.training)
         partners = self._stack(call.batch.momentum) if call.batch.momentum else z
-        new, keys, scale = self._candidates(partners), known_keys(call.batch.keys), per_anchor_scale(call.tau, positive)
-        if self._within:
-            keys = torch.cat([keys, call.batch.values["within1"][None]])
+        new, keys = self._candidates(partners), self._keys(call.batch)
+        scale = scale_of(call.tau, positive, *positive.shape)
         mean = self._mean(new)
         queue, excluded = self._moved(state, mean, z.dtype), self._excluded(keys, state, directions)
         threshold = policy.threshold(mean_positive(pairs.positive, directions))
         logits, count, excluded = self._compare(z, queue, excluded, positive, scale, threshold)
         # one softmax over batch and queue: the kernel's weights are divided by the sum over both
-        weighted = self._hardened(logits, positive, scale, policy.strengths[0])
-        log_total = torch.logaddexp(pairs.log_sum[:, :directions], self._by_sample(weighted.logsumexp(2), positive))
-        weights = (weighted - self._by_queue(log_total).unsqueeze(2)).exp_()
+        weighted, of_batch = self._hardened(logits, positive, scale, policy.strengths[0]), pairs.log_sum[:, :directions]
+        weights, log_total = shared_softmax(weighted, self._by_queue(of_batch), keep=pairs.mean_h is not None)
         total = weights.sum(2, keepdim=True)
-        log_total = pairs.per_pair(log_total, scale)  # the weights are the same for all positives of an anchor
+        # the weights are the same for all positives of an anchor
+        log_total = pairs.per_pair(self._by_sample(log_total, positive), scale)
         if call.training:
             # kept without the mean of its batch: a later batch adds its own, so that the queue follows the encoders
-            entries = {"queue": new - mean, "keys": keys, "kept": torch.ones_like(keys[0], dtype=torch.bool)}
-            # with the mean: a sample that is in no pair has no share of any sum, and would enter the queue
-            usable = all_finite(log_total + mean.sum())
+            names = stored_names(keys)
+            entries = {"queue": new - mean, "keys": names, "kept": torch.ones_like(names[0], dtype=torch.bool)}
+            # a sample that is in no pair has no share of any sum, and would enter the queue: the mean has it
+            usable = all_finite(log_total + mean.sum() if pairs.may_lack_negatives else log_total)
             if call.batch.momentum:  # a momentum copy's, of which other features know nothing
                 usable &= all_finite(z) & all_finite(partners)
             if call.batch.bad is not None:
@@ -206,18 +206,18 @@ class MemoryNormalizer(Normalizer):
         queue: Tensor,
         weights: Tensor,
         total: Tensor,
-        scale: Tensor,
+        scale: Scalar,
         slope: Tensor,
     ) -> Tensor:
         """Return ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of every anchor, the mean over its partners.
 
         ``z`` has the partners, ``(V, B, d)``.
         """
-        partners = reduce(torch.add, (z.roll(-r, 0) for r in range(1, len(z))))
+        partners = z.flip(0) if len(z) == 2 else reduce(torch.add, (z.roll(-r, 0) for r in range(1, len(z))))
         push = torch.bmm(weights, queue)
         push.addcmul_(total, self._anchors(partners, pairs.directions), value=-1 / (len(z) - 1))
-        factor = self._by_queue(pairs.sum_over_positives(slope) * scale)
-        gradient = push.mul_(factor.unsqueeze(2)).view(-1, *z.shape[1:])
+        factor = self._column(pairs.sum_over_positives(slope) * scale)
+        gradient = push.mul_(factor).view(-1, *z.shape[1:])
         return gradient if len(gradient) == len(z) else torch.cat([gradient, torch.zeros_like(z[len(gradient) :])])
 
     def _candidates(self, z: Tensor) -> Tensor:
@@ -234,14 +234,20 @@ class MemoryNormalizer(Normalizer):
         moved = (state["queue"] + mean).to(dtype)
         return moved.view(1, -1, self.dim) if self._views else moved
 
-    def _excluded(self, keys: Tensor, state: Mapping[str, Tensor], directions: int) -> Tensor:
+    def _keys(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the keys of a batch that slots keep too, as far as they are given."""
+        return {**batch.keys, "within": batch.values["within1"]} if self._within else batch.keys
+
+    def _excluded(self, keys: Mapping[str, Tensor], state: Mapping[str, Tensor], directions: int) -> Tensor:
         """Return True for slots that are no negatives of an anchor: of its own sample, or empty; ``(1, P, M)``."""
-        stored = torch.where(state["keys"] == UNKNOWN, UNKNOWN - 1, state["keys"])  # equal to no key of an anchor
-        excluded = ~state["kept"] | (keys[0, :, None] == stored[0])
-        for key, others in zip(keys[1 : len(KEYS)], stored[1 : len(KEYS)], strict=True):
-            excluded |= key[:, None] == others
+        stored = state["keys"]
+        # no index is UNKNOWN, and no name of a sample without one, which is not kept
+        excluded = (keys["index"][:, None] == stored[0]).logical_or_(~state["kept"])
+        for row, name in enumerate(KEYS[1:], start=1):
+            if name in keys:
+                excluded |= (keys[name][:, None] == stored[row]) & (stored[row] != UNKNOWN)
         if self._within:
-            excluded |= keys[-1, :, None] != state["keys"][-1]
+            excluded |= keys["within"][:, None] != stored[-1]
         return (excluded.repeat(directions, 2) if self._views else excluded).unsqueeze(0)
 
     def _compare(
@@ -250,27 +256,27 @@ class MemoryNormalizer(Normalizer):
         queue: Tensor,
         excluded: Tensor,
         positive: Tensor,
-        scale: Tensor,
+        scale: Scalar,
         threshold: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``h_iq / tau_i``, ``(Q, P, M)``, ``-inf`` where excluded, and the number of others, ``(B, a)``.
 
         The third result is what is excluded, with what is above the threshold.
         """
-        logits = torch.bmm(self._anchors(z, positive.shape[1]), queue.mT).sub_(self._by_queue(positive).unsqueeze(2))
-        logits.mul_(self._by_queue(scale).unsqueeze(2)).masked_fill_(excluded, -math.inf)
+        anchors = self._anchors(z, positive.shape[1]) * self._column(scale)  # scaled where the matrix is narrow
+        logits = torch.baddbmm(self._column(positive * scale), anchors, queue.mT, beta=-1)
+        logits.masked_fill_(excluded, -math.inf)
         if threshold is not None:
-            excluded = excluded | (logits > self._by_queue((threshold - positive) * scale).unsqueeze(2))
+            excluded = excluded | (logits > self._column((threshold - positive) * scale))
             logits.masked_fill_(excluded, -math.inf)
-        count = self._by_sample(excluded.logical_not().sum(2, dtype=positive.dtype), positive)
+        count = self._by_sample(excluded.shape[2] - excluded.sum(2, dtype=positive.dtype), positive)
         return logits, count, excluded
 
-    def _hardened(self, logits: Tensor, positive: Tensor, scale: Tensor, beta: float) -> Tensor:
+    def _hardened(self, logits: Tensor, positive: Tensor, scale: Scalar, beta: float) -> Tensor:
         """Return ``h_iq / tau_i + beta s_iq``."""
         if not beta:
             return logits
-        factor, shift = (self._by_queue(value).unsqueeze(2) for value in (1 + beta / scale, beta * positive))
-        return logits * factor + shift
+        return logits * self._column(1 + beta / scale) + self._column(beta * positive)
 
     def _state_on(self, device: torch.device, training: bool) -> dict[str, Tensor]:
         return {
@@ -294,6 +300,16 @@ class MemoryNormalizer(Normalizer):
     def _by_queue(self, value: Tensor) -> Tensor:
         return value.T.reshape(1, -1) if self._views else value.T
 
+    @overload
+    def _column(self, value: Tensor) -> Tensor: ...
+
+    @overload
+    def _column(self, value: float) -> float: ...
+
+    def _column(self, value: Scalar) -> Scalar:
+        """Rearrange ``(B, a)`` -> ``(Q, P, 1)``; a number for all anchors stays one."""
+        return self._by_queue(value).unsqueeze(2) if isinstance(value, Tensor) else value
+
     def _by_sample(self, value: Tensor, like: Tensor) -> Tensor:
         return value.expand(1 if self._views else self._directions, -1).reshape(like.shape[1], len(like)).T
 
@@ -307,17 +323,25 @@ class MemoryNormalizer(Normalizer):
         chunks = []
         for own, names in zip(z.split(STORED_CHUNK, 1), index.split(STORED_CHUNK), strict=True):
             positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, self._directions)
-            scale = per_anchor_scale(tau[names] if isinstance(tau, Tensor) and tau.dim() else tau, positive)
-            keys = torch.stack([names, *torch.full((len(KEYS) - 1, len(names)), UNKNOWN, device=z.device)])
-            logits, count, _ = self._compare(own, queue, self._excluded(keys, state, self._directions), positive, scale)
+            of_names = tau[names] if isinstance(tau, Tensor) and tau.dim() else tau
+            scale = scale_of(of_names, positive, *positive.shape)
+            excluded = self._excluded({"index": names}, state, self._directions)
+            logits, count, _ = self._compare(own, queue, excluded, positive, scale)
             chunks.append(self._by_sample(logits.logsumexp(2), positive) - count.log())
         return torch.cat(chunks)
 
 
-def per_anchor_scale(tau: float | Tensor, like: Tensor) -> Tensor:
-    """Return ``1 / tau`` of every anchor, ``(B, A)``."""
-    scale = scale_of(tau, like, *like.shape)
-    return scale if isinstance(scale, Tensor) else like.new_full((), scale).expand_as(like)
+def shared_softmax(logits: Tensor, log_sum: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """Return the softmax along the last axis, shared with others, and the logarithm of what was divided by.
+
+    Args:
+        logits: ``(Q, P, M)``; overwritten, unless ``keep``.
+        log_sum: log-sum-exp of the others, finite, ``(Q, P)``.
+    """
+    shift = torch.maximum(logits.amax(2), log_sum)
+    e = torch.sub(logits, shift.unsqueeze(2), out=None if keep else logits).exp_()
+    total = (log_sum - shift).exp_().add_(e.sum(2))
+    return e.div_(total.unsqueeze(2)), total.log_().add_(shift)
 
 
 def effective_negatives(sides: Sequence[Sums], own: slice, directions: int, share: Tensor, norms: Tensor) -> Tensor:
@@ -335,15 +359,20 @@ def effective_negatives(sides: Sequence[Sums], own: slice, directions: int, shar
     return torch.cat(found).nanmean()
 
 
-def known_keys(given: Mapping[str, Tensor]) -> Tensor:
-    """Return keys by name, ``(3, B)``; :data:`UNKNOWN` where the caller gave none."""
-    index, missing = given["index"], torch.full_like(given["index"], UNKNOWN)
-    named = torch.where(index < FIRST_NAME, UNKNOWN, index)
-    return torch.stack([named, *(given.get(name, missing) for name in KEYS[1:])])
+def stored_names(given: Mapping[str, Tensor]) -> Tensor:
+    """Return keys as slots store them, ``(3, B)``, or 4 with ``within``; :data:`UNKNOWN` where the caller gave none."""
+    index = given["index"]
+    missing = torch.full_like(index, UNKNOWN)
+    within = [given["within"]] if "within" in given else []
+    named = index.masked_fill(index < FIRST_NAME, UNKNOWN)
+    return torch.stack([named, *(given.get(name, missing) for name in KEYS[1:]), *within])
 
 
 def pushed(state: Mapping[str, Tensor], entries: Mapping[str, Tensor], usable: Tensor) -> dict[str, Tensor]:
     """Return the newest entries, oldest first, along the axis of slots (the second, if there are two or more)."""
+    on_host = usable.device.type == "cpu"  # where the flag can be read without waiting for a device
+    if on_host and not usable:
+        return dict(state)
     result = {}
     for name, new in entries.items():
         old, axis = state[name], min(1, new.dim() - 1)
@@ -351,5 +380,5 @@ def pushed(state: Mapping[str, Tensor], entries: Mapping[str, Tensor], usable: T
         taken = min(length, new.shape[axis])
         new = new.to(old.dtype).narrow(axis, new.shape[axis] - taken, taken)
         moved = torch.cat([old.narrow(axis, taken, length - taken), new], dim=axis)
-        result[name] = torch.where(usable, moved, old)
+        result[name] = moved if on_host else torch.where(usable, moved, old)
     return result
