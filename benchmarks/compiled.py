@@ -97,7 +97,7 @@ def _type(name: str, precision: str, constants: dict[str, Any]) -> str:
 
 
 def _of_nvidia(made: Any, instruction: str) -> dict[str, int]:
-    """Registers and stack as Triton's cuobjdump reads them from the machine code; spilled registers are on the stack."""
+    """Registers and stack, which has spilled registers, as Triton's cuobjdump reads them from the machine code."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -5,7 +5,8 @@
     python -m benchmarks.gpu --device cpu --small # a trial on the CPU
     python -m benchmarks.gpu --parts trace steps  # some parts
 
-It needs torch, NumPy and safetensors; pytest for the tests, open_clip for its own ClipLoss.
+It needs torch, NumPy and safetensors; pytest for the tests, open_clip for its own ClipLoss, Triton for the fused
+kernel, memeff and inf_cl for theirs.
 Where one of them is missing, or one measurement fails, the page says so and the rest goes on.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import losses, report, rows, steps, suite, trace
+from benchmarks.gpu import fused, losses, report, rows, steps, suite, trace
 from benchmarks.gpu.machine import Machine
 from benchmarks.report import RESULTS, ROOT, save
 from compopt import accelerator
@@ -30,8 +31,9 @@ PARTS = {
     "errors": lambda machine, scale: losses.errors(machine),
     "tests": lambda machine, scale: suite.measure(machine, 100 * scale),
     "trace": lambda machine, scale: trace.measure(machine),
-    "losses": lambda machine, scale: losses.measure(machine, 110 * scale),
-    "steps": lambda machine, scale: steps.measure(machine, 50 * scale),
+    "fused": lambda machine, scale: fused.measure(machine, 70 * scale),
+    "losses": lambda machine, scale: losses.measure(machine, 70 * scale),
+    "steps": lambda machine, scale: steps.measure(machine, 30 * scale),
     "rows": lambda machine, scale: rows.measure(machine, 40 * scale),
     "largest": lambda machine, scale: losses.largest(machine, 20 * scale),
 }

@@ -14,7 +14,7 @@ def page(env: dict[str, Any], results: dict[str, Any]) -> str:
     """All sections that there are results for."""
     parts = ["Medians (first to third quartile). Peaks are what one call adds to the device's memory."]
     losses = [*results.get("losses", []), *results.get("largest", [])]
-    sections = {tests: "tests", trace: "trace", accuracy: "errors", steps: "steps", rows: "rows"}
+    sections = {tests: "tests", trace: "trace", accuracy: "errors", fused: "fused", steps: "steps", rows: "rows"}
     for write, name in sections.items():
         if results.get(name):
             parts += write(results[name])
@@ -68,6 +68,21 @@ def loss_table(found: Sequence[dict[str, Any]]) -> list[str]:
             body.append([*line, spread(cell["seconds"], 2, 1e-3), *ratios, peak(cell)])
     head = ["B", "products in", "", "ms", f"of {PRODUCTS}", f"of {CLIP}", "peak, MiB"]
     return ["## Loss and gradients", f"Milliseconds; *{CLIP}* is {clip_loss()[0]}.", table(head, body, "rllr")]
+
+
+def fused(found: dict[str, Any]) -> list[str]:
+    """Time, memory and errors of the fused kernel beside others."""
+    body = []
+    for r in found["times"]:
+        for name, cell in r["rows"].items():
+            time = cell["failed"] if "failed" in cell else spread(cell["seconds"], 2, 1e-3)
+            body.append([f"{r['B']:,}", str(r["d"]), r["precision"], name, time, peak(cell)])
+    head = ["B", "d", "products in", "", "ms", "peak, MiB"]
+    about = "A loss with its gradients, of float32 features. *triton* and *contrastive_sums* are the fused kernel."
+    names = list(found["errors"][0]["rows"])
+    errors = [[r["precision"], *(f"{r['rows'][name]:.1e}" for name in names)] for r in found["errors"]]
+    exact = f"Relative error of both feature gradients, B = {found['errors'][0]['B']:,}, against float64."
+    return ["## The fused kernel", about, table(head, body, "rrllr"), exact, table(["products in", *names], errors)]
 
 
 def steps(found: dict[str, Any]) -> list[str]:

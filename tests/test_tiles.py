@@ -1,0 +1,183 @@
+"""Sums of a matrix in plain torch, the function that is made of them, and the rule that decides who computes them."""
+
+import logging
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import compopt
+from compopt import functional
+from compopt.tiles import choice
+from compopt.tiles.operands import ranked
+from tests.helpers import near
+
+B, D = 9, 4
+KEYS = torch.tensor([0, 1, 1, 2, 3, 4, 5, 5, 5])
+
+
+def features(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    z = F.normalize(torch.randn(2, B, D, generator=generator, dtype=torch.float64), dim=2).to(dtype)
+    return [side.requires_grad_() for side in z.unbind()]
+
+
+def by_hand(z1, z2, tau, negative):
+    """Both directions from the whole matrix."""
+    s = z1 @ z2.T
+    scaled = [s / tau[:, :1], s.T / tau[:, 1:]]
+    return torch.stack([x.masked_fill(~negative, -math.inf).logsumexp(1) for x in scaled], dim=1)
+
+
+TAUS = {"number": 0.1, "0-d": torch.tensor(0.1), "one each": 0.1 + torch.rand(B), "two each": 0.1 + torch.rand(B, 2)}
+
+
+@pytest.mark.parametrize("wave", [None, 4])
+@pytest.mark.parametrize("keys", [None, KEYS, (KEYS, torch.arange(B) % 4)], ids=["none", "one", "two"])
+@pytest.mark.parametrize("tau", TAUS)
+def test_contrastive_sums_is_a_logsumexp(tau, keys, wave):
+    """Value and gradients, that of the temperature too, are those of autograd on the whole matrix."""
+    given = [torch.arange(B)] if keys is None else list(keys) if isinstance(keys, tuple) else [keys]
+    negative = torch.stack([key[:, None] != key for key in given]).all(0)
+    results = []
+    for whole in (True, False):
+        z1, z2 = features()
+        t = TAUS[tau]
+        t = t.double().requires_grad_() if isinstance(t, torch.Tensor) else t
+        if whole:
+            each = torch.as_tensor(t, dtype=torch.float64)
+            each = each[:, None] if each.dim() == 1 else each
+            found = by_hand(z1, z2, each.expand(B, 2), negative)
+        else:
+            found = functional.contrastive_sums(z1, z2, t, keys, wave=wave)
+        (found * torch.arange(2.0 * B).view(B, 2)).sum().backward()
+        results.append([found, z1.grad, z2.grad] + ([t.grad] if isinstance(t, torch.Tensor) else []))
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        near(ours, theirs, 1e-12)
+
+
+def test_the_loss_of_clip():
+    z1, z2 = features()
+    s = (z1 * z2).sum(1, keepdim=True) / 0.1
+    loss = (torch.logaddexp(functional.contrastive_sums(z1, z2, 0.1), s) - s).mean()
+    logits, target = z1 @ z2.T / 0.1, torch.arange(B)
+    near(loss, (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2, 1e-12)
+
+
+def test_only_what_wants_a_gradient_gets_one():
+    z1, z2 = features()
+    tau = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    functional.contrastive_sums(z1.detach(), z2, tau).sum().backward()
+    assert z1.grad is None and z2.grad.abs().sum() > 0 and tau.grad < 0
+    assert not functional.contrastive_sums(z1.detach(), z2.detach(), 0.1).requires_grad
+
+
+def test_an_anchor_without_negatives():
+    z1, z2 = features(torch.float32)
+    sums = functional.contrastive_sums(z1, z2, torch.tensor(0.1, requires_grad=True), torch.zeros(B, dtype=torch.long))
+    assert torch.equal(sums.detach(), torch.full((B, 2), -math.inf))
+    sums.exp().sum().backward()
+    assert not z1.grad.any() and not z2.grad.any()
+
+
+def test_half_precision_is_computed_in_float32():
+    z1, z2 = features(torch.bfloat16)
+    sums = functional.contrastive_sums(z1, z2, 0.1)
+    assert sums.dtype == torch.float32
+    sums.sum().backward()
+    assert z1.grad.dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        near(functional.contrastive_sums(z1.float(), z2.float(), 0.1), sums, 1e-6)
+
+
+def test_no_second_derivative():
+    z1, z2 = features()
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        functional.contrastive_sums(z1, z2, 0.1).sum().backward(create_graph=True)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"z2": torch.zeros(B, D + 1)}, r"z1 and z2 must be features \(B, d\) of one shape and dtype, got .9, 4."),
+        ({"tau": 0.0}, "tau must be greater than 0, got 0.0"),
+        ({"tau": torch.ones(3)}, r"tau must be a number, 0-d, .* for B = 9, got .3,."),
+        ({"keys": torch.zeros(3, dtype=torch.long)}, r"keys must be integers of shape \(9,\), got torch.int64 .3,."),
+        ({"keys": torch.zeros(B)}, "keys must be integers"),
+        ({"keys": ()}, "keys has no entry"),
+        ({"backend": "cuda"}, "backend must be one of .*, got 'cuda'"),
+        ({"precision": "fp8"}, "precision must be one of .*, got 'fp8'"),
+    ],
+)
+def test_errors(given, words):
+    z1, z2 = features(torch.float32)
+    with pytest.raises(ValueError, match=words):
+        functional.contrastive_sums(**{"z1": z1, "z2": z2, "tau": 0.1, **given})
+
+
+def test_ranked_keys_are_equal_where_the_keys_are():
+    rows, columns = torch.tensor([7, -(2**62), 7, 3]), torch.tensor([3, 3, 9, 7, -(2**62)])
+    a, b = ranked(rows, columns)
+    assert a.dtype == torch.int32 and int(torch.cat([a, b]).min()) == 0
+    assert torch.equal(a[:, None] == b, rows[:, None] == columns)
+
+
+# -- the rule ------------------------------------------------------------------------------------------------------
+
+
+def reason(monkeypatch, backend="triton", installed=True, switch=None, interpret="1", policy=None, dtype=torch.float32):
+    monkeypatch.setattr(choice, "_installed", lambda: installed)
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    monkeypatch.delenv(choice.SWITCH, raising=False)
+    if switch is not None:
+        monkeypatch.setenv(choice.SWITCH, switch)
+    return choice.reason_for_torch(backend, torch.zeros(2, 2, dtype=dtype), policy)
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, None),
+        ({"switch": "1"}, None),
+        ({"backend": "torch"}, "the backend is torch"),
+        ({"backend": "auto"}, "the backend is torch"),
+        ({"switch": "0"}, "COMPOPT_TRITON is 0"),
+        ({"installed": False}, "Triton is not installed"),
+        ({"interpret": "0"}, "the features are on cpu"),
+        ({"dtype": torch.float64}, "the features are float64"),
+        ({"policy": "guided=True"}, "the policy has guided=True"),
+    ],
+)
+def test_the_rule_names_its_reason(given, expected, monkeypatch, caplog):
+    with caplog.at_level(logging.DEBUG, "compopt.tiles.choice"):
+        assert reason(monkeypatch, **given) == expected
+    said = "the kernels in Triton" if expected is None else f"plain torch, since {expected}"
+    assert caplog.messages == [f"pairs: {said}"]
+
+
+def test_bfloat16_is_asked_for_and_of_large_temperatures():
+    assert choice.precision_of(0.07) == "tf32"
+    torch.set_float32_matmul_precision("medium")
+    try:
+        found = [choice.precision_of(tau) for tau in (0.07, 0.02, 0.01, torch.tensor(0.07))]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert found == ["bf16", "bf16", "tf32", "tf32"]
+
+
+def test_backend_of_an_estimator():
+    assert compopt.DCLEstimator().backend == "auto" and compopt.DCLEstimator(backend="triton").backend == "triton"
+    assert compopt.recommended(4, backend="torch").backend == "torch"
+    with pytest.raises(ValueError, match="backend must be .*'auto'.*, got 'cuda'"):
+        compopt.DCLEstimator(backend="cuda")
+
+
+def test_without_a_gpu_the_backend_changes_no_bit():
+    """It falls back, here where neither Triton nor its interpreter is asked for."""
+    grads = []
+    for backend in ("torch", "triton"):
+        z1, z2 = features(torch.float32)
+        compopt.SogCLREstimator(B, backend=backend)(z1, z2, torch.arange(B)).backward()
+        grads.append(torch.cat([z1.grad, z2.grad]))
+    assert torch.equal(*grads)

@@ -1,0 +1,60 @@
+"""Matrices with every feature of the kernels, in float64 for plain torch and in low precision for Triton."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from compopt.tiles.operands import Anchors, Operands, Weights
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# The interpreter multiplies TF32 in float32.
+EXACT = "ieee" if DEVICE.type == "cuda" else "tf32"
+
+
+def anchors(count, shared, generator, threshold, tau=(0.02, 0.2)):
+    """Temperatures between two bounds, or one for all."""
+    low, high = tau
+    scale = 1 / (low + (high - low) * torch.rand(count, dtype=torch.float64, generator=generator))
+    scale = torch.full_like(scale, shared) if shared else scale
+    return Anchors(scale, 0.2 * torch.randn(count, dtype=torch.float64, generator=generator) if threshold else None)
+
+
+def operands(P=70, Q=90, d=20, rows=True, columns=True, keys=2, threshold=False, tau=(0.02, 0.2), seed=0, **options):
+    """A matrix in float64; rows and columns are small numbers as keys."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (F.normalize(torch.randn(n, d, dtype=torch.float64, generator=generator), dim=1) for n in (P, Q))
+    row_keys, column_keys = (torch.randint(max(P, 7), (keys, n), generator=generator).int() for n in (P, Q))
+    shared = options.get("shared")
+    sides = [anchors(n, shared, generator, threshold, tau) if on else None for n, on in ((P, rows), (Q, columns))]
+    return Operands(x, y, *sides, row_keys, column_keys, **{"inside": Q, **options})
+
+
+def low(o, precision=EXACT):
+    """The same on the device, in the dtypes that the kernels take."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+
+    def side(given):
+        return None if given is None else Anchors(*(v if v is None else v.to(DEVICE, torch.float32) for v in given))
+
+    keys = {name: getattr(o, name).to(DEVICE) for name in ("row_keys", "column_keys")}
+    features = {"x": o.x.to(DEVICE, dtype), "y": o.y.to(DEVICE, dtype)}
+    return replace(o, rows=side(o.rows), columns=side(o.columns), **keys, **features, precision=precision)
+
+
+def weights(sums, seed=1):
+    """Factors of any sign that turn sums into coefficients of moderate size."""
+    generator = torch.Generator().manual_seed(seed)
+    factor = torch.randn(len(sums.total), dtype=torch.float64, generator=generator) / sums.total.clamp(min=1e-300)
+    return Weights(torch.where(sums.total > 0, factor, 0), sums.top)
+
+
+def low_weights(given):
+    """The same on the device in float32."""
+    return Weights(*(v if v is None else v.to(DEVICE, torch.float32) for v in given))
+
+
+def relative(actual, expected):
+    """Relative error in the Frobenius norm."""
+    actual, expected = actual.cpu().double(), expected.double()
+    return float((actual - expected).norm() / expected.norm())

@@ -1,0 +1,245 @@
+"""backend="triton" against plain torch in float64: presets, policies, modes, further candidates, ranks."""
+
+import logging
+import os
+
+import pytest
+import torch
+
+import compopt
+from compopt import PairPolicy
+from compopt import functional as F
+from compopt.kernel.fused import FusedPairs
+from tests.database import DATABASE, MODES
+from tests.helpers import batches, make, near
+from tests.pool import the_pool
+from tests.triton.operands import DEVICE
+
+N, B, D = 60, 14, 6
+RTOL = 2e-2 if DEVICE.type == "cuda" else 2e-5  # TF32 is exact in the interpreter
+TAU = 0.1
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
+
+
+def call(est, dtype, views=2, extra=None, **keys):
+    """Loss and all gradients of one call, in float64 on the CPU."""
+    device = DEVICE if dtype == torch.float32 else torch.device("cpu")
+    z = normal(views, B, D, seed=1).to(device, dtype).requires_grad_()
+    index = torch.randperm(N, generator=generator(2))[:B]
+    given = {name: value if name == "labels" else value.to(device) for name, value in keys.items()}
+    if extra is not None:
+        given["extra"] = extra.to(device, dtype).requires_grad_()
+    loss = est(z, index=index, **given) if est.mode == "unimodal" else est(*z, index, **given)
+    loss.backward()
+    leaves = [z, *([given["extra"]] if extra is not None else []), *est.parameters()]
+    found = [loss.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    return [value.cpu().double() for value in found], {k: float(v) for k, v in est.metrics.items()}
+
+
+def assert_equal_calls(build, rtol=RTOL, **given):
+    """One estimator by each backend."""
+    exact, exact_metrics = call(build(backend="torch"), torch.float64, **given)
+    found, metrics = call(build(backend="triton"), torch.float32, **given)
+    for number, (f, e) in enumerate(zip(found, exact, strict=True)):
+        near(f, e, rtol, what=f"value {number}")
+    for name in ("log_normalizer", "info_nce", "effective_negatives"):
+        assert metrics[name] == pytest.approx(exact_metrics[name], rel=100 * rtol, abs=rtol), name
+
+
+@pytest.fixture(autouse=True)
+def taken(monkeypatch):
+    """Count the sweeps of the kernel: a test that fell back to torch would show nothing."""
+    seen = []
+    sweep = FusedPairs._sweep
+    monkeypatch.setattr(FusedPairs, "_sweep", lambda self: (seen.append(self), sweep(self))[1])
+    return seen
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", [i for i in DATABASE if not i.draws], ids=str)
+def test_every_estimator_of_the_database(info, mode, taken):
+    """Two commits: the second call reads the rows of the first."""
+    runs = {}
+    for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
+        est, _ = make(info, mode, N, dtype, tau=TAU, backend=backend)
+        device = DEVICE if backend == "triton" else torch.device("cpu")
+        trace = runs.setdefault(backend, [])
+        for z1, z2, index in batches(N, 2, dtype=torch.float64):
+            leaves = [z.to(device, dtype).requires_grad_() for z in (z1, z2)]
+            loss = est(*leaves, index)
+            loss.backward()
+            est.step()
+            trace += [loss.detach().cpu().double(), *(leaf.grad.cpu().double() for leaf in leaves)]
+    assert len(taken) >= 2
+    for number, (f, e) in enumerate(zip(runs["triton"], runs["torch"], strict=True)):
+        near(f, e, 50 * RTOL, atol=50 * RTOL * max(1e-3, float(e.abs().max())), what=f"{info}, {mode}, value {number}")
+
+
+LABELS = torch.arange(B) // 3
+FORWARD, UNIMODAL = {"directions": "forward"}, {"mode": "unimodal"}
+CALLS = {
+    "one direction": (FORWARD, {}),
+    "unimodal": (UNIMODAL, {}),
+    "four views": (UNIMODAL, {"views": 4}),
+    "labels": ({}, {"labels": LABELS}),
+    "labels leave nothing": ({}, {"labels": torch.zeros(B, dtype=torch.long)}),
+    "further candidates": ({}, {"extra": normal(5, D, seed=3)}),
+    "further positives": ({}, {"extra": normal(N, D, seed=3), "extra_index": torch.arange(N)}),
+    "none further": (FORWARD, {"extra": normal(0, D)}),
+    "further, unimodal": (UNIMODAL, {"extra": normal(5, D, seed=3), "extra_index": torch.arange(5)}),
+    "chunks": ({"chunk_size": 5}, {"labels": LABELS}),
+    "not normalised": ({"normalize": False}, {}),
+}
+
+
+@pytest.mark.parametrize("learn", [False, True], ids=["fixed", "learned"])
+@pytest.mark.parametrize("case", CALLS)
+def test_calls(case, learn, taken):
+    options, given = CALLS[case]
+    assert_equal_calls(lambda **more: compopt.DCLEstimator(TAU, learn_tau=learn, **options, **more), **given)
+    assert len(taken) == 1
+
+
+POLICIES = {
+    "false negatives": (PairPolicy(false_negatives=0.1), {}),
+    "relative": (PairPolicy(false_negatives=("relative", 0.9), spare_extra=True), {"extra": normal(5, D, seed=3)}),
+    "two strengths": (PairPolicy(hardness=(3.0, 1.0)), {"extra": normal(5, D, seed=3)}),
+    "within": (PairPolicy(within=True, hardness=2.0), {"within": LABELS}),
+    "importance": (PairPolicy(hardness=2.0, importance="differentiated", mises_fisher=0.5), {}),
+    "prior": (PairPolicy(prior=0.01), {}),
+    "targets": (PairPolicy(positives="labels"), {"labels": LABELS}),
+}
+
+
+@pytest.mark.parametrize("options", [{}, FORWARD, UNIMODAL], ids=["both", "forward", "unimodal"])
+@pytest.mark.parametrize("case", POLICIES)
+def test_policies(case, options, taken):
+    policy, given = POLICIES[case]
+    assert_equal_calls(lambda **more: compopt.DCLEstimator(TAU, pairs=policy, **options, **more), **given)
+    assert taken
+
+
+def test_further_similarities(taken):
+    policy = PairPolicy(also=("query_to_query", "document_to_every_document"))
+    build = lambda **more: compopt.DCLEstimator(TAU, pairs=policy, directions="forward", **more)  # noqa: E731
+    assert_equal_calls(build, extra=normal(2 * B, D, seed=3))
+    assert len(taken) == 3
+
+
+FALLEN_BACK = {
+    "guided=True": (PairPolicy(false_negatives=0.1, guided=True), {"guide": normal(2, B, 3)}),
+    "hardness=('mined', 2.0)": (PairPolicy(hardness=("mined", 2.0)), {"extra": normal(B, D, seed=3)}),
+}
+
+
+@pytest.mark.parametrize("reason", FALLEN_BACK)
+def test_what_the_kernel_does_not_take_falls_back(reason, taken, caplog):
+    policy, given = FALLEN_BACK[reason]
+    with caplog.at_level(logging.DEBUG, "compopt.tiles.choice"):
+        assert_equal_calls(lambda **more: compopt.DCLEstimator(TAU, pairs=policy, **more), **given)
+    assert not taken
+    assert f"pairs: plain torch, since the policy has {reason}" in caplog.messages
+
+
+def test_the_variable_turns_it_off(taken, monkeypatch, caplog):
+    monkeypatch.setenv("COMPOPT_TRITON", "0")
+    with caplog.at_level(logging.DEBUG, "compopt.tiles.choice"):
+        call(compopt.DCLEstimator(TAU, backend="triton"), torch.float32)
+    assert not taken and "pairs: plain torch, since COMPOPT_TRITON is 0" in caplog.messages
+
+
+def test_float64_and_auto_are_torch(taken, caplog):
+    with caplog.at_level(logging.DEBUG, "compopt.tiles.choice"):
+        call(compopt.DCLEstimator(TAU, backend="triton"), torch.float64)
+        call(compopt.DCLEstimator(TAU), torch.float32)
+    assert not taken
+    assert [m.split("since ")[1] for m in caplog.messages] == ["the features are float64", "the backend is torch"]
+
+
+def test_medium_precision_is_bfloat16_where_tau_allows_it(taken):
+    torch.set_float32_matmul_precision("medium")
+    try:
+        for tau in (0.1, 0.01):
+            call(compopt.DCLEstimator(tau, backend="triton"), torch.float32)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert [pairs._operands.precision for pairs in taken] == ["bf16", "tf32"]
+
+
+@pytest.mark.parametrize("tau", [0.1, torch.tensor(0.2), torch.rand(B) + 0.1, torch.rand(B, 2) + 0.1], ids=str)
+@pytest.mark.parametrize("keys", [None, LABELS, (LABELS, torch.arange(B) % 5)], ids=["own", "labels", "two"])
+def test_contrastive_sums(tau, keys):
+    """Value and gradients, the temperature's too."""
+    results = {}
+    for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
+        device = DEVICE if backend == "triton" else torch.device("cpu")
+        z = [normal(B, D, seed=seed).to(device, dtype).requires_grad_() for seed in (4, 5)]
+        t = tau.to(device, dtype).requires_grad_() if isinstance(tau, torch.Tensor) else tau
+        precision = "ieee" if backend == "triton" else None
+        found = F.contrastive_sums(*z, t, keys, backend=backend, precision=precision, wave=8)
+        (found * normal(B, 2, seed=6).to(device, dtype)).sum().backward()
+        leaves = z + ([t] if isinstance(t, torch.Tensor) else [])
+        results[backend] = [found.detach(), *(leaf.grad for leaf in leaves)]
+    for number, (f, e) in enumerate(zip(results["triton"], results["torch"], strict=True)):
+        near(f.cpu(), e, 1e-5, what=f"value {number}")
+
+
+# -- several ranks ------------------------------------------------------------------------------------------------
+
+
+def on_rank(group, case):
+    """Gradients of this rank's part of the batch, the second of which is larger."""
+    from compopt.kernel.fused import FusedRowBlock
+
+    os.environ["TRITON_INTERPRET"] = "1"
+    rank = torch.distributed.get_rank(group)
+    swept = []
+    gradient = FusedRowBlock.gradient
+    FusedRowBlock.gradient = lambda *args: (swept.append(1), gradient(*args))[1]
+    try:
+        found = gradients(case, slice(0, 5) if rank == 0 else slice(5, B), group, backend="triton")
+    finally:
+        FusedRowBlock.gradient = gradient
+    assert len(swept) == 2  # a block of each direction or view
+    return found
+
+
+def gradients(case, own, group=None, dtype=torch.float32, **options):
+    options = {**RANKED[case][0], **options}
+    est = compopt.ISogCLREstimator(N, rho=0.5, tau_init=TAU, process_group=group, **options)
+    z1, z2 = (normal(B, D, seed=seed)[own].to(dtype).requires_grad_() for seed in (1, 2))
+    given = {name: value[own] for name, value in RANKED[case][1].items()}
+    est(z1, z2, torch.arange(B)[own], **given).backward()
+    est.step()
+    ranks = 1 if group is None else 2
+    found = torch.stack([z1.grad, z2.grad]).double() / ranks
+    return found, est.read(torch.arange(B))["log_u"].double()
+
+
+RANKED = {
+    "plain": ({}, {}),
+    "unimodal": (UNIMODAL, {"labels": LABELS}),
+    "one direction": (FORWARD, {"labels": LABELS}),
+    "policy": ({"pairs": PairPolicy(false_negatives=0.2, hardness=2.0)}, {}),
+    "further": ({}, {"extra": normal(B, D, seed=7)}),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="ranks of the pool are on the CPU")
+@pytest.mark.parametrize("case", RANKED)
+def test_two_ranks_equal_one(case):
+    if "extra" in RANKED[case][1]:
+        RANKED[case][1]["extra"] = RANKED[case][1]["extra"].float()
+    found = the_pool(2, timeout=120).run(on_rank, 2, case)
+    (expected, rows) = gradients(case, slice(None), dtype=torch.float32, backend="torch")
+    near(torch.cat([gradient for gradient, _ in found], dim=1), expected, 1e-4)
+    for _, log_u in found:
+        near(log_u, rows, 1e-4)
