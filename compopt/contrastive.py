@@ -274,8 +274,8 @@ class ContrastiveEstimator(Estimator):
         nothing. Gradients are those of this value, of temperatures too: a :class:`~compopt.TemperatureDual` gets
         ``G(tau_i)`` times ``v_i`` over the mean weight, before ``max_grad`` clips it. A sample of weight 0 has no
         gradient as an anchor and remains a candidate of the others; to exclude it there too, leave it out of the batch,
-        or pass ``within=(sample_weight == 0).long()`` with ``PairPolicy(within=True)``. What normalizers and scores keep
-        (rows, networks, memories) and :attr:`metrics` do not depend on weights. With gradient accumulation each call is
+        or pass ``within=(sample_weight == 0).long()`` with ``PairPolicy(within=True)``. What normalizers and scores
+        keep (rows, networks, memories) and :attr:`metrics` do not depend on weights. With accumulation each call is
         divided by its own sum; :func:`~compopt.gradient_cache` divides by that of the whole batch. Weights that are all
         0 are refused; on a device they, and negative ones, make the loss NaN. They travel between ranks with the
         features: all ranks pass them, or none.
