@@ -227,10 +227,11 @@ def weights(est: Estimator | Scores, kind: Kind = "robust", share: float | None 
         v_i = \frac{(1 - q)\, \mathcal N(x_i; m_1, \sigma_1^2)}
                    {q\, \mathcal N(x_i; m_0, \sigma_0^2) + (1 - q)\, \mathcal N(x_i; m_1, \sigma_1^2)}
 
-    with :math:`q` of :func:`wrong_share` and :math:`x_i` clamped to :math:`[m_0, m_1]`, outside of which the wider
-    distribution would win on both sides; weights thus never decrease with similarity. Nothing is fitted iteratively:
-    the samples with a rank above 1/2 are the lower half of the wrong pairs, as in :func:`wrong_share`, so that with
-    their mean :math:`m` and variance :math:`s^2`, which are those of half a normal distribution,
+    with :math:`q` of :func:`wrong_share`. Below some similarity the wider distribution, that of the right pairs, would
+    win again; lower ones get the weight that is found there, so that weights never decrease with similarity. Nothing is
+    fitted iteratively: the samples with a rank above 1/2 are the lower half of the wrong pairs, as in
+    :func:`wrong_share`, so that with their mean :math:`m` and variance :math:`s^2`, which are those of half a normal
+    distribution,
 
     .. math::
         \sigma_0^2 = \frac{s^2}{1 - 2 / \pi}, \qquad m_0 = m + \sigma_0 \sqrt{2 / \pi},
@@ -245,7 +246,7 @@ def weights(est: Estimator | Scores, kind: Kind = "robust", share: float | None 
 
     Returns:
         ``(n,)`` float32 in [0, 1] on the CPU; 1 for samples that were never visited, and for all where no pair looks
-        wrong.
+        wrong; ``1 - q`` for all where similarities do not tell right pairs (:math:`m_1 \le m_0`).
 
     Raises:
         ValueError: ranks or similarities are not kept; ``share`` outside [0, 1), or estimated to be 1 (before the model
@@ -291,7 +292,10 @@ def _right(x: Tensor, lower_half: Tensor, share: float) -> Tensor:
     m1 = (x.mean() - share * m0) / (1 - share)
     # E x^2 about m1: that of all less the part of the wrong ones
     var1 = ((x - m1).square().mean() - share * (var0 + (m0 - m1).square())) / (1 - share)
-    x, var1 = x.clamp(m0, m1), var1.clamp(min=var0)
+    if m1 <= m0:
+        return torch.full_like(x, 1 - share)
+    var1 = var1.clamp(min=var0)
+    x = x.clamp(min=(m0 * var1 - m1 * var0) / (var1 - var0))  # where the ratio of the densities has its minimum
     logs = [-0.5 * (var.log() + (x - mean).square() / var) for mean, var in ((m0, var0), (m1, var1))]
     return torch.sigmoid(math.log1p(-share) - math.log(share) + logs[1] - logs[0])
 

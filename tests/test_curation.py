@@ -1,6 +1,7 @@
 """Scores of samples: rows beside any loss, and what they tell."""
 
 import csv
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -184,10 +185,11 @@ def test_robust_weights_are_the_probabilities_of_right_pairs(share):
     normal = torch.distributions.Normal
     right = (1 - share) * normal(0.5, 0.2).log_prob(x).exp()
     want = right / (right + share * normal(0.05, 0.1).log_prob(x).exp())
-    between = (x > 0.05) & (x < 0.5)
-    near(v[between], want[between], 0.05, atol=0.06)
+    rising = x > (0.05 * 0.2**2 - 0.5 * 0.1**2) / (0.2**2 - 0.1**2)  # where the ratio of the densities rises
+    assert rising.double().mean() > 0.9
+    near(v[rising], want[rising], 0.05, atol=0.06)
     for low, high in ((0.3, 0.6), (0.6, 0.8), (0.8, 0.95)):  # and what they say is so
-        some = between & (v > low) & (v < high)
+        some = rising & (v > low) & (v < high)
         assert float(v[some].mean()) == pytest.approx(float((~wrong[some]).double().mean()), abs=0.05)
     assert (v[x.argsort()].diff() >= 0).all() and v.dtype == torch.float32
 
@@ -204,6 +206,8 @@ def test_robust_weights_of_clean_pairs_and_of_what_was_not_visited():
             curation.weights(found, **bad)
     with pytest.raises(ValueError, match="similarities and ranks"):
         curation.weights(made([0.0, 1.0]))
+    inverted = replace(found, similarity=-found.similarity)
+    near(curation.weights(inverted, share=0.2)[10:], torch.full((990,), 0.8), 1e-6)
 
 
 def test_robust_weights_serve_a_call():
