@@ -393,7 +393,7 @@ class ContrastiveEstimator(Estimator):
 
     def _gather(self, given: Given) -> Batch:
         """Meet the other ranks, and read the rows of all samples."""
-        values = {f"z{number}": z for number, z in enumerate(given.own.unit, start=1)}
+        values = {f"z{number}": z for number, z in enumerate(given.own.unit.unbind(), start=1)}
         if isinstance(given.tau, Tensor) and given.tau.dim():  # one per sample: those of the other ranks too
             values["tau"] = given.tau.detach().to(given.own.unit.device)
         if given.choices is not None:
