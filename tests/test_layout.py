@@ -18,7 +18,7 @@ FLOORS = [
     {"kernel", "stores"},
     {"estimator"},
     {"arguments", "checkpoint", "curation", "module", "negatives", "objective", "schedules", "temperatures"},
-    {"normalizers", "samplers"},
+    {"normalizers", "samplers", "summary"},
     {"compositional", "contrastive"},
     {"diagnostics", "gradient_cache", "losses", "pairwise", "presets"},
     {"integrations"},
