@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,6 @@ from compopt.estimator.base import Estimator, fixed
 from compopt.estimator.call import Call, Setting
 from compopt.estimator.component import Component, Normalizer, Temperature
 from compopt.estimator.engine import Engine
-from compopt.estimator.forgotten import warn
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.reader import ROW_KEYS
 from compopt.estimator.score_keeper import ScoreKeeper
@@ -38,10 +36,11 @@ from compopt.kernel.policies import swept
 from compopt.kernel.selection import Selection
 from compopt.kernel.source import Source
 from compopt.kernel.targets import Targets
-from compopt.objective import Objective, Summary
+from compopt.objective import Objective
 from compopt.pairs import NO_POLICY, PairPolicy
 from compopt.stores import Offload
 from compopt.stores.table import Placement
+from compopt.summary import Summary
 from compopt.tiles.choice import BACKENDS, Backend, precision_of, reason_for_torch
 
 MODES = ("bimodal", "unimodal")
@@ -195,7 +194,6 @@ class ContrastiveEstimator(Estimator):
         if pairs is not None:
             normalizer.check_pairs(pairs)  # what sample_groups say too
         self._anchors = count  # directions that have anchors
-        self._warned_rho = False
         self._shown: Mapping[str, Tensor | Callable[[], Tensor]] = {}
         self._last: Summary | None = None
 
@@ -436,7 +434,7 @@ class ContrastiveEstimator(Estimator):
 
     def _gather(self, given: Given) -> Batch:
         """Meet the other ranks, and read the rows of all samples."""
-        values = {f"z{number}": z for number, z in enumerate(given.own.unit, start=1)}
+        values = {f"z{number}": z for number, z in enumerate(given.own.unit.unbind(), start=1)}
         if isinstance(given.tau, Tensor) and given.tau.dim():  # one per sample: those of the other ranks too
             values["tau"] = given.tau.detach().to(given.own.unit.device)
         if given.sample_weight is not None:
@@ -479,8 +477,8 @@ class ContrastiveEstimator(Estimator):
             selection=Selection.of(policy, batch.values, extra) if policy is not None and policy.selects else None,
         )
         pairs = self._swept(batch, given, tau, options)
-        if self.temperature.learns and not self._warned_rho and pairs.negatives:
-            self._warn_rho(pairs.negatives + self.normalizer.outside)  # it may raise; nothing is proposed yet
+        if self.temperature.learns and pairs.negatives:  # a warning may be an error; nothing is proposed yet
+            self.temperature.look_at_negatives(pairs.negatives + self.normalizer.outside)
         return pairs
 
     def _swept(self, batch: Batch, given: Given, tau: float | Tensor, options: PairOptions) -> PairStatistics:
@@ -527,17 +525,6 @@ class ContrastiveEstimator(Estimator):
         at = slice(first, first + len(own))
         positions, guide, key, owner = (found.get(name) for name in ("positions", "guide", "within", "owner"))
         return Extra(own, found["features"], positive, positions, at, guide, key, owner)
-
-    def _warn_rho(self, negatives: int) -> None:
-        """Warn once if rho is too large for a batch with so many negatives per anchor."""
-        largest = max((group.get("rho") or 0.0 for group in self.sample_groups), default=0.0)
-        limit = math.log(negatives)
-        if largest >= limit:
-            self._warned_rho = True
-            warn(
-                f"rho={largest} is not below log|N_i|={limit:.2f} of this batch: the KL constraint can never bind "
-                f"and every tau is pushed to tau_min; use a smaller rho or a larger batch"
-            )
 
     def _call(
         self,

@@ -8,14 +8,13 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from compopt import functional as F
 from compopt.batch import Batch
 from compopt.estimator.call import Estimate
 from compopt.functional import Scalar
 from compopt.kernel.features import Features
-from compopt.kernel.pairs import PairStatistics, Sums
+from compopt.kernel.pairs import PairStatistics
 
 V = TypeVar("V", bound=Scalar)
 
@@ -156,62 +155,3 @@ class Objective:
         weight = self.estimate.positive_weight
         weight = self._sum_weights if weight is None else weight
         return self.pairs.gradients(alpha, coefficient, weight.to(dtype) if isinstance(weight, Tensor) else weight)
-
-
-@dataclass
-class Summary:
-    """Facts of the last call, from which :attr:`ContrastiveEstimator.metrics` are computed on request.
-
-    Attributes:
-        alpha: log-normalizers, ``(B, A)``.
-        tau: temperatures.
-        sides: sums over the weights, by direction.
-        log_sum, negatives: of the pairs: ``log sum_j exp(h_ij / tau_i)``, ``(B, A)``, and ``|N_i|``.
-        rows: data-set positions, ``(B, R)``.
-        count: visits so far, ``(B, D)``; ``None`` where none are counted.
-        whole: positives are among the negatives.
-    """
-
-    alpha: Tensor
-    tau: float | Tensor
-    sides: list[Sums]
-    log_sum: Tensor
-    negatives: Scalar
-    rows: Tensor
-    count: Tensor | None
-    whole: bool = False
-
-    @classmethod
-    def of(cls, objective: Objective) -> Summary:
-        """Return the facts of a call from its objective."""
-        batch, pairs, alpha = objective.batch, objective.pairs, objective.alpha
-        sums = pairs.sides, pairs.log_sum, pairs.count
-        return cls(alpha, objective.tau, *sums, batch.rows, batch.visits, pairs.whole)
-
-    def metrics(self) -> dict[str, Tensor]:
-        """0-d tensors; nothing waits for the device."""
-        tau = self.tau if isinstance(self.tau, Tensor) else self.alpha.new_full((1,), self.tau)  # no copy, no wait
-        spread = tau.to(self.alpha.dtype).flatten()
-        return {
-            "log_normalizer": self.alpha.mean(),
-            "info_nce": self.cross_entropy().mean(),
-            "effective_negatives": torch.cat([side.effective() for side in self.sides]).nanmean(),
-            "tau_q10": spread.quantile(0.1),
-            "tau_median": spread.quantile(0.5),
-            "tau_q90": spread.quantile(0.9),
-            "new_rows": self._new_rows(),
-        }
-
-    def cross_entropy(self) -> Tensor:
-        """``-log softmax`` of each anchor's positive among its candidates, ``(B, A)``; 0 without negatives."""
-        loss = self.log_sum if self.whole else softplus(self.log_sum, threshold=60.0)
-        return torch.where(self.negatives > 0, loss, 0) if isinstance(self.negatives, Tensor) else loss
-
-    def _new_rows(self) -> Tensor:
-        """Number of samples that have not been visited before, each counted once."""
-        index = self.rows[:, 0]
-        if self.count is None:
-            return index.new_zeros(())
-        new = (self.count == 0).any(dim=1)
-        names = index.masked_fill(~new, -1).sort().values
-        return (torch.diff(names, prepend=names.new_full((1,), -1)) != 0).sum()

@@ -29,7 +29,7 @@ FLOORS = [
         "schedules",
         "temperatures",
     },
-    {"normalizers", "samplers"},
+    {"normalizers", "samplers", "summary"},
     {"compositional", "contrastive"},
     {"diagnostics", "gradient_cache", "losses", "pairwise", "presets"},
     {"integrations"},

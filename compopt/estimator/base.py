@@ -212,7 +212,8 @@ class Estimator:
             if engine.attachments.skipped():
                 self.discard()
             with engine.handshake.guard():  # a warning may be an error
-                engine.forgotten.positions(keys["index"], self.n, self._remembers_index)
+                if engine.forgotten.unsure_of_positions:
+                    engine.forgotten.positions(keys["index"], self.n, self._remembers_index)
                 if engine.forgotten.unsure_of_optimizer:
                     engine.forgotten.learned(list(self.parameters()), engine.attachments, engine.async_checks)
         progress = {"depositing": int(depositing), "t": engine.t, "pending": engine.pending, **(facts or {})}

@@ -348,6 +348,9 @@ class Temperature(Component):
         """Return the radius of the KL constraint in nats, added to ``alpha`` in the objective: one, or one per row."""
         return 0.0
 
+    def look_at_negatives(self, least: int) -> None:
+        """Warn of hyper-parameters that have no meaning with so few negatives; called where :attr:`learns`."""
+
     def proposals(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
         """Return new values of this part's columns, ``(B, D)`` each.
 

@@ -154,6 +154,11 @@ class Forgotten:
 
     # -- batch positions ---------------------------------------------------------------------------------------
 
+    @property
+    def unsure_of_positions(self) -> bool:
+        """True until an index of something else than positions in the batch has come."""
+        return self._positions is not None
+
     def positions(self, index: Tensor, n: int | None, remembered: bool) -> None:
         """Watch for an index of positions in the batch, as this rank gave it.
 

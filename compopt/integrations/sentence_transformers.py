@@ -41,9 +41,9 @@ from compopt.estimator.options import takes_options
 from compopt.integrations.transformers import EstimatorCallback
 from compopt.kernel.features import with_gradients
 from compopt.module import as_module
-from compopt.objective import Summary
 from compopt.pairs import Also, FalseNegatives, Hardness, PairPolicy
 from compopt.presets import InfoNCEEstimator
+from compopt.summary import Summary
 
 __all__ = [
     "CachedEstimatorLoss",

@@ -165,9 +165,9 @@ class MemoryNormalizer(Normalizer):
         new, keys = self._candidates(partners), self._keys(call.batch)
         scale = scale_of(call.tau, positive, *positive.shape)
         mean = self._mean(new)
-        queue, excluded = self._moved(state, mean, z.dtype), self._excluded(keys, state, directions)
+        queue, excluded = self._queue(state, z.dtype), self._excluded(keys, state, directions)
         threshold = policy.threshold(mean_positive(pairs.positive, directions))
-        logits, count, excluded = self._compare(z, queue, excluded, positive, scale, threshold)
+        logits, count, excluded = self._compare(z, queue, mean, excluded, positive, scale, threshold)
         # one softmax over batch and queue: the kernel's weights are divided by the sum over both
         weighted, of_batch = self._hardened(logits, positive, scale, policy.strengths[0]), pairs.log_sum[:, :directions]
         weights, log_total = shared_softmax(weighted, self._by_queue(of_batch), keep=pairs.mean_h is not None)
@@ -195,7 +195,7 @@ class MemoryNormalizer(Normalizer):
             log_total - (pairs.count + pairs.per_pair(count)).clamp(min=1).log(),
             weight_alpha=log_total - pairs.log_count,
             outside_wh=outside_wh,
-            through_alpha=partial(self._feature_gradients, pairs, partners, queue, weights, total, scale),
+            through_alpha=partial(self._feature_gradients, pairs, partners, queue, mean, weights, total, scale),
             metrics={"queue_share": partial(torch.mean, total), "effective_negatives": effective},
         )
 
@@ -204,6 +204,7 @@ class MemoryNormalizer(Normalizer):
         pairs: PairStatistics,
         z: Tensor,
         queue: Tensor,
+        mean: Tensor,
         weights: Tensor,
         total: Tensor,
         scale: Scalar,
@@ -214,8 +215,8 @@ class MemoryNormalizer(Normalizer):
         ``z`` has the partners, ``(V, B, d)``.
         """
         partners = z.flip(0) if len(z) == 2 else reduce(torch.add, (z.roll(-r, 0) for r in range(1, len(z))))
-        push = torch.bmm(weights, queue)
-        push.addcmul_(total, self._anchors(partners, pairs.directions), value=-1 / (len(z) - 1))
+        away = self._anchors(partners, pairs.directions) / (1 - len(z)) + self._by_side(mean)
+        push = torch.bmm(weights, queue).addcmul_(total, away)
         factor = self._column(pairs.sum_over_positives(slope) * scale)
         gradient = push.mul_(factor).view(-1, *z.shape[1:])
         return gradient if len(gradient) == len(z) else torch.cat([gradient, torch.zeros_like(z[len(gradient) :])])
@@ -229,10 +230,14 @@ class MemoryNormalizer(Normalizer):
         mean = candidates.mean(1, keepdim=True)
         return mean.mean(0, keepdim=True).expand_as(mean) if self._views else mean
 
-    def _moved(self, state: Mapping[str, Tensor], mean: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the queue moved to the mean of the present batch, ``(Q, M, d)``."""
-        moved = (state["queue"] + mean).to(dtype)
-        return moved.view(1, -1, self.dim) if self._views else moved
+    def _queue(self, state: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the queue, ``(Q, M, d)``, to which the mean of the present batch is to be added."""
+        queue = state["queue"].to(dtype)
+        return queue.view(1, -1, self.dim) if self._views else queue
+
+    def _by_side(self, mean: Tensor) -> Tensor:
+        """Rearrange means ``(D, 1, d)`` -> ``(Q, 1, d)``: all views have the same."""
+        return mean[:1] if self._views else mean
 
     def _keys(self, batch: Batch) -> dict[str, Tensor]:
         """Return the keys of a batch that slots keep too, as far as they are given."""
@@ -254,6 +259,7 @@ class MemoryNormalizer(Normalizer):
         self,
         z: Tensor,
         queue: Tensor,
+        mean: Tensor,
         excluded: Tensor,
         positive: Tensor,
         scale: Scalar,
@@ -263,8 +269,10 @@ class MemoryNormalizer(Normalizer):
 
         The third result is what is excluded, with what is above the threshold.
         """
-        anchors = self._anchors(z, positive.shape[1]) * self._column(scale)  # scaled where the matrix is narrow
-        logits = torch.baddbmm(self._column(positive * scale), anchors, queue.mT, beta=-1)
+        # scaled, and moved to the mean of the batch, where the matrices are narrow
+        anchors = self._anchors(z, positive.shape[1]) * self._column(scale)
+        less = torch.baddbmm(self._column(positive * scale), anchors, self._by_side(mean).mT, alpha=-1)
+        logits = torch.baddbmm(less, anchors, queue.mT, beta=-1)
         logits.masked_fill_(excluded, -math.inf)
         if threshold is not None:
             excluded = excluded | (logits > self._column((threshold - positive) * scale))
@@ -318,7 +326,7 @@ class MemoryNormalizer(Normalizer):
     ) -> Tensor:
         """Return the queue's part of ``alpha``, ``(n, A)``; row ``i`` is sample ``i``. NaN where no slot counts."""
         z, state = self._stack(features), self._state_on(features[0].device, False)
-        queue = self._moved(state, self._mean(self._candidates(z)), z.dtype)
+        queue, mean = self._queue(state, z.dtype), self._mean(self._candidates(z))
         index = torch.arange(z.shape[1], device=z.device)
         chunks = []
         for own, names in zip(z.split(STORED_CHUNK, 1), index.split(STORED_CHUNK), strict=True):
@@ -326,7 +334,7 @@ class MemoryNormalizer(Normalizer):
             of_names = tau[names] if isinstance(tau, Tensor) and tau.dim() else tau
             scale = scale_of(of_names, positive, *positive.shape)
             excluded = self._excluded({"index": names}, state, self._directions)
-            logits, count, _ = self._compare(own, queue, excluded, positive, scale)
+            logits, count, _ = self._compare(own, queue, mean, excluded, positive, scale)
             chunks.append(self._by_sample(logits.logsumexp(2), positive) - count.log())
         return torch.cat(chunks)
 

@@ -184,7 +184,9 @@ class RowTable:
         if rows.shape[1] == 2:
             views = {k: torch.stack([v[0::2, 0], v[1::2, 1]], dim=1) for k, v in views.items()}
         columns = {COUNT: views.pop(COUNT)}
-        return columns | {name: v.to(dtype) if v.is_floating_point() else v for name, v in views.items()}
+        return columns | {
+            name: v.to(dtype) if v.is_floating_point() and v.dtype != dtype else v for name, v in views.items()
+        }
 
     def deposit(self, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None) -> None:
         """Keep the proposals of one call, ``(B, D)`` each, until :meth:`commit` or :meth:`discard`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -17,6 +18,7 @@ from compopt.checks.inputs import check_values
 from compopt.checks.values import FINITE, Range
 from compopt.estimator.call import Call, Setting
 from compopt.estimator.component import Temperature, other_temperature
+from compopt.estimator.forgotten import warn
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.estimator.state_dict import part_state_dict
@@ -165,6 +167,7 @@ class TemperatureDual(Temperature):
         self.parametrization, self.lr_switch = parametrization, lr_switch
         self._moments = ("exp_avg", "exp_avg_sq") if optimizer == "adam" else ("exp_avg",)
         self._log = parametrization == "log"
+        self._warned = False  # of a rho that is too large
         self._names = [LOG_NAMES[name] if self._log else name for name in self._moments]  # in the state
         defaults = {"tau_init": tau_init, "tau_min": tau_min, "tau_max": tau_max, "max_grad": max_grad}
         super().__init__(n, {"rho": rho, "lr": lr, **defaults, "beta": beta, "betas": betas}, **placement)
@@ -278,6 +281,17 @@ class TemperatureDual(Temperature):
 
     def rho(self, hyper: Hyper) -> Any:
         return hyper("rho")
+
+    def look_at_negatives(self, least: int) -> None:
+        if self._warned:
+            return
+        largest, limit = max(group.get("rho") or 0.0 for group in self.sample_groups), math.log(least)
+        if largest >= limit:
+            self._warned = True
+            warn(
+                f"rho={largest} is not below log|N_i|={limit:.2f} of this batch: the KL constraint can never bind "
+                f"and every tau is pushed to tau_min; use a smaller rho or a larger batch"
+            )
 
     def proposals(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
         if self.mode == "global":
