@@ -5,6 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 BENCH_VENV ?= .venv-bench
 CLIP_VENV ?= .venv-clip
+TRITON_VENV ?= .venv-triton
 
 # Further arguments, for example:
 #   make test PYTEST_ARGS="-k kernel -x"
@@ -28,7 +29,7 @@ REST := full or launch or slow
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-clip test-peers test-full lint docs bench gpu clean
+.PHONY: help demo test test-rest test-clip test-triton test-peers test-full lint docs bench gpu clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,12 +46,16 @@ test-rest: $(VENV)/.dev  ## run what `make test` leaves out
 test-clip: $(CLIP_VENV)/.open_clip  ## run the tests beside open_clip, in an environment of their own
 	$(CLIP_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal tests/open_clip $(PYTEST_ARGS)
 
+test-triton: $(TRITON_VENV)/.triton  ## run the tests of the kernels in Triton, without a GPU, in an environment of their own
+	$(TRITON_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal tests/triton $(PYTEST_ARGS)
+
 test-peers: $(BENCH_VENV)/.peers  ## run the pages beside other packages, in the environment of `make bench`
 	$(BENCH_VENV)/bin/python -m pytest tests/test_page_blocks.py -k coming_from $(PYTEST_ARGS)
 
 test-full: $(VENV)/.dev  ## run every test
 	$(PYTEST) $(PYTEST_ARGS)
 	$(MAKE) test-clip
+	$(MAKE) test-triton
 
 lint: $(VENV)/.dev  ## ruff, mypy (the library and a strict user of it) and codespell
 	$(BIN)/ruff check .
@@ -98,6 +103,14 @@ $(CLIP_VENV)/.open_clip: $(VENV)/.dev tests/open_clip/packages.txt tests/open_cl
 	$(BIN)/python -m pip --python $(CLIP_VENV)/bin/python install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) \
 		-r tests/open_clip/packages.txt
 	$(BIN)/python -m tests.open_clip.layer $(CLIP_VENV)
+	@touch $@
+
+# Triton is large, and nothing else of the tests needs it. The same, on top of the first environment.
+$(TRITON_VENV)/.triton: $(VENV)/.dev tests/triton/packages.txt tests/open_clip/layer.py
+	$(PYTHON) -m venv --clear --without-pip $(TRITON_VENV)
+	$(BIN)/python -m pip --python $(TRITON_VENV)/bin/python install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) \
+		-r tests/triton/packages.txt
+	$(BIN)/python -m tests.open_clip.layer $(TRITON_VENV)
 	@touch $@
 
 # The other packages come without their dependencies, which would replace torch; benchmarks/peers/imports.txt has the rest.

@@ -11,10 +11,13 @@ HOOK = Path(__file__).with_name("declare_torchvision.py")
 def main(folder):
     scheme = {"base": folder, "platbase": folder}
     packages = Path(sysconfig.get_path("purelib", "venv", vars=scheme))
-    shutil.copy(HOOK, packages)
     below = sysconfig.get_path("purelib")
+    lines = [f"import site; site.addsitedir({below!r})\n"]
+    if (packages / "torchvision").exists():
+        shutil.copy(HOOK, packages)
+        lines.insert(0, f"import {HOOK.stem}\n")
     # .pth files are read in the order of their names, and their lines are run
-    (packages / "layer.pth").write_text(f"import {HOOK.stem}\nimport site; site.addsitedir({below!r})\n")
+    (packages / "layer.pth").write_text("".join(lines))
 
 
 if __name__ == "__main__":
