@@ -23,10 +23,10 @@ from recipes import train_clip
 from recipes.methods import METHODS
 from recipes.tasks import NamedImages
 
-ABOUT = """`make demo` trains these methods on 51,392 glyphs and their names, for one epoch at batch 64, all at one
+ABOUT = """`make demo` trains these methods on glyphs and their names ({data}), for one epoch at batch 64, all at one
 learning rate. The temperatures of InfoNCE, DCL, SogCLR and iSogCLR were tuned in `glyphs.md`; nothing is tuned for
-`recommended`. Recall at 1 among the held-out pairs, in per cent: mean ± standard deviation of the seeds {seeds}.
-Seconds are those of a run, measured on this machine with its load."""
+`recommended`. Recall at 1 among the held-out pairs, in per cent; mean ± standard deviation if there are several seeds
+(here {seeds})."""
 
 
 def arguments() -> list[str]:
@@ -57,9 +57,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     body, curves = [], {}
     for method, runs in groups.items():
         measures = [mean_spread([run["final"][name] for run in runs], 100) for name in NamedImages.labels]
-        body.append([METHODS[method].title, *measures, f"{sum(run['seconds'] for run in runs) / len(runs):.0f}"])
+        body.append([METHODS[method].title, *measures])
         curves[method] = [[[record["samples"], round(record["r1"], 6)] for record in run["history"]] for run in runs]
-    parts = [ABOUT.format(seeds=", ".join(map(str, args.seeds))), table(["", *NamedImages.labels.values(), "s"], body)]
+    data = next(iter(groups.values()))[0]["config"]["data"]
+    about = ABOUT.format(data=data, seeds=", ".join(map(str, args.seeds)))
+    parts = [about, table(["", *NamedImages.labels.values()], body)]
     finish("demo", "The demo: six methods on glyphs", env, parts, curves, args.quick)
 
 
