@@ -101,7 +101,8 @@ class Batch:
 
 def with_mean_one(weight: Tensor) -> Tensor:
     """Divide weights of samples, ``(B,)``, by their mean, and return ``(B, 1)``; NaN on a device if all are 0."""
-    total = weight.sum()
-    if weight.device.type == "cpu" and total == 0:
+    largest = weight.max()
+    if weight.device.type == "cpu" and largest == 0:
         raise ValueError("sample_weight is 0 for all samples of the batch, on all ranks; leave such a batch out")
-    return (weight * (len(weight) / total))[:, None]
+    weight = weight / largest  # sums of which neither overflow nor vanish
+    return (weight * (len(weight) / weight.sum()))[:, None]

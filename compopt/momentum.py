@@ -18,6 +18,7 @@ from compopt import checks
 from compopt.estimator.base import Estimator
 
 SHARDED, ENGINE = "set_requires_gradient_sync", "set_gradient_accumulation_boundary"  # of FSDP2, of DeepSpeed
+FSDP1 = "_fsdp_wrapped_module"
 FORGOTTEN = 256  # calls without an update
 
 
@@ -35,15 +36,16 @@ class MomentumEncoder:
     and batch normalisation uses the statistics of the batch. ``encoder.module.eval()`` changes it.
 
     Args:
-        model: the model, or one of two towers, which then have an encoder each. Make the copy before the model is
-            wrapped: ``fully_shard`` takes no copies, and must shard ``encoder.module`` as it shards the model. DDP and
-            ``torch.compile`` need nothing more. Make it, or move ``encoder.module``, where the model is.
+        model: the model, or one of two towers, which then have an encoder each. With DDP make the copy of
+            ``ddp.module`` afterwards, since wrapping gives all ranks the weights of rank 0. With FSDP2 make it before:
+            ``fully_shard`` takes no copies, and must shard ``encoder.module`` as it shards the model. ``torch.compile``
+            needs nothing more. Make it, or move ``encoder.module``, where the model is.
         decay: ``m``, in [0, 1). It is an attribute that may be changed while training.
 
     Attributes:
         module: the copy.
 
-    State: the copy's parameters that are not shared, and its buffers, see :meth:`state_dict`.
+    State: the copy's parameters that are not shared, and its persistent buffers, see :meth:`state_dict`.
 
     Cost: a forward pass without a graph in each step, about a third more of forward and backward together, and a second
     copy of the trained weights. Communicates nothing; with FSDP2 what a forward pass communicates.
@@ -51,6 +53,7 @@ class MomentumEncoder:
     Raises:
         TypeError: ``model`` is no module, ``decay`` no number.
         ValueError: decay outside [0, 1), a model that is wrapped already, parameters that are not initialised.
+            :meth:`update` raises others.
 
     Warns:
         UserWarning: once, after 256 calls before the first update.
@@ -84,10 +87,13 @@ class MomentumEncoder:
         self._averages: dict[str, Tensor] = {}  # in float32, of parameters with less
         self._handle: RemovableHandle | None = None
         self._calls = 0.0  # before the first update
+        self._begins = True  # until it is called, updated or loaded
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the copy returns, without a graph."""
+        """Return what the copy returns, without a graph. The first call compares the weights, and waits for them."""
+        if self._begins and not torch.compiler.is_compiling():
+            self._check_begin()
         self._calls += 1
         if self._calls == FORGOTTEN:
             warnings.warn(
@@ -122,20 +128,37 @@ class MomentumEncoder:
         self._handle = est.register_step_post_hook(lambda *_: self.update())
         return self._handle
 
+    def _check_begin(self) -> None:
+        """Warn if the weights of the model have changed since the copy was made, and the copy does not know."""
+        self._begins = False
+        if any(hasattr(module, SHARDED) for module in self.module.modules()):
+            return  # parameters may be gathered now; no weights are replaced when they are sharded
+        if not all(torch.equal(own, other) for _, own, other in self._moved()):
+            warnings.warn(
+                "the weights of the model have changed since its MomentumEncoder was made, which has had no update: "
+                "they were loaded, trained, or replaced by those of rank 0 when DistributedDataParallel wrapped the "
+                "model. Make the copy afterwards (of ddp.module), or load its state too",
+                stacklevel=4,
+            )
+
     @torch.no_grad()
     def update(self) -> None:
         """Move the copy towards the model.
 
         Raises:
-            ValueError: the model has other parameters than the copy, or is sharded in another way.
+            ValueError: the model has other parameters or buffers than the copy, is sharded in another way, or trains
+                parameters that are shared; ``decay`` is outside [0, 1). Nothing is changed then.
         """
+        checks.decay("decay", self.decay)
+        self._begins = False
         self._calls = -math.inf
         for module in (*self._followed.modules(), *self.module.modules()):
             if hasattr(module, SHARDED):
                 module.reshard()  # type: ignore[operator]  # gathered parameters are copies
         alike: dict[object, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         rounded = []
-        for name, own, other in self._moved():
+        moved, buffers = self._moved(), self._buffers()  # both may raise
+        for name, own, other in moved:
             average = self._average(name, own)
             if average is not own:
                 rounded.append((own, average))
@@ -145,8 +168,22 @@ class MomentumEncoder:
             torch._foreach_lerp_(averages, values, 1 - self.decay)
         for own, average in rounded:
             own.copy_(average)
-        for own, other in zip(self.module.buffers(), self._followed.buffers(), strict=True):
-            own.copy_(other)
+        for name, own, other in buffers:
+            if own.shape == other.shape:
+                own.copy_(other)
+            else:  # a table of positions, for example, that grows with the inputs
+                owner, _, key = name.rpartition(".")
+                setattr(self.module.get_submodule(owner), key, other.clone())
+
+    def _buffers(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Return buffers of the copy, with those of the model."""
+        own, others = list(self.module.named_buffers()), list(self._followed.buffers())
+        if len(own) != len(others):
+            raise ValueError(
+                f"the model has {len(others)} buffers and its copy {len(own)}; make a new MomentumEncoder where "
+                f"buffers were added or removed"
+            )
+        return [(name, buffer, other) for (name, buffer), other in zip(own, others, strict=True)]
 
     def _moved(self) -> list[tuple[str, Tensor, Tensor]]:
         """Return parameters of the copy that are its own, with those of the model."""
@@ -162,11 +199,17 @@ class MomentumEncoder:
                     f"{name} is {_describe(p)} in the copy and {_describe(q)} in the model; do with encoder.module "
                     f"what was done with the model: move, cast or fully_shard it alike (ZeRO stage 3 is not supported)"
                 )
+            if p is q and q.requires_grad:
+                raise ValueError(
+                    f"{name} required no gradient when the copy was made, is shared with it, and requires one now; "
+                    f"make a new MomentumEncoder after a change of what is trained"
+                )
         return [(name, p, q) for (name, p), q in zip(own, others, strict=True) if p is not q]
 
     def _average(self, name: str, own: Tensor) -> Tensor:
         """Return what is averaged: the parameter itself, or its average in float32."""
         if own.dtype.itemsize >= 4:
+            self._averages.pop(name, None)  # it may have been cast
             return own
         if name not in self._averages or self._averages[name].device != own.device:
             self._averages[name] = self._averages.get(name, own).to(own.device, torch.float32)
@@ -176,10 +219,14 @@ class MomentumEncoder:
         """Return averages and buffers by name, ``{"parameters": ..., "buffers": ...}``.
 
         As those of ``nn.Module.state_dict()``, tensors are those that are in use; under FSDP2 they are this rank's
-        shards. Averages of parameters in half precision are float32. Shared parameters are not among them.
+        shards. Averages of parameters in half precision are float32. Shared parameters and buffers that are not
+        persistent are not among them.
         """
         parameters = {name: self._average(name, own.detach()) for name, own, _ in self._moved()}
-        return {"parameters": parameters, "buffers": dict(self.module.named_buffers())}
+        modules = self.module.named_modules()
+        derived = {f"{at}.{key}".lstrip(".") for at, module in modules for key in module._non_persistent_buffers_set}
+        buffers = {name: own for name, own in self.module.named_buffers() if name not in derived}
+        return {"parameters": parameters, "buffers": buffers}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -202,6 +249,7 @@ class MomentumEncoder:
                     wanted, found = tuple(value.shape), tuple(given[name].shape)
                     raise ValueError(f"{name} has shape {wanted}, the state has {found}; build it with that model")
                 pairs.append((value, given[name]))
+        self._begins = False
         for value, new in pairs:
             value.copy_(new)
         for name, own, _ in self._moved():
@@ -211,8 +259,11 @@ class MomentumEncoder:
 
 def _check_plain(model: nn.Module) -> None:
     """Refuse models that cannot be copied, or whose copy would not be one of the weights."""
+    if any(hasattr(module, FSDP1) for module in model.modules()):
+        raise ValueError(f"model is a {type(model).__name__} with FSDP1, which is not supported; use fully_shard")
     sharded = any(hasattr(module, SHARDED) for module in model.modules())
-    if sharded or isinstance(model, DistributedDataParallel) or hasattr(model, ENGINE):
+    wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+    if sharded or wrapped or hasattr(model, ENGINE):
         remedy = "before fully_shard, and shard encoder.module alike" if sharded else "of what it wraps, model.module"
         raise ValueError(f"model is a {type(model).__name__}, which takes no copies; make the copy {remedy}")
     lazy = next((name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)), None)

@@ -144,6 +144,28 @@ def test_weights_that_overflow_nothing(mode):
         near(one, other, 1e-4)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_of_the_copy_s_candidates(kind):
+    est = build(kind, scores=compopt.ScoreKeeper(B))
+    z, k = features(B, D, 1), features(B, D, 2)
+    index = torch.arange(B)
+    est(*z, index, momentum_features=k, **of_call(kind))
+    est.step()
+    similar, ranks = [], []
+    for view, anchors in enumerate(F.normalize(side) for side in z):
+        candidates = [F.normalize(side) for side in (k if kind in ("unimodal", "one") else k[1 - view : 2 - view])]
+        positive = torch.linalg.vecdot(anchors, F.normalize(k[1 - view]))
+        others = torch.cat([(anchors @ side.T)[~torch.eye(B, dtype=torch.bool)].view(B, -1) for side in candidates], 1)
+        ranks.append((others > positive[:, None]).double().mean(1))
+        similar.append(positive)
+    found = est.read(index)
+    if kind in ("unimodal", "one"):
+        near(found["rank"][:, 0], (ranks[0] + ranks[1]) / 2)
+    else:
+        near(found["rank"], torch.stack(ranks, 1)[:, : found["rank"].shape[1]])
+        near(found["similarity"], torch.stack(similar, 1)[:, : found["rank"].shape[1]])
+
+
 # -- the memory ------------------------------------------------------------------------------------------------------
 
 

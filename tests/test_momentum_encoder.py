@@ -1,6 +1,7 @@
 """MomentumEncoder: the copy of a model that follows it, in plain torch, DDP and FSDP2."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -175,6 +176,78 @@ def test_averages_of_half_precision_do_not_stand_still(dtype):
     assert torch.equal(encoder.module.weight, average.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_to_full_precision_forgets_averages(dtype):
+    """Averages of half precision would overwrite what is loaded, or return with another cast."""
+    model = nn.Linear(4, 4).to(dtype)
+    encoder = compopt.MomentumEncoder(model, DECAY)
+    encoder.update()
+    model.float(), encoder.module.float()
+    state = {"parameters": {"weight": torch.ones(4, 4), "bias": torch.ones(4)}, "buffers": {}}
+    encoder.load_state_dict(state)
+    assert torch.equal(encoder.module.weight, torch.ones(4, 4))
+
+
+class Table(nn.Module):
+    """A layer with a table, not persistent, that grows with the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.layer.register_buffer("table", torch.zeros(1, 4), persistent=False)
+        self.register_buffer("scale", torch.ones(()))
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (4,)])
+def test_a_buffer_may_change_its_shape_and_is_no_state_if_not_persistent(shape):
+    model = Table()
+    encoder = compopt.MomentumEncoder(model)
+    fresh = encoder.state_dict()
+    model.layer.table = torch.full(shape, 2.0)
+    encoder.update()
+    assert torch.equal(encoder.module.layer.table, model.layer.table)
+    assert encoder.module.layer.table is not model.layer.table
+    assert set(encoder.state_dict()["buffers"]) == {"scale"}
+    compopt.MomentumEncoder(Table()).load_state_dict(encoder.state_dict())
+    encoder.load_state_dict(fresh)
+
+
+def test_what_an_update_refuses_changes_nothing():
+    def refused(change, message):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].requires_grad_(False)
+        encoder = compopt.MomentumEncoder(model, DECAY)
+        before = parameters(encoder.module)
+        with torch.no_grad():
+            model[1].weight.add_(1)
+        change(model, encoder)
+        with pytest.raises(ValueError, match=message):
+            encoder.update()
+        assert all(torch.equal(p, before[name]) for name, p in parameters(encoder.module).items())
+
+    refused(lambda model, _: model.register_buffer("scale", torch.ones(())), "the model has 1 buffers and its copy 0")
+    refused(lambda model, _: model.requires_grad_(), "0.weight required no gradient.*make a new MomentumEncoder")
+    refused(lambda _, encoder: setattr(encoder, "decay", 1.5), r"decay must be in \[0, 1\), got 1.5")
+
+
+def test_weights_that_changed_before_the_first_update_are_noticed():
+    """A model that was loaded after the copy was made; not one whose copy was loaded too, or has been updated."""
+    x = torch.randn(2, 4)
+    for known in (False, True):
+        model = nn.Linear(4, 4)
+        encoder = compopt.MomentumEncoder(model)
+        state = encoder.state_dict()
+        nn.init.ones_(model.weight)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            encoder.load_state_dict(state) if known else None
+            encoder(x), encoder(x)
+            encoder.update()
+            encoder(x)
+        assert len(caught) == (0 if known else 1)
+        assert all("weights of the model have changed" in str(w.message) and w.filename == __file__ for w in caught)
+
+
 def test_one_that_is_never_updated_is_noticed():
     encoder = compopt.MomentumEncoder(nn.Linear(4, 4))
     x = torch.randn(2, 4)
@@ -192,6 +265,10 @@ def test_what_is_refused():
         compopt.MomentumEncoder(model, 1)
     with pytest.raises(ValueError, match="parameter weight is not initialised yet"):
         compopt.MomentumEncoder(nn.LazyLinear(4))
+    old = nn.Sequential(nn.Linear(4, 4))
+    old[0]._fsdp_wrapped_module = nn.Linear(4, 4)  # as FSDP1 names it
+    with pytest.raises(ValueError, match="FSDP1, which is not supported; use fully_shard"):
+        compopt.MomentumEncoder(old)
     encoder = compopt.MomentumEncoder(model)
     with pytest.raises(TypeError, match=r"est must be an estimator.*got SGD; without one call encoder.update\(\)"):
         encoder.attach(torch.optim.SGD(model.parameters(), 1.0))
@@ -271,3 +348,25 @@ def test_two_ranks_equal_one(wrapper):
             torch.testing.assert_close(weights[name], p, rtol=1e-8, atol=1e-10)
         assert resumed
         assert "takes no copies; make the copy" in message
+
+
+def of_other_seeds(group):
+    """Weights of copies of a model that each rank draws by itself, made before DDP wraps it and after; warnings."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(4, 4)
+    early = compopt.MomentumEncoder(model)
+    wrapped = DistributedDataParallel(model)
+    late = compopt.MomentumEncoder(wrapped.module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        late(torch.ones(2, 4))
+        before = len(caught)
+        early(torch.ones(2, 4))
+    return late.module.weight.clone(), before, [str(w.message) for w in caught]
+
+
+@pytest.mark.distributed
+def test_ddp_gives_the_weights_of_rank_0_to_copies_that_are_made_afterwards():
+    (one, before, told), (other, before_too, told_too) = the_pool(2).run(of_other_seeds, 2)
+    assert torch.equal(one, other) and before == before_too == 0
+    assert not told and "those of rank 0 when DistributedDataParallel wrapped" in told_too[0]

@@ -62,6 +62,16 @@ def test_any_call_is_linear_in_the_weights(name):
     assert_linear(lambda: compopt.DCLEstimator(0.3, **options), *features(BATCH, DIM, seed=5), **given)
 
 
+@pytest.mark.parametrize("scale", [3e38, 1e-44])
+def test_only_ratios_of_weights_matter(scale):
+    """Sums that overflow or vanish in float32 too."""
+    z1, z2 = features(BATCH, DIM, seed=4, dtype=torch.float32)
+    weight = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0])
+    wanted = run(compopt.DCLEstimator(), z1, z2, INDEX, sample_weight=weight)
+    for got, want in zip(run(compopt.DCLEstimator(), z1, z2, INDEX, sample_weight=scale * weight), wanted, strict=True):
+        assert want.any() and torch.equal(got, want)
+
+
 def test_sigmoid_pairs_are_linear_in_the_weights():
     def build():
         return compopt.ContrastiveEstimator(compopt.SigmoidNormalizer(bias=-2.0), compopt.FixedTemperature(0.2))

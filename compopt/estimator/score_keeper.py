@@ -45,7 +45,8 @@ class ScoreKeeper(Component):
     of the batch's negatives that are more similar to the anchor than its positive is. In unimodal mode the mean over
     all pairs of views (for ``rank``: of each view and the next). ``extra`` candidates count in ``log_g`` only. Under a
     :class:`~compopt.PairPolicy` ``log_g`` is of the candidates that it leaves, ``similarity`` is the expectation where
-    the positive is one, and ``rank`` is of all candidates whose keys differ.
+    the positive is one, and ``rank`` is of all candidates whose keys differ. With ``momentum_features=`` candidates and
+    positives are those of the momentum copy.
 
     Communicates, with several ranks: one all-gather of 1 float per anchor, with ``rank=True``; nothing otherwise.
 
@@ -113,12 +114,13 @@ def positive_ranks(call: Call, ranks: Ranks) -> Tensor:
     Every rank compares its own anchors with the features of all. Anchors without negatives have 0.
     """
     batch, z = call.batch, call.batch.features
+    k = batch.momentum or z  # what the anchors are compared with
     keys = list(batch.keys.values())
-    sides = list(zip(z, z[1:] + z[:1], strict=True)) if call.unimodal else [(z[0], z[1]), (z[1], z[0])]
+    sides = list(zip(z, k[1:] + k[:1], strict=True))
     columns = []
     for anchors, others in sides[: len(z) if call.unimodal else call.pairs.directions]:
-        candidates = z if call.unimodal else (others,)
-        which = next(number for number, z2 in enumerate(candidates) if z2 is others)
+        candidates = k if call.unimodal else (others,)
+        which = next(number for number, other in enumerate(candidates) if other is others)
         columns.append(_share_above(anchors[batch.own], candidates, which, keys, batch.own))
     own = torch.stack(columns, dim=1)
     (everyone,) = ranks.gather([own], batch.sizes)
