@@ -15,10 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from compopt import checks
+from compopt.checks.values import dense
 from compopt.estimator.base import Estimator
 
 SHARDED, ENGINE = "set_requires_gradient_sync", "set_gradient_accumulation_boundary"  # of FSDP2, of DeepSpeed
 FSDP1 = "_fsdp_wrapped_module"
+SHARD = "to_local"  # of a DTensor
 FORGOTTEN = 256  # calls without an update
 
 
@@ -28,9 +30,9 @@ class MomentumEncoder:
     .. math:: \theta_k \leftarrow m\, \theta_k + (1 - m)\, \theta
 
     The copy begins at the weights that the model has at construction. Parameters that require no gradient then are
-    shared with the model and take no memory, such as those below a low-rank adapter. Buffers are copied at each update.
-    Parameters in half precision have an average in float32 beside the copy, since steps of ``1 - m`` would be rounded
-    away.
+    shared with the model and take no memory, such as those below a low-rank adapter; FSDP2 makes them two again.
+    Buffers are copied at each update. Parameters in half precision have an average in float32 beside the copy, since
+    steps of ``1 - m`` would be rounded away.
 
     The copy is in the mode, training or evaluation, that the model has at construction: in training mode dropout drops,
     and batch normalisation uses the statistics of the batch. ``encoder.module.eval()`` changes it.
@@ -233,7 +235,9 @@ class MomentumEncoder:
         """Restore what :meth:`state_dict` returned, of a copy of a model that is like this one.
 
         Raises:
-            ValueError: names that are missing or unknown, another shape; nothing is changed then.
+            TypeError: an entry that is no tensor.
+            ValueError: names that are missing or unknown, another shape, whole tensors where the copy is sharded, or
+                the reverse. Nothing is changed then.
         """
         current = self.state_dict()
         if set(state_dict) != set(current):
@@ -245,6 +249,12 @@ class MomentumEncoder:
                 different = sorted(set(given) ^ set(own))
                 raise ValueError(f"{kind} of the state and of the copy differ in {different}; build it with that model")
             for name, value in own.items():
+                dense(f"{name} of the state", given[name], value)
+                if hasattr(value, SHARD) and not hasattr(given[name], SHARD):
+                    raise ValueError(
+                        f"{name} is sharded, and whole in the state; load it before fully_shard, or save and load with "
+                        f"torch.distributed.checkpoint"
+                    )
                 if given[name].shape != value.shape:
                     wanted, found = tuple(value.shape), tuple(given[name].shape)
                     raise ValueError(f"{name} has shape {wanted}, the state has {found}; build it with that model")

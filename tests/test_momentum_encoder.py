@@ -292,6 +292,10 @@ def test_what_is_refused():
             r"parameters of the state and of the copy differ in \['bias'\]",
         ),
         (lambda state: state["parameters"].update(bias=torch.ones(5)), r"bias has shape \(4,\), the state has \(5,\)"),
+        (
+            lambda state: state["parameters"].update(bias=torch.ones(4, device="meta")),
+            "bias of the state is on the meta",
+        ),
     ],
 )
 def test_a_state_of_another_model_is_refused(change, message):
@@ -329,6 +333,10 @@ def on_ranks(group, wrapper):
     again.train(0, 2)
     again.load(states)
     resumed = again.train(STEPS, 2 * STEPS) == run.train(STEPS, 2 * STEPS)
+    if wrapper == "fsdp2":
+        whole = {"parameters": parameters(run.encoder.module), "buffers": {}}
+        with pytest.raises(ValueError, match="is sharded, and whole in the state; load it before fully_shard"):
+            run.encoder.load_state_dict(whole)
     try:
         compopt.MomentumEncoder(run.wrapped)
     except ValueError as error:
