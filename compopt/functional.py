@@ -24,7 +24,7 @@ from torch import Tensor
 
 from compopt.tiles.autograd import LogSums
 from compopt.tiles.choice import BACKENDS, PRECISIONS, Backend, Precision, precision_of, reason_for_torch
-from compopt.tiles.operands import Operands, ranked
+from compopt.tiles.operands import ranked
 
 Scalar = float | Tensor
 
@@ -353,7 +353,8 @@ def contrastive_sums(
         precision: of the kernel's products: ``"tf32"``, ``"bf16"``, ``"tf32x3"`` or ``"ieee"`` (float32, the first of
             three TF32 products each, the second without tensor cores). ``None``: TF32, or bfloat16 where
             ``torch.set_float32_matmul_precision("medium")`` is set and ``tau`` is a number of at least 0.02.
-        wave: rows of the matrix that are held at a time; ``None``: 2^28 entries.
+        wave: rows of the matrix that are held at a time; ``None``: 2^28 entries of the kernel, 2^25 of torch on an
+            accelerator, which holds four to six such parts, and 2^21 on a CPU.
 
     Returns:
         ``(B, 2)`` in nats, float64 for features in float64, else float32; ``-inf`` of an anchor without any negative.
@@ -361,8 +362,8 @@ def contrastive_sums(
         in waves of rows: four matrix products in all. It is differentiable once.
 
     Raises:
-        ValueError: features that are no matrices of one shape, an unknown backend or precision, keys or temperatures of
-            another shape.
+        ValueError: features that are no matrices of one shape, or have no rows; an unknown backend or precision; keys
+            or temperatures of another shape; a number ``tau`` that is not greater than 0, ``wave`` below 1.
         RuntimeError: in the backward pass, with ``create_graph=True``.
 
     Example:
@@ -378,29 +379,32 @@ def contrastive_sums(
     if z1.dim() != 2 or z1.shape != z2.shape or z1.dtype != z2.dtype:
         shapes = f"{tuple(z1.shape)} and {tuple(z2.shape)} of {z1.dtype} and {z2.dtype}"
         raise ValueError(f"z1 and z2 must be features (B, d) of one shape and dtype, got {shapes}")
+    if not len(z1) or not z1.is_floating_point():
+        raise ValueError(f"z1 and z2 must have rows, of a floating dtype, got {len(z1)} rows of {z1.dtype}")
+    if wave is not None and (not isinstance(wave, int) or wave < 1):
+        raise ValueError(f"wave must be a number of rows, at least 1, or None, got {wave!r}")
     for name, value, known in (("backend", backend, BACKENDS), ("precision", precision, (None, *PRECISIONS))):
         if value not in known:
             raise ValueError(f"{name} must be one of {known}, got {value!r}")
     dtype = torch.float64 if z1.dtype == torch.float64 else torch.float32
-    x, y, scale = z1.to(dtype).contiguous(), z2.to(dtype).contiguous(), _scale_by_direction(tau, z1).to(dtype)
+    x, y, scale = z1.to(dtype).contiguous(), z2.to(dtype).contiguous(), _scale_by_direction(tau, z1, dtype)
     fused = reason_for_torch(backend, x) is None
     rows, columns = (torch.stack(side) for side in zip(*_ranked_keys(keys, z1), strict=True))
     chosen = (precision or precision_of(tau)) if fused else None
-    operands = Operands(x, y, None, None, rows, columns, inside=len(y), precision=chosen, wave=wave)
-    with torch.autocast(z1.device.type, enabled=False):
-        return LogSums.apply(x, y, scale, operands)
+    facts = {"row_keys": rows, "column_keys": columns, "inside": len(y), "precision": chosen, "wave": wave}
+    return LogSums.apply(x, y, scale, facts)
 
 
-def _scale_by_direction(tau: float | Tensor, z: Tensor) -> Tensor:
+def _scale_by_direction(tau: float | Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
     """``1 / tau``, ``(B, 2)``."""
     if not isinstance(tau, Tensor):
         if not tau > 0:
             raise ValueError(f"tau must be greater than 0, got {tau!r}")
-        return z.new_full((len(z), 2), 1 / tau, dtype=torch.float64)
+        return z.new_full((len(z), 2), 1 / tau, dtype=dtype)
     if tau.dim() > 2 or (tau.dim() > 0 and len(tau) != len(z)) or (tau.dim() == 2 and tau.shape[1] > 2):
         raise ValueError(f"tau must be a number, 0-d, (B,), (B, 1) or (B, 2) for B = {len(z)}, got {tuple(tau.shape)}")
     column = tau.unsqueeze(1) if tau.dim() == 1 else tau
-    return column.to(z.device).reciprocal().expand(len(z), 2)
+    return column.to(z.device, dtype).reciprocal().expand(len(z), 2)  # of half precision it has three digits
 
 
 def _ranked_keys(keys: Tensor | Sequence[Tensor] | None, z: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -410,6 +414,8 @@ def _ranked_keys(keys: Tensor | Sequence[Tensor] | None, z: Tensor) -> list[tupl
         return [(own, own)]
     given = [keys] if isinstance(keys, Tensor) else list(keys)
     for key in given:
+        if not isinstance(key, Tensor):
+            raise TypeError(f"keys must be a tensor of integers, or a sequence of such tensors, got {key!r} in it")
         if key.shape != z.shape[:1] or key.is_floating_point():
             raise ValueError(f"keys must be integers of shape {tuple(z.shape[:1])}, got {key.dtype} {tuple(key.shape)}")
     if not given:

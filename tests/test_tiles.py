@@ -146,7 +146,7 @@ def reason(monkeypatch, backend="triton", installed=True, switch=None, interpret
         ({"installed": False}, "Triton is not installed"),
         ({"interpret": "0"}, "the features are on cpu"),
         ({"dtype": torch.float64}, "the features are float64"),
-        ({"policy": "guided=True"}, "the policy has guided=True"),
+        ({"policy": "guided=True"}, "the call has guided=True"),
     ],
 )
 def test_the_rule_names_its_reason(given, expected, monkeypatch, caplog):

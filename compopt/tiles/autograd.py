@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +14,18 @@ from compopt.tiles.operands import Anchors, Operands, Weights
 class LogSums(torch.autograd.Function):
     """``log sum_j exp(scale_i s_ij)`` of the anchors of both axes, ``(B, 2)``; ``scale`` is ``(B, 2)``.
 
-    The operands have the other facts; their features and anchors are replaced.
+    The facts are fields of :class:`~compopt.tiles.operands.Operands` beside features and anchors.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, operands: Operands) -> Tensor:
-        ctx.operands = replace(operands, moments=ctx.needs_input_grad[2])
-        found = [side for side in sweep.sums(_filled(ctx.operands, x, y, scale)) if side is not None]
-        log_sums = torch.stack([side.log_total() for side in found], dim=1)
-        means = [torch.where(side.total > 0, side.dot / side.total, 0) for side in found if side.dot is not None]
+    def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, facts: dict[str, Any]) -> Tensor:
+        low = torch.bfloat16 if facts["precision"] == "bf16" else x.dtype
+        x, y, ctx.facts = x.to(low), y.to(low), facts
+        with torch.autocast(x.device.type, enabled=False):
+            found = sweep.sums(_operands(x, y, scale, facts, moments=ctx.needs_input_grad[2]))
+        sides = [side for side in found if side is not None]
+        log_sums = torch.stack([side.log_total() for side in sides], dim=1)
+        means = [torch.where(side.total == 0, 0, side.dot / side.total) for side in sides if side.dot is not None]
         ctx.save_for_backward(x, y, scale, log_sums, *means)
         return log_sums
 
@@ -37,12 +39,13 @@ class LogSums(torch.autograd.Function):
             return None, None, of_scale, None
         pairs = zip((grad * scale).unbind(1), log_sums.unbind(1), strict=True)
         rows, columns = (Weights(factor.contiguous(), top.contiguous()) for factor, top in pairs)
-        of_x, of_y = sweep.products(_filled(ctx.operands, x, y, scale), rows, columns, ctx.needs_input_grad[1])
-        return of_x, of_y if ctx.needs_input_grad[1] else None, of_scale, None
+        operands, transposed = _operands(x, y, scale, ctx.facts), ctx.needs_input_grad[1]
+        with torch.autocast(x.device.type, enabled=False):  # backward() may be called where it is on
+            of_x, of_y = sweep.products(operands, rows, columns, transposed)
+        return of_x, of_y if transposed else None, of_scale, None
 
 
-def _filled(o: Operands, x: Tensor, y: Tensor, scale: Tensor) -> Operands:
-    """Return the operands with these features, and scales of the anchors along the rows and along the columns."""
-    dtype = torch.bfloat16 if o.precision == "bf16" else x.dtype
+def _operands(x: Tensor, y: Tensor, scale: Tensor, facts: dict[str, Any], moments: bool = False) -> Operands:
+    """Return the operands with these scales of the anchors along the rows and along the columns."""
     rows, columns = (Anchors(column.contiguous()) for column in scale.unbind(1))
-    return replace(o, x=x.to(dtype), y=y.to(dtype), rows=rows, columns=columns)
+    return Operands(x, y, rows, columns, moments=moments, **facts)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Literal
 
@@ -76,4 +78,25 @@ def precision_of(tau: float | Tensor) -> Precision:
     A tensor may be anywhere, and is not looked at: TF32.
     """
     allowed = isinstance(tau, float) and tau >= BF16_MIN_TAU
-    return "bf16" if allowed and torch.get_float32_matmul_precision() == "medium" else "tf32"
+    return "bf16" if allowed and _float32_precision() == "medium" else "tf32"
+
+
+def _float32_precision() -> str:
+    """Return the precision that products of float32 may have: ``"highest"``, ``"high"`` or ``"medium"``."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch.backends.cuda.matmul.fp32_precision alone allows TF32, and the older setting differs
+        return "high"
+
+
+@contextlib.contextmanager
+def tf32_allowed() -> Iterator[None]:
+    """Let products of float32 use TF32, as those in Triton do; the setting is the process's, and restored."""
+    if _float32_precision() != "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")

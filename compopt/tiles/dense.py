@@ -32,8 +32,8 @@ def coefficients(o: Operands, wave: slice, rows: Weights | None, columns: Weight
             anchors, weights = anchors.part(wave), weights.part(wave)
         z, skipped = _exponents(o, s, apart, anchors, dim)
         if weights.top is not None:
-            z = z - weights.top.unsqueeze(dim)
-        out += z.exp().mul(weights.factor.unsqueeze(dim)).masked_fill(skipped, 0)
+            z.sub_(weights.top.unsqueeze(dim))
+        out += z.exp_().mul_(weights.factor.unsqueeze(dim)).masked_fill_(skipped, 0)
 
 
 def _apart(o: Operands, wave: slice) -> Tensor:
@@ -49,15 +49,18 @@ def _exponents(o: Operands, s: Tensor, apart: Tensor, anchors: Anchors, dim: int
     if anchors.threshold is not None:
         found = s > anchors.threshold.unsqueeze(dim)
         apart = apart | (found & ~further.unsqueeze(1 - dim) if o.spared else found)
-    beta = torch.where(further, o.strengths[1], o.strengths[0]).to(s.dtype)
-    return s * (anchors.scale.unsqueeze(dim) + beta.unsqueeze(1 - dim)), apart
+    scale = anchors.scale.unsqueeze(dim)
+    if any(o.strengths):
+        beta = torch.where(further, o.strengths[1], o.strengths[0]).to(s.dtype)
+        scale = scale + beta.unsqueeze(1 - dim)
+    return s * scale, apart
 
 
 def _side_sums(o: Operands, s: Tensor, apart: Tensor, anchors: Anchors, dim: int) -> AnchorSums:
     z, apart = _exponents(o, s, apart, anchors, dim)
-    z = z.masked_fill(apart, NO_PAIR)
+    z.masked_fill_(apart, NO_PAIR)
     top = None if o.shared is not None else z.amax(dim)
-    e = (z if top is None else z - top.unsqueeze(dim)).exp().masked_fill(apart, 0)
-    dot = (e * s).sum(dim)[None] if o.moments else None
+    e = (z if top is None else z.sub_(top.unsqueeze(dim))).exp_().masked_fill_(apart, 0)
+    dot = (e * s).masked_fill_(apart, 0).sum(dim)[None] if o.moments else None  # s may be NaN where there is no pair
     number = (~apart).sum(dim, dtype=s.dtype)[None] if o.counted else None
     return AnchorSums(e.sum(dim)[None], e.square().sum(dim)[None], None if top is None else top[None], dot, number)

@@ -120,20 +120,24 @@ def write_sums(
     z, found = exponents(
         s, found, scale, threshold, anchor, further, shared, beta, beta_further, AXIS, SHIFTED, THRESHOLD, SPARED, HARD
     )
-    at = out + anchor
     if SHIFTED:
         z = tl.where(found, NO_PAIR, z)
         top = tl.max(z, AXIS)
-        tl.store(at + 2 * plane, tl.where(top > NO_PAIR, top * LN2, NO_PAIR), mask=inside)
         z = z - along(top, AXIS)
     e = tl.where(found, 0.0, tl.exp2(z))
+    at = out + anchor  # one plane further each time: a multiple of `plane` may leave 32 bits
     tl.store(at, tl.sum(e, AXIS), mask=inside)
-    tl.store(at + plane, tl.sum(e * e, AXIS), mask=inside)
-    if MOMENTS:
-        tl.store(at + (2 + SHIFTED) * plane, tl.sum(e * s, AXIS), mask=inside)
+    at += plane
+    tl.store(at, tl.sum(e * e, AXIS), mask=inside)
+    if SHIFTED:
+        at += plane
+        tl.store(at, tl.where(top > NO_PAIR, top * LN2, NO_PAIR), mask=inside)
+    if MOMENTS:  # s may be NaN where there is no pair
+        at += plane
+        tl.store(at, tl.sum(tl.where(found, 0.0, e * s), AXIS), mask=inside)
     if COUNTED:
-        count = tl.sum(tl.where(found, 0.0, 1.0), AXIS)
-        tl.store(at + (2 + SHIFTED + MOMENTS) * plane, count, mask=inside)
+        at += plane
+        tl.store(at, tl.sum(tl.where(found, 0.0, 1.0), AXIS), mask=inside)
 
 
 @triton.jit

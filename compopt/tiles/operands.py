@@ -18,8 +18,10 @@ from torch import Tensor
 
 # Exponent of what is no pair, and maximum of an anchor without candidates. Finite: the difference of two is 0, not NaN.
 NO_PAIR = -1e30
-# Entries of the matrix that a wave of rows has: the buffer of coefficients takes 1 GiB in float32.
+# Entries of the matrix in a wave of rows. In Triton the buffer of coefficients takes 1 GiB in float32. Plain torch
+# holds several matrices of a wave, and small ones are faster on a CPU.
 WAVE_ENTRIES = 2**28
+TORCH_WAVE_ENTRIES, CPU_WAVE_ENTRIES = 2**25, 2**21
 # Rows of a wave are a multiple of this, so that the rows of each begin at an aligned address.
 ROWS_MULTIPLE = 128
 
@@ -117,7 +119,7 @@ class Operands:
         moments: also sum ``s_ij``, weighted.
         counted: also count the candidates.
         precision: of the product in Triton, ``"tf32"``, ``"bf16"``, ``"tf32x3"`` or ``"ieee"``; ``None``: plain torch.
-        wave: rows that are swept together, or ``None``: as many as have :data:`WAVE_ENTRIES`.
+        wave: rows that are swept together, or ``None``: as many as have :data:`WAVE_ENTRIES`, in plain torch fewer.
     """
 
     x: Tensor
@@ -149,7 +151,10 @@ class Operands:
     def waves(self) -> Iterator[slice]:
         """Rows that are swept together, one part after the other."""
         rows, columns = self.shape
-        step = self.wave or max(1, WAVE_ENTRIES // max(1, columns) // ROWS_MULTIPLE) * ROWS_MULTIPLE
+        entries = WAVE_ENTRIES
+        if self.precision is None:
+            entries = CPU_WAVE_ENTRIES if self.x.device.type == "cpu" else TORCH_WAVE_ENTRIES
+        step = self.wave or max(1, entries // max(1, columns) // ROWS_MULTIPLE) * ROWS_MULTIPLE
         for start in range(0, rows, step):
             yield slice(start, min(start + step, rows))
 

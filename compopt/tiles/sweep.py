@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from compopt.tiles import dense, launch
+from compopt.tiles.choice import tf32_allowed
 from compopt.tiles.operands import AnchorSums, Operands, Weights
 
 
 def sums(o: Operands) -> tuple[AnchorSums | None, AnchorSums | None]:
     """Return the sums of the anchors along the rows ``(P,)``, and of those along the columns ``(Q,)``.
 
-    Memory beyond the operands: in torch some matrices of a wave, ``(wave, Q)``; in Triton a few sums per tile and
-    anchor. The result is the same in every run: nothing is added atomically.
+    Memory beyond the operands, of one wave at a time: in torch some matrices ``(wave, Q)``; in Triton a few sums per
+    tile and anchor. The result is the same in every run: nothing is added atomically.
     """
     one_wave = dense.sums if o.precision is None else launch.sums
-    by_rows, by_columns = zip(*(one_wave(o, wave) for wave in o.waves()), strict=True)
-    rows = [part.merged() for part in by_rows if part is not None]
-    columns = [part.merged() for part in by_columns if part is not None]
-    return (
-        AnchorSums.together(rows, torch.cat) if rows else None,
-        AnchorSums.together(columns, torch.stack).merged() if columns else None,
-    )
+    rows: list[AnchorSums] = []
+    columns: AnchorSums | None = None
+    for wave in o.waves():
+        of_rows, of_columns = one_wave(o, wave)
+        if of_rows is not None:
+            rows.append(of_rows.merged())
+        if of_columns is not None:
+            more = of_columns.merged()
+            columns = more if columns is None else AnchorSums.together([columns, more], torch.stack).merged()
+    return AnchorSums.together(rows, torch.cat) if rows else None, columns
 
 
 def products(o: Operands, rows: Weights | None, columns: Weights | None, transposed: bool) -> tuple[Tensor, Tensor]:
@@ -42,7 +45,7 @@ def products(o: Operands, rows: Weights | None, columns: Weights | None, transpo
     one_wave = dense.coefficients if o.precision is None else launch.coefficients
     of_rows, of_columns = (z.new_zeros(z.shape, dtype=o.dtype) for z in (o.x, o.y))
     buffer: Tensor | None = None
-    with _tensor_cores(o):
+    with tf32_allowed() if o.precision == "tf32" and o.x.is_cuda else contextlib.nullcontext():
         for wave in o.waves():
             if buffer is None:
                 width = -(-len(o.y) // 16) * 16  # rows begin at aligned addresses, for the kernel and for the products
@@ -61,17 +64,3 @@ def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
         into.addmm_(a, b)
     else:
         into.add_(a @ b)
-
-
-@contextlib.contextmanager
-def _tensor_cores(o: Operands) -> Iterator[None]:
-    """Let products of float32 use TF32, as the product in Triton does; the setting is the process's, and restored."""
-    if o.precision != "tf32" or not o.x.is_cuda:
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
