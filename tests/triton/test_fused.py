@@ -34,8 +34,10 @@ def call(est, dtype, views=2, extra=None, **keys):
     z = normal(views, B, D, seed=1).to(device, dtype).requires_grad_()
     index = torch.randperm(N, generator=generator(2))[:B]
     given = {name: value if name == "labels" else value.to(device) for name, value in keys.items()}
+    if "guide" in given:
+        given["guide"] = given["guide"].to(dtype).unbind()
     if extra is not None:
-        given["extra"] = extra.to(device, dtype).requires_grad_()
+        given["extra"] = extra.to(device, dtype, copy=True).requires_grad_()
     loss = est(z, index=index, **given) if est.mode == "unimodal" else est(*z, index, **given)
     loss.backward()
     leaves = [z, *([given["extra"]] if extra is not None else []), *est.parameters()]
@@ -50,7 +52,7 @@ def assert_equal_calls(build, rtol=RTOL, **given):
     for number, (f, e) in enumerate(zip(found, exact, strict=True)):
         near(f, e, rtol, what=f"value {number}")
     for name in ("log_normalizer", "info_nce", "effective_negatives"):
-        assert metrics[name] == pytest.approx(exact_metrics[name], rel=100 * rtol, abs=rtol), name
+        assert metrics[name] == pytest.approx(exact_metrics[name], rel=100 * rtol, abs=rtol, nan_ok=True), name
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +91,6 @@ CALLS = {
     "unimodal": (UNIMODAL, {}),
     "four views": (UNIMODAL, {"views": 4}),
     "labels": ({}, {"labels": LABELS}),
-    "labels leave nothing": ({}, {"labels": torch.zeros(B, dtype=torch.long)}),
     "further candidates": ({}, {"extra": normal(5, D, seed=3)}),
     "further positives": ({}, {"extra": normal(N, D, seed=3), "extra_index": torch.arange(N)}),
     "none further": (FORWARD, {"extra": normal(0, D)}),
@@ -109,6 +110,7 @@ def test_calls(case, learn, taken):
 
 POLICIES = {
     "false negatives": (PairPolicy(false_negatives=0.1), {}),
+    "nothing left": (PairPolicy(false_negatives=-3.0), {}),
     "relative": (PairPolicy(false_negatives=("relative", 0.9), spare_extra=True), {"extra": normal(5, D, seed=3)}),
     "two strengths": (PairPolicy(hardness=(3.0, 1.0)), {"extra": normal(5, D, seed=3)}),
     "within": (PairPolicy(within=True, hardness=2.0), {"within": LABELS}),
@@ -181,7 +183,7 @@ def test_contrastive_sums(tau, keys):
     for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
         device = DEVICE if backend == "triton" else torch.device("cpu")
         z = [normal(B, D, seed=seed).to(device, dtype).requires_grad_() for seed in (4, 5)]
-        t = tau.to(device, dtype).requires_grad_() if isinstance(tau, torch.Tensor) else tau
+        t = tau.to(device, dtype, copy=True).requires_grad_() if isinstance(tau, torch.Tensor) else tau
         precision = "ieee" if backend == "triton" else None
         found = F.contrastive_sums(*z, t, keys, backend=backend, precision=precision, wave=8)
         (found * normal(B, 2, seed=6).to(device, dtype)).sum().backward()
@@ -204,22 +206,21 @@ def on_rank(group, case):
     gradient = FusedRowBlock.gradient
     FusedRowBlock.gradient = lambda *args: (swept.append(1), gradient(*args))[1]
     try:
-        found = gradients(case, slice(0, 5) if rank == 0 else slice(5, B), group, backend="triton")
+        found = gradients(case, slice(0, 5) if rank == 0 else slice(5, B), group, 2, backend="triton")
     finally:
         FusedRowBlock.gradient = gradient
     assert len(swept) == 2  # a block of each direction or view
     return found
 
 
-def gradients(case, own, group=None, dtype=torch.float32, **options):
+def gradients(case, own, group=None, ranks=1, **options):
     options = {**RANKED[case][0], **options}
     est = compopt.ISogCLREstimator(N, rho=0.5, tau_init=TAU, process_group=group, **options)
-    z1, z2 = (normal(B, D, seed=seed)[own].to(dtype).requires_grad_() for seed in (1, 2))
+    z1, z2 = (normal(B, D, seed=seed)[own].float().requires_grad_() for seed in (1, 2))
     given = {name: value[own] for name, value in RANKED[case][1].items()}
     est(z1, z2, torch.arange(B)[own], **given).backward()
     est.step()
-    ranks = 1 if group is None else 2
-    found = torch.stack([z1.grad, z2.grad]).double() / ranks
+    found = torch.stack([z1.grad, z2.grad]).double() / ranks  # multiplied by the ranks, for wrappers that average
     return found, est.read(torch.arange(B))["log_u"].double()
 
 
@@ -228,7 +229,7 @@ RANKED = {
     "unimodal": (UNIMODAL, {"labels": LABELS}),
     "one direction": (FORWARD, {"labels": LABELS}),
     "policy": ({"pairs": PairPolicy(false_negatives=0.2, hardness=2.0)}, {}),
-    "further": ({}, {"extra": normal(B, D, seed=7)}),
+    "further": ({}, {"extra": normal(B, D, seed=7).float()}),
 }
 
 
@@ -236,10 +237,8 @@ RANKED = {
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="ranks of the pool are on the CPU")
 @pytest.mark.parametrize("case", RANKED)
 def test_two_ranks_equal_one(case):
-    if "extra" in RANKED[case][1]:
-        RANKED[case][1]["extra"] = RANKED[case][1]["extra"].float()
     found = the_pool(2, timeout=120).run(on_rank, 2, case)
-    (expected, rows) = gradients(case, slice(None), dtype=torch.float32, backend="torch")
+    (expected, rows) = gradients(case, slice(None), backend="torch")
     near(torch.cat([gradient for gradient, _ in found], dim=1), expected, 1e-4)
     for _, log_u in found:
         near(log_u, rows, 1e-4)
