@@ -11,7 +11,8 @@ import torch.nn.functional as F
 import compopt
 from benchmarks.studies.default import mining
 from benchmarks.studies.default.arms import ARMS, VARIANTS
-from benchmarks.studies.default.losses import loss_of
+from benchmarks.studies.default.losses import Followed, MovedQueue, loss_of
+from tests.training import Encoders, micro_batches
 
 TAU, DIM, B = 0.1, 8, 6
 
@@ -41,6 +42,27 @@ def test_an_epoch_of_mined_batches_has_every_sample_once_and_clusters_whole() ->
     assert not torch.equal(*epochs)
     again = mining.Clustered(clusters, size=8, seed=0)
     assert torch.equal(again(7), epochs[1][2])
+
+
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+def test_momentum_features_train_a_model_as_the_study_s_own_queue_does(mode: str) -> None:
+    """The same weights after twenty updates; the library's estimator and encoder, the study's loss with its copy."""
+
+    def trained(loss: torch.nn.Module) -> list[torch.Tensor]:
+        model = Encoders()
+        loss.watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, (x1, x2, index) in enumerate(micro_batches(20)):
+            loss(*model(x1, x2), torch.arange(len(index)) + len(index) * step).backward()
+            optimizer.step()
+            loss.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    est = compopt.MemoryEstimator(Encoders().first.out_features, 40, TAU, True, mode=mode, dtype=torch.float64)
+    own = trained(Followed(est))
+    for p, q in zip(own, trained(MovedQueue(TAU, 40, 0.99, False, mode == "unimodal")), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
 def test_what_is_compared_with_is_built_for_every_arm() -> None:

@@ -201,8 +201,8 @@ def recommended(
     Why: ``docs/which.md``.
 
     With ``momentum=True`` it is the memory at all batch sizes, of as many samples and at the same temperature. At batch
-    16 such a loss is better by 3 points on three of four data sets (``docs/evidence.md``), for a third more forward
-    passes and a second copy of the weights.
+    16 and its best learning rate, up to eight times as large, such a loss is better by 3 points on three of four data
+    sets (``docs/guides/momentum.md``), for a third more forward passes and a second copy of the weights.
 
     Args:
         dim: of the features.

@@ -147,7 +147,7 @@ def test_what_the_kernel_does_not_take_falls_back(reason, taken, caplog):
     with caplog.at_level(logging.DEBUG, "compopt.tiles.choice"):
         assert_equal_calls(lambda **more: compopt.DCLEstimator(TAU, pairs=policy, **more), **given)
     assert not taken
-    assert f"pairs: plain torch, since the policy has {reason}" in caplog.messages
+    assert f"pairs: plain torch, since the call has {reason}" in caplog.messages
 
 
 def test_the_variable_turns_it_off(taken, monkeypatch, caplog):
