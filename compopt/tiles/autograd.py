@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from compopt.tiles import sweep
 from compopt.tiles.operands import Anchors, Operands, Weights
@@ -31,8 +30,9 @@ class LogSums(torch.autograd.Function):
         return log_sums
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # in a backward pass: with create_graph=True, and only then
+            raise RuntimeError("contrastive_sums is differentiable once; call backward() without create_graph=True")
         x, y, scale, log_sums, *means = ctx.saved_tensors
         of_scale = grad * torch.stack(means, dim=1) if means else None
         if not any(ctx.needs_input_grad[:2]):
