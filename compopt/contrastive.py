@@ -88,7 +88,9 @@ class ContrastiveEstimator(Estimator):
             depends on it.
         backend: ``"torch"``: plain torch computes the pairs. ``"triton"``: a fused kernel does, where Triton is
             installed (``compopt[triton]``) and takes the call; otherwise plain torch, which a line at debug level of
-            the logger ``compopt.tiles.choice`` says. ``"auto"``: ``"torch"``. See the page on the fused kernel.
+            the logger ``compopt.tiles.choice`` says. ``"auto"``: ``"torch"``. The kernel multiplies in TF32 even where
+            PyTorch's own products do not, or in bfloat16 (:func:`compopt.functional.contrastive_sums`,
+            ``precision=None``). See the page on the fused kernel.
 
     State: the columns of both parts in one row per sample, see :class:`~compopt.Estimator`.
 

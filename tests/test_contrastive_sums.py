@@ -1,4 +1,4 @@
-"""functional.contrastive_sums under autocast, with features that change, with bad rows; its memory and settings."""
+"""functional.contrastive_sums under autocast, with features that change or are bad; its memory; PyTorch's settings."""
 
 import weakref
 from importlib.util import find_spec
@@ -33,6 +33,13 @@ def test_features_that_change_before_the_backward_pass_are_refused():
     changed.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         sums.sum().backward()
+
+
+def test_a_second_derivative_is_refused_whatever_the_first_is_of():
+    """Of a plain sum too, whose gradient needs no gradient: a penalty on it would be left out in silence."""
+    z1, z2 = features()
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(functional.contrastive_sums(z1, z2, TAU).sum(), z1, create_graph=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

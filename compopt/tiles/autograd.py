@@ -31,7 +31,7 @@ class LogSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # in backward: with create_graph=True, and only then
+        if torch.is_grad_enabled():  # in a backward pass: with create_graph=True, and only then
             raise RuntimeError("contrastive_sums is differentiable once; call backward() without create_graph=True")
         x, y, scale, log_sums, *means = ctx.saved_tensors
         of_scale = grad * torch.stack(means, dim=1) if means else None

@@ -18,8 +18,8 @@ from torch import Tensor
 
 # Exponent of what is no pair, and maximum of an anchor without candidates. Finite: the difference of two is 0, not NaN.
 NO_PAIR = -1e30
-# Entries of the matrix in a wave of rows. In Triton the buffer of coefficients takes 1 GiB in float32. Plain torch
-# holds several matrices of a wave, and small ones are faster on a CPU.
+# Entries of the matrix that a wave of rows has. In Triton the buffer of coefficients takes 1 GiB in float32. In
+# plain torch there are several matrices of a wave, and small ones are faster on a CPU.
 WAVE_ENTRIES = 2**28
 TORCH_WAVE_ENTRIES, CPU_WAVE_ENTRIES = 2**25, 2**21
 # Rows of a wave are a multiple of this, so that the rows of each begin at an aligned address.
