@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from compopt import accelerator
+from compopt import accelerator, checks
+from compopt.batch import Batch
 from compopt.checks import Directions
 from compopt.checks.context import refuse_tangents, refuse_transforms
 from compopt.checks.inputs import (
@@ -32,11 +33,15 @@ from compopt.checks.inputs import (
     tau_facts,
 )
 from compopt.distributed.handshake import NOTHING
+from compopt.distributed.ranks import Ranks
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.engine import Engine
+from compopt.kernel.blocks import Extra
 from compopt.kernel.features import Encode, Encoder, Features, prepare, working_dtype
 from compopt.pairs import NO_POLICY, PairPolicy
 
+# Directions that have anchors, by the option's values.
+DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
 # Arguments of a call that an option of a policy asks for, and the option as an error writes it.
 OPTIONS = {"guide": "guided=True", "within": "within=True", "teacher": "targets=...", "prior": 'prior="given"'}
 
@@ -113,6 +118,24 @@ class Given:
     def policy(self) -> PairPolicy | None:
         """Policy of pairs of this call."""
         return None if self.choices is None else self.choices.policy
+
+    def gather_extra(self, batch: Batch, ranks: Ranks) -> Extra | None:
+        """Return the further candidates of all ranks."""
+        if self.extra is None:
+            return None
+        own = self.extra.unit[0]
+        values = {"features": own}
+        if self.positions is not None:
+            values["positions"] = accelerator.to_device(self.positions, own.device)
+        if self.choices is not None:
+            values |= self.choices.of_extra
+        if self.policy is not None and self.policy.asks_for_owners:
+            values["owner"] = torch.arange(len(own), device=own.device) % self.own.unit.shape[1] + batch.own.start
+        gathered = ranks.gather([*values.values()], batch.more) if max(batch.more) else values.values()
+        found, first = dict(zip(values, gathered, strict=True)), sum(batch.more[: ranks.rank])
+        positive, at = batch.keys.get("index2", batch.keys["index"]), slice(first, first + len(own))
+        positions, guide, key, owner = (found.get(name) for name in ("positions", "guide", "within", "owner"))
+        return Extra(own, found["features"], positive, positions, at, guide, key, owner)
 
     @property
     def want_gradients(self) -> bool:
@@ -211,6 +234,41 @@ def check_call(
         tau = at_least(tau, own.unit.dtype)
     graph = torch.is_grad_enabled()
     return Given(keys, own, directions, tau, further, positions, encoder, facts, graph, choices, momentum, weight)
+
+
+def check_cached(
+    est: Called,
+    z1: Tensor,
+    z2: Tensor | None,
+    encode: Encode | None,
+    tau: Tensor | float | None,
+    extra: Tensor | None,
+    extra_index: Tensor | None,
+) -> None:
+    """Refuse what a call with detached leaves in the place of its features would not notice."""
+    if encode is not None:
+        raise ValueError("encode= needs a backward pass of its own features; call the estimator, not this")
+    if isinstance(tau, Tensor) and tau.requires_grad:
+        raise ValueError(
+            "tau= requires a gradient, which this does not return; call the estimator on z1.detach()"
+            ".requires_grad_() and tau.detach().requires_grad_(), and take all three gradients from there"
+        )
+    refuse_transforms()
+    refuse_tangents(("z1", z1), ("z2", z2), ("extra", extra))
+    with est._engine.handshake.guard():
+        check_given(z1, z2, est.mode, least=0)
+        if extra is not None:
+            check_extra(extra, extra_index, z1 if z2 is not None else z1[0])
+
+
+def check_options(mode: str, directions: str, normalize: bool, multiply_tau: bool) -> None:
+    """Refuse options of an estimator that are none, or exclude each other."""
+    checks.one_of("mode", mode, ("bimodal", "unimodal"))
+    checks.one_of("directions", directions, DIRECTIONS)
+    if directions == "forward" and mode == "unimodal":
+        raise ValueError('directions="forward" is for two modalities; in mode="unimodal" both views are anchors')
+    checks.flag("normalize", normalize)
+    checks.flag("multiply_tau", multiply_tau)
 
 
 def check_policy(

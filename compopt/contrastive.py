@@ -11,12 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt import accelerator, checks, curation
-from compopt.arguments import Given, at_least, check_call, check_given, check_policy, full_precision
+from compopt import checks, curation
+from compopt.arguments import (
+    DIRECTIONS,
+    Given,
+    at_least,
+    check_cached,
+    check_call,
+    check_options,
+    check_policy,
+    full_precision,
+)
 from compopt.batch import Batch, with_mean_one
 from compopt.checks import Directions, Mode
-from compopt.checks.context import outside_of_graphs, refuse_tangents, refuse_transforms
-from compopt.checks.inputs import check_extra
+from compopt.checks.context import outside_of_graphs, refuse_tangents
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.base import Estimator, fixed
 from compopt.estimator.call import Call, Setting
@@ -25,9 +33,8 @@ from compopt.estimator.engine import Engine
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.reader import ROW_KEYS
 from compopt.estimator.score_keeper import ScoreKeeper
-from compopt.kernel.blocks import Extra
 from compopt.kernel.distributed import GatheredPairs
-from compopt.kernel.features import Encode, Encoder, with_gradients, zero_or_nan
+from compopt.kernel.features import Encode, with_gradients, zero_or_nan
 from compopt.kernel.fused import FusedGatheredPairs, FusedPairs, unknown_option
 from compopt.kernel.local import Pairs
 from compopt.kernel.momentum import MomentumPairs
@@ -42,9 +49,6 @@ from compopt.stores import Offload
 from compopt.stores.table import Placement
 from compopt.summary import Summary
 from compopt.tiles.choice import BACKENDS, Backend, precision_of, reason_for_torch
-
-MODES = ("bimodal", "unimodal")
-DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
 
 
 class ContrastiveEstimator(Estimator):
@@ -152,16 +156,11 @@ class ContrastiveEstimator(Estimator):
         pairs: PairPolicy | None = None,
         backend: Backend = "auto",
     ) -> None:
-        checks.one_of("mode", mode, MODES)
-        checks.one_of("directions", directions, DIRECTIONS)
-        if directions == "forward" and mode == "unimodal":
-            raise ValueError('directions="forward" is for two modalities; in mode="unimodal" both views are anchors')
-        self.directions = directions
-        checks.flag("normalize", normalize)
-        checks.flag("multiply_tau", multiply_tau)
+        check_options(mode, directions, normalize, multiply_tau)
+        self.directions, self.normalize, self.multiply_tau = directions, normalize, multiply_tau
         self.chunk_size = None if chunk_size is None else checks.count("chunk_size", chunk_size)
         checks.one_of("backend", backend, BACKENDS)
-        self.normalize, self.multiply_tau, self.backend = normalize, multiply_tau, backend
+        self.backend = backend
         parts: dict[str, Component] = {"normalizer": normalizer, "temperature": temperature}
         parts |= {} if scores is None else {"scores": scores}
         for (role, part), kind in zip(parts.items(), (Normalizer, Temperature, ScoreKeeper), strict=False):
@@ -353,7 +352,7 @@ class ContrastiveEstimator(Estimator):
                 tau = batch.values.get("tau", temperature)
                 tau = tau.detach() if isinstance(tau, Tensor) else tau
                 statistics = self._pairs(batch, given, tau, temperature)  # log-sum-exp per anchor
-                call = self._call(batch, statistics, tau, given.encoder, given.policy)
+                call = self._call(batch, statistics, tau, given)
                 estimate = self.normalizer.estimate(call)  # alpha, proposed rows; a network learns here
                 rho = self.temperature.rho(hyper)
                 objective = Objective(batch, statistics, estimate, tau, rho, self.multiply_tau, len(batch.sizes))
@@ -409,19 +408,7 @@ class ContrastiveEstimator(Estimator):
 
         Communicates: as a call.
         """
-        if encode is not None:
-            raise ValueError("encode= needs a backward pass of its own features; call the estimator, not this")
-        if isinstance(tau, Tensor) and tau.requires_grad:
-            raise ValueError(
-                "tau= requires a gradient, which this does not return; call the estimator on z1.detach()"
-                ".requires_grad_() and tau.detach().requires_grad_(), and take all three gradients from there"
-            )
-        refuse_transforms()
-        refuse_tangents(("z1", z1), ("z2", z2), ("extra", extra))  # before detach drops them
-        with self._engine.handshake.guard():  # before anything is asked of them
-            check_given(z1, z2, self.mode, least=0)
-            if extra is not None:
-                check_extra(extra, extra_index, z1 if z2 is not None else z1[0])
+        check_cached(self, z1, z2, encode, tau, extra, extra_index)
         with torch.enable_grad():
             given = [None if z is None else _leaf(z) for z in (z1, z2, extra)]
             leaves = [z for z in given if z is not None]
@@ -467,7 +454,7 @@ class ContrastiveEstimator(Estimator):
 
     def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, temperature: float | Tensor) -> PairStatistics:
         """Sweep all pairs of the batch, or, with several ranks, those of this rank's anchors."""
-        extra, policy = self._gather_extra(batch, given), given.policy
+        extra, policy = given.gather_extra(batch, self._engine.ranks), given.policy
         options = PairOptions(
             distinct=batch.distinct,
             directions=given.anchors,
@@ -508,48 +495,11 @@ class ContrastiveEstimator(Estimator):
         targets = Targets.of(policy, batch.values, batch.keys) if policy.expects else None
         return swept(source, options, policy, targets, batch.values.get("prior1"))
 
-    def _gather_extra(self, batch: Batch, given: Given) -> Extra | None:
-        """Return the further candidates of all ranks."""
-        if given.extra is None:
-            return None
-        engine, own, positions = self._engine, given.extra.unit[0], given.positions
-        positive = batch.keys.get("index2", batch.keys["index"])
-        values = {"features": own}
-        if positions is not None:
-            values["positions"] = accelerator.to_device(positions, own.device)
-        if given.choices is not None:
-            values |= given.choices.of_extra
-        if given.policy is not None and given.policy.asks_for_owners:
-            values["owner"] = torch.arange(len(own), device=own.device) % given.own.unit.shape[1] + batch.own.start
-        first = sum(batch.more[: engine.ranks.rank])
-        gathered = engine.ranks.gather([*values.values()], batch.more) if max(batch.more) else values.values()
-        found = dict(zip(values, gathered, strict=True))
-        at = slice(first, first + len(own))
-        positions, guide, key, owner = (found.get(name) for name in ("positions", "guide", "within", "owner"))
-        return Extra(own, found["features"], positive, positions, at, guide, key, owner)
-
-    def _call(
-        self,
-        batch: Batch,
-        pairs: PairStatistics,
-        tau: float | Tensor,
-        encoder: Encoder | None,
-        policy: PairPolicy | None = None,
-    ) -> Call:
-        """Return what the normalizer is shown."""
-        engine = self._engine
-        return Call(
-            batch,
-            pairs,
-            tau,
-            self._hyper("normalizer", batch),
-            chunk_size=self.chunk_size,
-            encoder=encoder,
-            t=engine.t,
-            window=engine.pending,
-            unimodal=self.mode == "unimodal",
-            policy=policy,
-        )
+    def _call(self, batch: Batch, pairs: PairStatistics, tau: float | Tensor, given: Given | None) -> Call:
+        """Return what the normalizer is shown; without arguments of a call for a diagnostic."""
+        encoder, policy = (None, None) if given is None else (given.encoder, given.policy)
+        engine, hyper, unimodal = self._engine, self._hyper("normalizer", batch), self.mode == "unimodal"
+        return Call(batch, pairs, tau, hyper, self.chunk_size, encoder, engine.t, engine.pending, unimodal, policy)
 
     def _value(self, objective: Objective, given: Given) -> Tensor:
         """Return the value, NaN if a feature is bad, of which the user is warned."""

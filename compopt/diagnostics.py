@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compopt import checks
+from compopt.arguments import DIRECTIONS
 from compopt.batch import Batch
 from compopt.checks import Directions, Mode
 from compopt.checks.inputs import check_features, check_tau
-from compopt.contrastive import DIRECTIONS, ContrastiveEstimator
+from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.collectives import doing
 from compopt.functional import mean_of_views
 from compopt.kernel.features import with_gradients, working_dtype
