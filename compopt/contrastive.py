@@ -87,8 +87,8 @@ class ContrastiveEstimator(Estimator):
         scores: a :class:`~compopt.ScoreKeeper`, which keeps a row per sample for :mod:`compopt.curation`; no gradient
             depends on it.
         backend: ``"torch"``: plain torch computes the pairs. ``"triton"``: a fused kernel does, where Triton is
-            installed (``compopt[triton]``) and takes the call; otherwise plain torch, which a line at debug level of
-            the logger ``compopt.tiles.choice`` says. ``"auto"``: ``"torch"``. See the page on the fused kernel.
+            installed (extra ``triton``) and takes the call; otherwise plain torch, which a line at debug level of the
+            logger ``compopt.tiles.choice`` says. ``"auto"``: ``"torch"``. See the page on the fused kernel.
 
     State: the columns of both parts in one row per sample, see :class:`~compopt.Estimator`.
 
