@@ -91,7 +91,7 @@ class ContrastiveEstimator(Estimator):
         scores: a :class:`~compopt.ScoreKeeper`, which keeps a row per sample for :mod:`compopt.curation`; no gradient
             depends on it.
         backend: ``"torch"``: plain torch computes the pairs. ``"triton"``: a fused kernel does, where Triton is
-            installed (``compopt[triton]``) and takes the call; otherwise plain torch, which a line at debug level of
+            installed (extra ``triton``) and takes the call; otherwise plain torch, which a line at debug level of
             the logger ``compopt.tiles.choice`` says. ``"auto"``: ``"torch"``. The kernel multiplies in TF32 even where
             PyTorch's own products do not, or in bfloat16 (:func:`compopt.functional.contrastive_sums`,
             ``precision=None``). See the page on the fused kernel.
