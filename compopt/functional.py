@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt.tiles.autograd import LogSums
 from compopt.tiles.choice import BACKENDS, PRECISIONS, Backend, Precision, precision_of, reason_for_torch
 from compopt.tiles.operands import ranked
+from compopt.tiles.sweep import LogSums
 
 Scalar = float | Tensor
 
