@@ -394,8 +394,9 @@ class ContrastiveEstimator(Estimator):
         call. The gradients of :meth:`parameters` are added to their ``.grad``, as a backward pass would do.
 
         Args:
-            z1, z2, index, index2, group, labels, extra, extra_index, anchors, guide, within, teacher, prior, pairs,
-                momentum_features, sample_weight: as in a call.
+            z1, z2, index, index2, group, labels, extra, extra_index, anchors, guide, within, teacher, prior, pairs: as
+                in a call.
+            momentum_features, sample_weight: as in a call.
             encode: refused: its features would get no gradient.
             tau: as in a call, without a graph.
 

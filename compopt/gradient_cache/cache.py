@@ -82,9 +82,10 @@ def gradient_cache(
             ``model(**part)``, anything else as ``model(part)``. Tensors, along their first dimension,
             and lists, of texts for example, have one entry per sample, at any depth of tuples and mappings; the rest
             (numbers, strings, 0-d tensors, ``None``) goes to every micro-batch.
-        index, index2, group, tau, labels, extra, extra_index, anchors, guide, within, teacher, prior, pairs,
-            momentum_features, sample_weight: as in a call of ``est``, of the whole batch. A ``tau`` or ``extra`` that
-            requires a gradient gets it, with the last micro-batch.
+        index, index2, group, tau, labels, extra, extra_index, anchors, guide, within, teacher, prior, pairs: as in a
+            call of ``est``, of the whole batch. A ``tau`` or ``extra`` that requires a gradient gets it, with the last
+            micro-batch.
+        momentum_features, sample_weight: as in a call of ``est``, of the whole batch.
         micro_batch_size: samples per micro-batch. Or a function that returns the sizes of all micro-batches for given
             inputs, ``(inputs) -> [8, 8, 3]``: a budget of tokens. Or a :class:`FittingSize`, which is halved until a
             micro-batch fits in memory. For towers also one of these for each.
