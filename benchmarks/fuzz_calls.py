@@ -71,6 +71,7 @@ class Given:
         learns: the temperature is the estimator's own matter.
         network: the features' dimension is fixed.
         encodes: chains may ask for features.
+        closed: no candidates beside the batch's.
         context: ``"train"`` or one of ``CONTEXTS``; in ``"errors"`` warnings are errors, ``"gradients"`` calls
             ``feature_gradients``.
         table: features of all samples, for ``encode``.
@@ -84,6 +85,7 @@ class Given:
     learns: bool
     network: bool
     encodes: bool
+    closed: bool
     context: str = "train"
     table: Tensor | None = None
 
@@ -202,7 +204,7 @@ def extra(given: Given) -> str:
     given.args["extra"] = torch.randn(count, z.shape[1], generator=given.generator(), dtype=torch.float64).to(z.dtype)
     if given.rng.random() < 0.5 and given.args["index"] is not None:
         given.args["extra_index"] = given.integers(given.n or 20, count)
-    return REFUSE if given.encodes else AGREE
+    return REFUSE if given.encodes or given.closed else AGREE
 
 
 @taken
@@ -600,7 +602,8 @@ class Trial:
         z1, z2 = features(batch, database.DIM, self.rng.randrange(1 << 30), dtype=self.dtype)
         index = torch.randperm(self.n, generator=self.draws)[:batch]
         modes = (self.mode != "unimodal", 1 if self.mode == "forward" else 2)
-        known = (self.est.n, *modes, self.est.temperature.learns, self.info.network, self.info.draws)
+        closed = isinstance(self.est.normalizer, compopt.SigmoidNormalizer)
+        known = (self.est.n, *modes, self.est.temperature.learns, self.info.network, self.info.draws, closed)
         return Given(self.rng, {"z1": z1, "z2": z2, "index": index}, *known)
 
     def call(self) -> None:

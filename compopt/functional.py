@@ -24,7 +24,7 @@ from torch import Tensor
 
 from compopt.tiles.choice import BACKENDS, PRECISIONS, Backend, Precision, precision_of, reason_for_torch
 from compopt.tiles.operands import ranked
-from compopt.tiles.sweep import LogSums
+from compopt.tiles.sweep import log_sums
 
 Scalar = float | Tensor
 
@@ -392,7 +392,7 @@ def contrastive_sums(
     rows, columns = (torch.stack(side) for side in zip(*_ranked_keys(keys, z1), strict=True))
     chosen = (precision or precision_of(tau)) if fused else None
     facts = {"row_keys": rows, "column_keys": columns, "inside": len(y), "precision": chosen, "wave": wave}
-    return LogSums.apply(x, y, scale, facts)
+    return log_sums(x, y, scale, facts)
 
 
 def _scale_by_direction(tau: float | Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:

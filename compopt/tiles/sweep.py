@@ -67,11 +67,19 @@ def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
         into.add_(a @ b)
 
 
-class LogSums(torch.autograd.Function):
-    """``log sum_j exp(scale_i s_ij)`` of the anchors of both axes, ``(B, 2)``; ``scale`` is ``(B, 2)``.
+def log_sums(x: Tensor, y: Tensor, scale: Tensor, facts: dict[str, Any]) -> Tensor:
+    """``log sum_j exp(scale_i s_ij)`` of the anchors of both axes, ``(B, 2)``, differentiable once.
 
-    The facts are fields of :class:`~compopt.tiles.operands.Operands` beside features and anchors.
+    Args:
+        x, y: features along the rows and along the columns, ``(B, d)``, float32 or float64.
+        scale: ``1 / tau_i`` of the anchors along the rows and along the columns, ``(B, 2)``.
+        facts: fields of :class:`~compopt.tiles.operands.Operands` beside features and anchors.
     """
+    return _LogSums.apply(x, y, scale, facts)  # type: ignore[no-any-return]
+
+
+class _LogSums(torch.autograd.Function):
+    """The sums as a node of the graph, which stores the features and a few numbers per anchor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, facts: dict[str, Any]) -> Tensor:
