@@ -175,7 +175,11 @@ def test_medium_precision_is_bfloat16_where_tau_allows_it(taken):
     assert [pairs._operands.precision for pairs in taken] == ["bf16", "tf32"]
 
 
-@pytest.mark.parametrize("tau", [0.1, torch.tensor(0.2), torch.rand(B) + 0.1, torch.rand(B, 2) + 0.1], ids=str)
+@pytest.mark.parametrize(
+    "tau",
+    [0.1, torch.tensor(0.2), torch.linspace(0.1, 1.1, B), torch.linspace(0.1, 1.1, 2 * B).view(B, 2)],
+    ids=["number", "0-d", "anchors", "directions"],
+)
 @pytest.mark.parametrize("keys", [None, LABELS, (LABELS, torch.arange(B) % 5)], ids=["own", "labels", "two"])
 def test_contrastive_sums(tau, keys):
     """Value and gradients, the temperature's too."""
