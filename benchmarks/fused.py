@@ -1,4 +1,4 @@
-"""What is known of the fused kernel without a GPU: what it compiles to, its errors, and the time that a model expects.
+"""Report on the fused kernel without a GPU: its machine code, its errors, and the time that a model expects.
 
     python -m benchmarks.fused            # writes benchmarks/results/fused.md and fused.json; in the environment of
                                           # make test-triton: .venv-triton/bin/python -m benchmarks.fused

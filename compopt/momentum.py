@@ -159,7 +159,7 @@ class MomentumEncoder:
                 module.reshard()  # type: ignore[operator]  # gathered parameters are copies
         alike: dict[object, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         rounded = []
-        moved, buffers = self._moved(), self._buffers()  # both may raise
+        moved, buffers = self._moved(), self._beside("buffers")  # both may raise
         for name, own, other in moved:
             average = self._average(name, own)
             if average is not own:
@@ -177,25 +177,20 @@ class MomentumEncoder:
                 owner, _, key = name.rpartition(".")
                 setattr(self.module.get_submodule(owner), key, other.clone())
 
-    def _buffers(self) -> list[tuple[str, Tensor, Tensor]]:
-        """Return buffers of the copy, with those of the model."""
-        own, others = list(self.module.named_buffers()), list(self._followed.buffers())
+    def _beside(self, kind: str) -> list[tuple[str, Tensor, Tensor]]:
+        """Return all ``"parameters"`` or ``"buffers"`` of the copy by name, with those of the model."""
+        own, others = list(getattr(self.module, f"named_{kind}")()), list(getattr(self._followed, kind)())
         if len(own) != len(others):
             raise ValueError(
-                f"the model has {len(others)} buffers and its copy {len(own)}; make a new MomentumEncoder where "
-                f"buffers were added or removed"
+                f"the model has {len(others)} {kind} and its copy {len(own)}; make a new MomentumEncoder where layers "
+                f"or buffers were added, removed or tied"
             )
-        return [(name, buffer, other) for (name, buffer), other in zip(own, others, strict=True)]
+        return [(name, mine, other) for (name, mine), other in zip(own, others, strict=True)]
 
     def _moved(self) -> list[tuple[str, Tensor, Tensor]]:
         """Return parameters of the copy that are its own, with those of the model."""
-        own, others = list(self.module.named_parameters()), list(self._followed.parameters())
-        if len(own) != len(others):
-            raise ValueError(
-                f"the model has {len(others)} parameters and its copy {len(own)}; make a new MomentumEncoder where "
-                f"layers were added, removed or tied"
-            )
-        for (name, p), q in zip(own, others, strict=True):
+        found = self._beside("parameters")
+        for name, p, q in found:
             if (type(p), p.shape, p.device, p.dtype) != (type(q), q.shape, q.device, q.dtype):
                 raise ValueError(
                     f"{name} is {_describe(p)} in the copy and {_describe(q)} in the model; do with encoder.module "
@@ -206,7 +201,7 @@ class MomentumEncoder:
                     f"{name} required no gradient when the copy was made, is shared with it, and requires one now; "
                     f"make a new MomentumEncoder after a change of what is trained"
                 )
-        return [(name, p, q) for (name, p), q in zip(own, others, strict=True) if p is not q]
+        return [(name, p, q) for name, p, q in found if p is not q]
 
     def _average(self, name: str, own: Tensor) -> Tensor:
         """Return what is averaged: the parameter itself, or its average in float32."""

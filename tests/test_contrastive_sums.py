@@ -36,7 +36,7 @@ def test_features_that_change_before_the_backward_pass_are_refused():
 
 
 def test_a_second_derivative_is_refused_whatever_the_first_is_of():
-    """Of a plain sum too, whose gradient needs no gradient: a penalty on it would be left out in silence."""
+    """A plain sum is refused too. Its gradient needs no gradient, and a penalty on it would be left out in silence."""
     z1, z2 = features()
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(functional.contrastive_sums(z1, z2, TAU).sum(), z1, create_graph=True)
@@ -57,7 +57,7 @@ def test_a_backward_pass_under_autocast_has_the_same_gradient(backend):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_bad_row_spoils_its_own_pairs_alone(backend, bad):
-    """Of the sums and of the temperatures' gradients: anchors of its group, which have no pair with it, keep theirs."""
+    """Sums and temperature gradients of anchors of its group, which have no pair with it, stay as they are."""
     z1, z2 = (z.detach() for z in features())
     z2[0] = bad
     tau = torch.full((B, 2), TAU, requires_grad=True)

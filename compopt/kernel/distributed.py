@@ -200,8 +200,7 @@ class GatheredPairs(PairStatistics):
         self._own = slice(self._first, self._first + len(own[0]))
         scale = scale_of(tau, own, self._batch, self.directions)
         self._scale = scale if isinstance(scale, Tensor) else own.new_full((self._batch, self.directions), scale)
-        uniform = tau if isinstance(tau, float) and is_uniform(tau, options) else None
-        self._options, self._given_positive = (uniform, options.chunk_size, self.moments), options.positive
+        self._uniform = tau if isinstance(tau, float) and is_uniform(tau, options) else None
         self._everything = torch.cat(tuple(everyone)) if self.unimodal else None
         self._thresholds = None if self.selection is None else self.selection.thresholds(everyone, self.directions)
         self._counted = not self.distinct or self.selection is not None  # who is no negative
@@ -214,7 +213,6 @@ class GatheredPairs(PairStatistics):
 
     def _block_of(self, direction: int) -> RowBlock:
         """The own features of one modality or view, which are anchors if there are any of this direction."""
-        uniform, chunk_size, moments = self._options
         y = self._everyone[1 - direction] if self._everything is None else self._everything
         if direction == 0 and self.extra is not None:
             y = torch.cat([y, self.extra.everyone])  # candidates of direction 1 alone
@@ -224,7 +222,8 @@ class GatheredPairs(PairStatistics):
             diagonals = (direction * self._batch + self._first,) if self.unimodal else ()
         same = None if self.distinct else self._same_as(direction)
         selected = self._matrix(direction, len(y))
-        return RowBlock(self._z[direction], y, scale, uniform, diagonals, same, chunk_size, moments, selected)
+        chunk_size, uniform = self.options.chunk_size, self._uniform
+        return RowBlock(self._z[direction], y, scale, uniform, diagonals, same, chunk_size, self.moments, selected)
 
     def _matrix(self, direction: int, width: int) -> Matrix | None:
         """Return what a policy compares in the block of a direction."""
@@ -259,8 +258,8 @@ class GatheredPairs(PairStatistics):
     def _exchange(self, ranks: Ranks, sizes: Sequence[int]) -> None:
         """Gather the statistics of the own anchors, so that every rank has those of all."""
         positive = positives(self._z, 1 if self.views == 2 else self.directions)
-        if self._given_positive is not None:
-            positive = self._given_positive[self._own]
+        if self.options.positive is not None:
+            positive = self.options.positive[self._own]
         scales = self._scale[self._own].unbind(1)
         log_total = [sums.log_total(scale) for sums, scale in zip(self.sides, scales, strict=True)]
         own = [positive, torch.stack(log_total, dim=1)]
@@ -342,7 +341,6 @@ class GatheredPairs(PairStatistics):
 
     def _extra_gradient(self, extra: Extra, anchors: dict[str, Tensor]) -> Tensor:
         """Gradient of this rank's further candidates, which everybody's anchors of direction 1 have."""
-        uniform, chunk_size, moments = self._options
 
         def same(rows: slice) -> Tensor:
             first = extra.own.start
@@ -354,5 +352,6 @@ class GatheredPairs(PairStatistics):
             axes = self.selection.axis((), slice(0, 0), extra.own), self.selection.axis((0,), slice(0, self._batch))
             thresholds = None if self._thresholds is None else self._thresholds[:, 0]
             selected = Matrix(self.selection.policy, *axes, (None, thresholds))
-        block = RowBlock(extra.features, y, None, uniform, (), masked, chunk_size, moments, selected)
+        chunk_size, uniform = self.options.chunk_size, self._uniform
+        block = RowBlock(extra.features, y, None, uniform, (), masked, chunk_size, self.moments, selected)
         return block.gradient({}, anchors)

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compopt.distributed.ranks import Ranks
 from compopt.kernel.blocks import MASKED, Extra
 from compopt.kernel.distributed import GatheredPairs, RowBlock, weight_factor
 from compopt.kernel.local import Pairs
-from compopt.kernel.pairs import SPREAD_ANCHORS, PairOptions, PairStatistics, Sums, scale_of
+from compopt.kernel.pairs import SPREAD_ANCHORS, PairStatistics, Sums, scale_of
 from compopt.kernel.selection import Matrix, Selection
 from compopt.tiles import sweep
 from compopt.tiles.operands import Anchors, AnchorSums, Operands, Weights, ranked
@@ -52,10 +51,6 @@ class FusedPairs(Pairs):
     ``options.precision`` is that of the products.
     """
 
-    def __init__(self, z: Tensor, tau: float | Tensor, keys: Sequence[Tensor], options: PairOptions) -> None:
-        self._options = options
-        super().__init__(z, tau, keys, options)
-
     def _sweep(self) -> None:
         self.symmetric = self.unimodal and self.shape[0] == self.shape[1]  # A + A^T in one product, whatever tau is
         scale = scale_of(self.tau, self.x, self.batch, self.directions)
@@ -63,7 +58,7 @@ class FusedPairs(Pairs):
         by_row, by_column = (None, None) if self._selected is None else self._selected.thresholds
         rows = Anchors(self._by_row(self._scale, 0, self.shape[0])[:, 0], None if by_row is None else by_row[:, 0])
         columns = Anchors(self._by_column(self._scale, 1.0), by_column) if self._columns_are_anchors else None
-        form = _form(self, self._options, self.tau if self.uniform else None)
+        form = _form(self, self.tau if self.uniform else None)
         self._operands = form.operands(self.x, self.y, self._keys(), self._selected, rows, columns)
         sides = [side for side in sweep.sums(self._operands) if side is not None]
         self._tops = [side.top for side in sides]
@@ -148,19 +143,6 @@ class FusedGatheredPairs(GatheredPairs):
     Gradients of further candidates, which are along the rows of a block of their own, are computed by the torch path.
     """
 
-    def __init__(
-        self,
-        own: Tensor,
-        everyone: Sequence[Tensor],
-        tau: float | Tensor,
-        keys: Sequence[Tensor],
-        options: PairOptions,
-        ranks: Ranks,
-        sizes: Sequence[int],
-    ) -> None:
-        self._all_options = options
-        super().__init__(own, everyone, tau, keys, options, ranks, sizes)
-
     def _block_of(self, direction: int) -> RowBlock:
         x = self._z[direction]
         if not len(x):  # a rank without samples
@@ -178,7 +160,7 @@ class FusedGatheredPairs(GatheredPairs):
         mine, theirs = (None, None) if selected is None else selected.thresholds
         if direction < self.directions:
             rows = Anchors(self._scale[self._own, direction], None if mine is None else mine[:, 0])
-        form = _form(self, self._all_options, self._options[0])
+        form = _form(self, self._uniform)
         return FusedRowBlock(form.operands(x, y, keys, selected, rows, None), theirs)
 
 
@@ -220,11 +202,11 @@ class _Form(NamedTuple):
         )
 
 
-def _form(pairs: PairStatistics, options: PairOptions, tau: float | Tensor | None) -> _Form:
+def _form(pairs: PairStatistics, tau: float | Tensor | None) -> _Form:
     """Return the form of a sweep; ``tau``: the temperature of all anchors that needs no maximum, or ``None``."""
     counted = not pairs.distinct or pairs.selection is not None
     shared = 1 / tau if isinstance(tau, float) else None
-    return _Form(shared, pairs.moments, counted, options.precision, options.chunk_size)
+    return _Form(shared, pairs.moments, counted, pairs.options.precision, pairs.options.chunk_size)
 
 
 def _as_sums(side: AnchorSums, scale: Tensor, anchors: int) -> Sums:

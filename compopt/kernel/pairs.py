@@ -154,6 +154,7 @@ class PairStatistics(ABC):
     sides: list[Sums]
 
     def __init__(self, keys: Sequence[Tensor], options: PairOptions, views: int) -> None:
+        self.options = options
         self.directions, self.extra, self.unimodal = options.directions, options.extra, options.unimodal
         self.moments, self.selection = options.moments, options.selection
         self.whole, self.held = options.whole, options.held

@@ -97,7 +97,7 @@ class Weights(NamedTuple):
     top: Tensor | None
 
     def part(self, anchors: slice) -> Weights:
-        """Those of some anchors."""
+        """Weights of some anchors."""
         return Weights(self.factor[anchors], None if self.top is None else self.top[anchors])
 
 

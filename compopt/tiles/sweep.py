@@ -75,7 +75,7 @@ def log_sums(x: Tensor, y: Tensor, scale: Tensor, facts: dict[str, Any]) -> Tens
         scale: ``1 / tau_i`` of the anchors along the rows and along the columns, ``(B, 2)``.
         facts: fields of :class:`~compopt.tiles.operands.Operands` beside features and anchors.
     """
-    return _LogSums.apply(x, y, scale, facts)  # type: ignore[no-any-return]
+    return _LogSums.apply(x, y, scale, facts)
 
 
 class _LogSums(torch.autograd.Function):

@@ -38,7 +38,7 @@ class SigmoidReference:
         self.bias = bias
 
     def logit(self, similarity, tau):
-        """Of one pair."""
+        """Return the value for one pair."""
         return similarity.item() / tau + self.bias
 
     def alphas(self, ref, anchors, taus, rows):
@@ -51,7 +51,7 @@ class SigmoidReference:
         return result, []
 
     def weights(self, ref, anchors):
-        """Of the negatives, none of which is outside the batch; softplus' derivative."""
+        """Return the weights of the negatives, all of the batch: softplus' derivative."""
         pairs = zip(anchors, self.taus, strict=True)
         return [([1 / (1 + math.exp(-self.logit(s, tau))) for s in a.negatives], []) for a, tau in pairs]
 

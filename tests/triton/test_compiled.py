@@ -1,4 +1,4 @@
-"""What the kernels become for devices that are not here: no spilled registers, little shared memory, tensor cores."""
+"""Machine code of the kernels for other devices: no spilled registers, little shared memory, tensor cores."""
 
 import json
 import os
