@@ -815,14 +815,14 @@ def test_a_guide_with_other_tokens_reads_the_texts(other, kind):
 
     torch.manual_seed(1)
     words = ["omega", "sigma", *WORDS] if other else WORDS
-    guide = small_model(tokenizer_of(words * 2, words=64, length=16), width=32, layers=1)
+    guide = small_model(tokenizer_of(words * 2, words=64, length=16), width=32, layers=1).double()
     results = []
     for build in (lambda *models, **options: loss_of(None, models[0], kind, guide=models[1], **options), gist):
-        loss = build(encoder(), guide, margin=0.05)
+        loss = build(encoder().double(), guide, margin=0.05)
         loss(embed(loss.model, (texts(0), texts(1), texts(2)), range(BATCH)), None).backward()
         results.append(gradients(loss.model))
     assert (loss.must_retokenize, loss_of(None, guide=guide)._tokenizer is not None) == (other, other)
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-9)
 
 
 def test_a_guide_beside_an_estimator_with_rows():
