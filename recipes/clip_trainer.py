@@ -34,6 +34,7 @@ import torch
 import webdataset as wds
 from accelerate import DistributedDataParallelKwargs
 from accelerate.tracking import get_available_trackers
+from open_clip_train import scheduler
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -198,14 +199,13 @@ def rows_folder(args):
     return args.output / "rows"
 
 
-def parameter_groups(model, est, weight_decay):
-    """Matrices decay; gains, biases and temperatures do not (open_clip's rule)."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    plain = {name for name, p in named if p.ndim < 2 or any(word in name for word in ("bn", "ln", "bias"))}
-    return [
-        {"params": [p for name, p in named if name in plain] + list(est.parameters()), "weight_decay": 0.0},
-        {"params": [p for name, p in named if name not in plain], "weight_decay": weight_decay},
-    ]
+def build_schedule(args, optimizer, n):
+    """Return a function that sets the learning rate for the number of samples so far; an epoch has ``n``."""
+    given = optimizer, args.lr, args.warmup * args.epochs * n, args.epochs * n
+    if args.lr_scheduler == "const-cooldown":
+        cooldown = args.epochs_cooldown * n, args.lr_cooldown_power, args.lr_cooldown_end
+        return scheduler.const_lr_cooldown(*given, *cooldown)
+    return {"cosine": scheduler.cosine_lr, "const": scheduler.const_lr}[args.lr_scheduler](*given)
 
 
 def link(source, target):
@@ -351,9 +351,10 @@ class Trainer(loop.Loop):
             raise SystemExit("--grad-clip: DeepSpeed clips where its configuration says gradient_clipping")
         if not any(p.requires_grad for p in model.parameters()):
             raise SystemExit("--lock-image --lock-text: nothing is left to train")
-        groups = parameter_groups(model.to(self.device), self.est, args.weight_decay)
+        groups = loop.parameter_groups(model.to(self.device), self.est, args.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.schedule = build_schedule(args, self.optimizer, self.batches.n)
         integration.attach(self.est, self.optimizer, accelerator)
         rows = integration.register_for_checkpointing(self.est, accelerator, blocking=False)
         accelerator.register_for_checkpointing(self)
@@ -442,11 +443,6 @@ class Trainer(loop.Loop):
             schedule.load_state_dict({"t": self.est.t})
             self.est.register_step_post_hook(lambda *_: schedule.step())
 
-    @property
-    def samples(self):
-        """Samples that all processes have trained on."""
-        return self.batches.epoch * self.batches.n + self.batches.samples_seen
-
     def loader(self):
         """Yield windows of batches, as long as the run is not told to stop; batches that make up no window are left."""
         batches = self.batches
@@ -465,16 +461,6 @@ class Trainer(loop.Loop):
                 yield window
         if self.lost and launch.is_main():
             tqdm.write(f"{self.lost} samples of process 0 could not be decoded or had no caption, so far")
-
-    def rate(self, progress):
-        args = self.args
-        cooldown = args.epochs_cooldown / args.epochs if args.lr_scheduler == "const-cooldown" else 0.0
-        if args.lr_scheduler == "cosine" or progress < args.warmup:
-            return super().rate(progress)
-        if progress <= 1 - cooldown:
-            return 1.0
-        end = args.lr_cooldown_end / args.lr
-        return end + (1 - end) * ((1 - progress) / cooldown) ** args.lr_cooldown_power
 
     def stops(self):
         """Return True at --max-steps, and on all processes at the same step where one of them got a signal."""
@@ -588,15 +574,10 @@ class Trainer(loop.Loop):
     def _export(self, epoch):
         """Write ``epoch_K.pt`` for open_clip and its tools; on all processes."""
         weights, path = self.accelerator.get_state_dict(self.model), self.args.output / f"epoch_{epoch}.pt"
-        partial = path.with_suffix(".partial")
         if launch.is_main():
             weights["logit_scale"] = weights["logit_scale"].reshape(())
-            try:
-                with checkpoints.writing(path, self.args.output / "state"):
-                    torch.save({"epoch": epoch, "name": self.name, "state_dict": weights}, partial)
-                    partial.replace(path)
-            finally:
-                partial.unlink(missing_ok=True)
+            with checkpoints.writing(path, self.args.output / "state"):
+                loop.write({"epoch": epoch, "name": self.name, "state_dict": weights}, path)
         launch.barrier()
 
     def _link_rows(self, state, epoch):

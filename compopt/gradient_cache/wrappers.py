@@ -54,13 +54,41 @@ def _in_first_static_backward(wrapper: Any) -> bool:
 
 def holds_a_module(model: Any) -> bool:
     """Return True for a wrapper whose ``module`` runs without it."""
-    engine = hasattr(model, BOUNDARY) and model.zero_optimization_stage() < 3
-    return engine or isinstance(model, DistributedDataParallel)
+    return hasattr(model, BOUNDARY) or isinstance(model, DistributedDataParallel)
 
 
 @contextmanager
 def gathered(wrappers: Sequence[Any]) -> Iterator[None]:
-    """Hold all parameters of FSDP2 on each rank, so that passes communicate nothing."""
+    """Hold all parameters of FSDP2 and ZeRO 3 on each rank, so that passes communicate nothing."""
+    with ExitStack() as stack:
+        stack.enter_context(_gathered_by_fsdp2([wrapper for wrapper in wrappers if hasattr(wrapper, SYNC)]))
+        for wrapper in wrappers:
+            if hasattr(wrapper, BOUNDARY) and wrapper.zero_optimization_stage() == 3:
+                stack.enter_context(_gathered_by_zero3(wrapper))
+        yield
+
+
+@contextmanager
+def _gathered_by_zero3(engine: Any) -> Iterator[None]:
+    import deepspeed
+
+    offload = engine.optimizer.parameter_offload
+    handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
+    hooks = [handle.hooks_dict_ref() for handle in handles]
+    before = [hooked.copy() for hooked in hooks]
+    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+        for handle in handles:
+            handle.remove()  # these hooks gather and release parameters
+        try:
+            yield
+        finally:
+            for own, kept in zip(hooks, before, strict=True):
+                own.clear()
+                own.update(kept)  # in their order
+
+
+@contextmanager
+def _gathered_by_fsdp2(wrappers: Sequence[Any]) -> Iterator[None]:
     modules = [module for wrapper in wrappers for module in wrapper.modules() if hasattr(module, SYNC)]
     for wrapper in wrappers:
         wrapper._get_fsdp_state()._lazy_init()  # sets what is kept here
