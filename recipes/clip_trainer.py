@@ -14,7 +14,6 @@ rows, state/ what --resume reads. Batch sizes count per process and forward, as 
 """
 
 import argparse
-import ast
 import contextlib
 import hashlib
 import inspect
@@ -35,6 +34,7 @@ import webdataset as wds
 from accelerate import DistributedDataParallelKwargs
 from accelerate.tracking import get_available_trackers
 from open_clip_train import scheduler
+from open_clip_train.params import ParseKwargs
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -83,13 +83,6 @@ class Decode(loop.Decode):
         return *batch, lost
 
 
-def count_samples(shards, path):
-    """Write the sizes of local shards."""
-    if any("://" in shard for shard in shard_list(shards)):
-        raise SystemExit("--sizes: shards at URLs need a saved ShardIndex, built where the shards are")
-    ShardIndex.build(shards).save(path)
-
-
 def look(flag, shard):
     """Read the first samples of a shard; a shard that gives none ends the run with the reader's error."""
     errors = []
@@ -128,7 +121,7 @@ def build_model(args):
     size = args.force_image_size
     size = size[0] if size and not size[1:] else size
     forced = {"force_patch_dropout": args.force_patch_dropout, "force_image_size": size}
-    forced |= {"pretrained": args.pretrained, "aug_cfg": dict(args.aug_cfg)}
+    forced |= {"pretrained": args.pretrained, "aug_cfg": args.aug_cfg}
     model, *transforms = open_clip.create_model_and_transforms(name, **forced)
     lock_towers(model, args)
     if args.grad_checkpointing:
@@ -148,10 +141,7 @@ def to_float8(model, device):
 
     Dimensions must be multiples of 16. Attention's own projections are no calls of a layer, and stay.
     """
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError:
-        raise SystemExit("--float8 needs torchao: pip install torchao") from None
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def fits(layer, name):
         return type(layer) is torch.nn.Linear and not any(size % 16 for size in layer.weight.shape)
@@ -319,7 +309,7 @@ class Trainer(loop.Loop):
         path = args.sizes or args.output / "shards.json"
         if args.sizes and not path.exists():
             raise SystemExit(f"--sizes {path}: no such file; write it with ShardIndex.build(shards).save")
-        launch.on_main(lambda: path.exists() or count_samples(args.shards, path))
+        launch.on_main(lambda: path.exists() or ShardIndex.build(args.shards).save(path))
         sizes = ShardIndex.load(path)
         if (read := len(shard_list(args.shards))) < len(sizes):
             self.accelerator.print(f"{read} of the {len(sizes)} shards of its index are read")
@@ -546,19 +536,15 @@ class Trainer(loop.Loop):
         estimator = {f"estimator/{name}": value.item() for name, value in self.est.metrics.items()}
         own = launch.from_all(estimator["estimator/effective_negatives"])  # the others are of the global batch
         estimator["estimator/effective_negatives"] = sum(own) / len(own)
-        place = {"lr": self.optimizer.param_groups[0]["lr"], "lost": self.lost, "samples": self.samples}
-        place |= {"loss": loss, "samples_per_second": per_second}
+        pace = {"lr": self.optimizer.param_groups[0]["lr"], "gradient_norm": self.gradient_norm, **self._pace()}
+        place = {"loss": loss, "samples": self.samples, "lost": self.lost, "samples_per_second": per_second}
         place["samples_per_second_per_process"] = per_second / launch.world_size()
-        place["gradient_norm"] = self.gradient_norm
-        pace = self._pace()
         self.accelerator.log({**estimator, **place, **pace}, step=self.step)
         info_nce = estimator["estimator/info_nce"]
         line = f"loss {loss:.3f}, InfoNCE {info_nce:.3f}, {per_second:.0f} samples/s"
         self.bar.set_postfix_str(line)
         if self.args.quiet and launch.is_main():  # a log file has no progress bar
-            names = {"tau": "estimator/tau_median", "effective negatives": "estimator/effective_negatives"}
-            more = {name: estimator[key] for name, key in names.items()}
-            more |= {"lr": place["lr"], "gradient norm": self.gradient_norm, **pace}
+            more = {name: estimator[f"estimator/{name}"] for name in ("tau_median", "effective_negatives")} | pace
             print(f"step {self.step}: {line}, " + ", ".join(f"{k} {v:.3g}" for k, v in more.items()), flush=True)
 
     # -- results -----------------------------------------------------------------------------------------------
@@ -606,14 +592,6 @@ class Trainer(loop.Loop):
             self.accelerator.print(" ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
 
-def option(text):
-    name, _, value = text.partition("=")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
-
-
 def parse(argv=None):
     root = loop.flags(__doc__, "runs/clip")
     add = root.add_argument
@@ -626,7 +604,8 @@ def parse(argv=None):
     add("--zero-shot", type=Path, metavar="FOLDER", help="a test set in clip-benchmark's form, classified too")
     add("--evaluate", action="store_true", help="do this alone, with --pretrained or --resume")
     add("--estimator", choices=sorted(METHODS), default="sogclr")
-    add("--set", type=option, nargs="*", default=[], metavar="NAME=VALUE", help="options of the estimator: gamma=0.8")
+    words = {"action": ParseKwargs, "nargs": "*", "default": {}, "metavar": "NAME=VALUE"}
+    add("--set", **words, help="options of the estimator: gamma=0.8")
     add("--learn-scale", action="store_true", help="the model's learned logit_scale is the temperature")
     add("--beta1", type=float, default=0.9)
     add("--beta2", type=float, default=0.98)
@@ -641,7 +620,7 @@ def parse(argv=None):
     add("--lock-image-freeze-bn-stats", action="store_true")
     add("--force-patch-dropout", type=float, help="share of the patches that training leaves out; 0: none")
     add("--force-image-size", type=int, nargs="+")
-    add("--aug-cfg", type=option, nargs="*", default=[], metavar="NAME=VALUE", help="open_clip's: scale=(0.5,1.0)")
+    add("--aug-cfg", **words, help="open_clip's: scale=(0.5,1.0)")
     add("--use-bn-sync", action="store_true", help="batch normalisation over all processes")
     add("--ddp-static-graph", action="store_true")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile of the model")

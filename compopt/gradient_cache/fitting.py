@@ -127,7 +127,7 @@ def fit(ranks: Ranks, towers: list[Tower], tried: list[Trial]) -> None:
     """Halve sizes until the largest micro-batches of all ranks pass a trial."""
     again = bool(tried)
     while again:
-        with gathered([wrapper for tower, _ in tried for wrapper in tower.wrappers]):
+        with gathered(wrapper for tower, _ in tried for wrapper in tower.wrappers):
             failed = ranks.agree(lambda: _round_fails(towers, tried))
         again = any(ranks.gather_objects(failed))
     for size in {size for _, size in tried}:
