@@ -30,6 +30,7 @@ def writing(what: Path, folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # torch, safetensors and the file system have classes of their own
+        what.with_suffix(".partial").unlink(missing_ok=True)
         found = latest(folder)
         kept = f"{found} is complete: --resume goes on from it" if found else "No state was saved before"
         free = shutil.disk_usage(folder.parent).free / 1e6

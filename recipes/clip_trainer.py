@@ -14,7 +14,6 @@ rows, state/ what --resume reads. Batch sizes count per process and forward, as 
 """
 
 import argparse
-import ast
 import contextlib
 import hashlib
 import inspect
@@ -34,6 +33,8 @@ import torch
 import webdataset as wds
 from accelerate import DistributedDataParallelKwargs
 from accelerate.tracking import get_available_trackers
+from open_clip_train import scheduler
+from open_clip_train.params import ParseKwargs
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -82,13 +83,6 @@ class Decode(loop.Decode):
         return *batch, lost
 
 
-def count_samples(shards, path):
-    """Write the sizes of local shards."""
-    if any("://" in shard for shard in shard_list(shards)):
-        raise SystemExit("--sizes: shards at URLs need a saved ShardIndex, built where the shards are")
-    ShardIndex.build(shards).save(path)
-
-
 def look(flag, shard):
     """Read the first samples of a shard; a shard that gives none ends the run with the reader's error."""
     errors = []
@@ -127,7 +121,7 @@ def build_model(args):
     size = args.force_image_size
     size = size[0] if size and not size[1:] else size
     forced = {"force_patch_dropout": args.force_patch_dropout, "force_image_size": size}
-    forced |= {"pretrained": args.pretrained, "aug_cfg": dict(args.aug_cfg)}
+    forced |= {"pretrained": args.pretrained, "aug_cfg": args.aug_cfg}
     model, *transforms = open_clip.create_model_and_transforms(name, **forced)
     lock_towers(model, args)
     if args.grad_checkpointing:
@@ -147,10 +141,7 @@ def to_float8(model, device):
 
     Dimensions must be multiples of 16. Attention's own projections are no calls of a layer, and stay.
     """
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError:
-        raise SystemExit("--float8 needs torchao: pip install torchao") from None
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def fits(layer, name):
         return type(layer) is torch.nn.Linear and not any(size % 16 for size in layer.weight.shape)
@@ -198,14 +189,13 @@ def rows_folder(args):
     return args.output / "rows"
 
 
-def parameter_groups(model, est, weight_decay):
-    """Matrices decay; gains, biases and temperatures do not (open_clip's rule)."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    plain = {name for name, p in named if p.ndim < 2 or any(word in name for word in ("bn", "ln", "bias"))}
-    return [
-        {"params": [p for name, p in named if name in plain] + list(est.parameters()), "weight_decay": 0.0},
-        {"params": [p for name, p in named if name not in plain], "weight_decay": weight_decay},
-    ]
+def build_schedule(args, optimizer, n):
+    """Return a function that sets the learning rate for the number of samples so far; an epoch has ``n``."""
+    given = optimizer, args.lr, args.warmup * args.epochs * n, args.epochs * n
+    if args.lr_scheduler == "const-cooldown":
+        cooldown = args.epochs_cooldown * n, args.lr_cooldown_power, args.lr_cooldown_end
+        return scheduler.const_lr_cooldown(*given, *cooldown)
+    return {"cosine": scheduler.cosine_lr, "const": scheduler.const_lr}[args.lr_scheduler](*given)
 
 
 def link(source, target):
@@ -319,7 +309,7 @@ class Trainer(loop.Loop):
         path = args.sizes or args.output / "shards.json"
         if args.sizes and not path.exists():
             raise SystemExit(f"--sizes {path}: no such file; write it with ShardIndex.build(shards).save")
-        launch.on_main(lambda: path.exists() or count_samples(args.shards, path))
+        launch.on_main(lambda: path.exists() or ShardIndex.build(args.shards).save(path))
         sizes = ShardIndex.load(path)
         if (read := len(shard_list(args.shards))) < len(sizes):
             self.accelerator.print(f"{read} of the {len(sizes)} shards of its index are read")
@@ -351,9 +341,10 @@ class Trainer(loop.Loop):
             raise SystemExit("--grad-clip: DeepSpeed clips where its configuration says gradient_clipping")
         if not any(p.requires_grad for p in model.parameters()):
             raise SystemExit("--lock-image --lock-text: nothing is left to train")
-        groups = parameter_groups(model.to(self.device), self.est, args.weight_decay)
+        groups = loop.parameter_groups(model.to(self.device), self.est, args.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.schedule = build_schedule(args, self.optimizer, self.batches.n)
         integration.attach(self.est, self.optimizer, accelerator)
         rows = integration.register_for_checkpointing(self.est, accelerator, blocking=False)
         accelerator.register_for_checkpointing(self)
@@ -442,11 +433,6 @@ class Trainer(loop.Loop):
             schedule.load_state_dict({"t": self.est.t})
             self.est.register_step_post_hook(lambda *_: schedule.step())
 
-    @property
-    def samples(self):
-        """Samples that all processes have trained on."""
-        return self.batches.epoch * self.batches.n + self.batches.samples_seen
-
     def loader(self):
         """Yield windows of batches, as long as the run is not told to stop; batches that make up no window are left."""
         batches = self.batches
@@ -465,16 +451,6 @@ class Trainer(loop.Loop):
                 yield window
         if self.lost and launch.is_main():
             tqdm.write(f"{self.lost} samples of process 0 could not be decoded or had no caption, so far")
-
-    def rate(self, progress):
-        args = self.args
-        cooldown = args.epochs_cooldown / args.epochs if args.lr_scheduler == "const-cooldown" else 0.0
-        if args.lr_scheduler == "cosine" or progress < args.warmup:
-            return super().rate(progress)
-        if progress <= 1 - cooldown:
-            return 1.0
-        end = args.lr_cooldown_end / args.lr
-        return end + (1 - end) * ((1 - progress) / cooldown) ** args.lr_cooldown_power
 
     def stops(self):
         """Return True at --max-steps, and on all processes at the same step where one of them got a signal."""
@@ -560,19 +536,15 @@ class Trainer(loop.Loop):
         estimator = {f"estimator/{name}": value.item() for name, value in self.est.metrics.items()}
         own = launch.from_all(estimator["estimator/effective_negatives"])  # the others are of the global batch
         estimator["estimator/effective_negatives"] = sum(own) / len(own)
-        place = {"lr": self.optimizer.param_groups[0]["lr"], "lost": self.lost, "samples": self.samples}
-        place |= {"loss": loss, "samples_per_second": per_second}
+        pace = {"lr": self.optimizer.param_groups[0]["lr"], "gradient_norm": self.gradient_norm, **self._pace()}
+        place = {"loss": loss, "samples": self.samples, "lost": self.lost, "samples_per_second": per_second}
         place["samples_per_second_per_process"] = per_second / launch.world_size()
-        place["gradient_norm"] = self.gradient_norm
-        pace = self._pace()
         self.accelerator.log({**estimator, **place, **pace}, step=self.step)
         info_nce = estimator["estimator/info_nce"]
         line = f"loss {loss:.3f}, InfoNCE {info_nce:.3f}, {per_second:.0f} samples/s"
         self.bar.set_postfix_str(line)
         if self.args.quiet and launch.is_main():  # a log file has no progress bar
-            names = {"tau": "estimator/tau_median", "effective negatives": "estimator/effective_negatives"}
-            more = {name: estimator[key] for name, key in names.items()}
-            more |= {"lr": place["lr"], "gradient norm": self.gradient_norm, **pace}
+            more = {name: estimator[f"estimator/{name}"] for name in ("tau_median", "effective_negatives")} | pace
             print(f"step {self.step}: {line}, " + ", ".join(f"{k} {v:.3g}" for k, v in more.items()), flush=True)
 
     # -- results -----------------------------------------------------------------------------------------------
@@ -588,15 +560,10 @@ class Trainer(loop.Loop):
     def _export(self, epoch):
         """Write ``epoch_K.pt`` for open_clip and its tools; on all processes."""
         weights, path = self.accelerator.get_state_dict(self.model), self.args.output / f"epoch_{epoch}.pt"
-        partial = path.with_suffix(".partial")
         if launch.is_main():
             weights["logit_scale"] = weights["logit_scale"].reshape(())
-            try:
-                with checkpoints.writing(path, self.args.output / "state"):
-                    torch.save({"epoch": epoch, "name": self.name, "state_dict": weights}, partial)
-                    partial.replace(path)
-            finally:
-                partial.unlink(missing_ok=True)
+            with checkpoints.writing(path, self.args.output / "state"):
+                loop.write({"epoch": epoch, "name": self.name, "state_dict": weights}, path)
         launch.barrier()
 
     def _link_rows(self, state, epoch):
@@ -625,14 +592,6 @@ class Trainer(loop.Loop):
             self.accelerator.print(" ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
 
-def option(text):
-    name, _, value = text.partition("=")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
-
-
 def parse(argv=None):
     root = loop.flags(__doc__, "runs/clip")
     add = root.add_argument
@@ -645,7 +604,8 @@ def parse(argv=None):
     add("--zero-shot", type=Path, metavar="FOLDER", help="a test set in clip-benchmark's form, classified too")
     add("--evaluate", action="store_true", help="do this alone, with --pretrained or --resume")
     add("--estimator", choices=sorted(METHODS), default="sogclr")
-    add("--set", type=option, nargs="*", default=[], metavar="NAME=VALUE", help="options of the estimator: gamma=0.8")
+    words = {"action": ParseKwargs, "nargs": "*", "default": {}, "metavar": "NAME=VALUE"}
+    add("--set", **words, help="options of the estimator: gamma=0.8")
     add("--learn-scale", action="store_true", help="the model's learned logit_scale is the temperature")
     add("--beta1", type=float, default=0.9)
     add("--beta2", type=float, default=0.98)
@@ -660,7 +620,7 @@ def parse(argv=None):
     add("--lock-image-freeze-bn-stats", action="store_true")
     add("--force-patch-dropout", type=float, help="share of the patches that training leaves out; 0: none")
     add("--force-image-size", type=int, nargs="+")
-    add("--aug-cfg", type=option, nargs="*", default=[], metavar="NAME=VALUE", help="open_clip's: scale=(0.5,1.0)")
+    add("--aug-cfg", **words, help="open_clip's: scale=(0.5,1.0)")
     add("--use-bn-sync", action="store_true", help="batch normalisation over all processes")
     add("--ddp-static-graph", action="store_true")
     add("--compile", nargs="?", const="inductor", metavar="BACKEND", help="torch.compile of the model")

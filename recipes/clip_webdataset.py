@@ -20,6 +20,7 @@ import open_clip
 import torch
 import torch.distributed as dist
 import webdataset as wds
+from open_clip_train.scheduler import cosine_lr
 from PIL import Image
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -34,9 +35,10 @@ RANK = int(os.environ.get("RANK", 0))
 class Decode:
     """From samples of a tar to tensors; what cannot be decoded is left out, None if too few are left."""
 
+    epoch = 0
+
     def __init__(self, preprocess, tokenizer, seed=0, least=1):
         self.preprocess, self.tokenizer, self.seed, self.least = preprocess, tokenizer, seed, least
-        self.epoch = 0
 
     def __call__(self, samples):
         pairs = [pair for sample in samples if (pair := self.pair(sample)) is not None]
@@ -60,6 +62,15 @@ def write(value, path):
     """Save so that a kill leaves no file or a complete one."""
     torch.save(value, partial := path.with_suffix(".partial"))
     partial.replace(path)
+
+
+def parameter_groups(model, est, weight_decay):
+    """Matrices decay; gains, biases and temperatures do not (open_clip's rule)."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    plain = {name for name, p in named if p.ndim < 2 or any(word in name for word in ("bn", "ln", "bias"))}
+    gains = [p for name, p in named if name in plain] + list(est.parameters())
+    matrices = [p for name, p in named if name not in plain]
+    return [{"params": gains, "weight_decay": 0.0}, {"params": matrices, "weight_decay": weight_decay}]
 
 
 class Loop:
@@ -118,13 +129,12 @@ class Loop:
         """Keep the model, distributed, and its optimizer, after whose steps the estimator commits."""
         tau = self.est.sample_groups[0].get("tau", 0.07)  # what those who load the model take as its temperature
         model.logit_scale.requires_grad_(False).fill_(math.log(1 / tau))
-        parameters = [p for p in model.to(self.device).parameters() if p.requires_grad]
-        gains = [p for p in parameters if p.ndim < 2] + list(self.est.parameters())
-        matrices = {"params": [p for p in parameters if p.ndim > 1], "weight_decay": self.args.weight_decay}
-        groups = [{"params": gains, "weight_decay": 0.0}, matrices]
+        groups = parameter_groups(model.to(self.device), self.est, self.args.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=self.args.lr, betas=(0.9, 0.98), eps=1e-6)
         self.model = DistributedDataParallel(model) if dist.is_initialized() else model
         self.est.attach(self.optimizer)
+        samples = self.args.epochs * self.batches.n
+        self.schedule = cosine_lr(self.optimizer, self.args.lr, self.args.warmup * samples, samples)
         self.parts = {"model": model, "optimizer": self.optimizer, "batches": self.batches}
 
     def train(self):
@@ -137,15 +147,18 @@ class Loop:
         if self.saving is not None:
             self.saving.wait()
 
+    @property
+    def samples(self):
+        """Samples that all processes have trained on."""
+        return self.batches.epoch * self.batches.n + self.batches.samples_seen
+
     def run_epoch(self):
         """Train the rest of an epoch."""
         args, batches = self.args, self.batches
         batches.decode.epoch = batches.epoch
         for batch in self.loader():
             batches.advance(self.window)
-            seen = batches.epoch * batches.n + batches.samples_seen
-            for group in self.optimizer.param_groups:
-                group["lr"] = args.lr * self.rate(seen / (args.epochs * batches.n))
+            self.schedule(self.samples)
             loss = self.update(batch)
             self.step += 1
             left = len(batches) // self.window
@@ -158,13 +171,6 @@ class Loop:
         """Return the batches that are left of the epoch."""
         options = {"num_workers": self.args.workers, "pin_memory": self.device.type == "cuda"}
         return DataLoader(self.batches, batch_size=None, **options)
-
-    def rate(self, progress):
-        """Return the factor of the learning rate: a linear warm-up, then a cosine; ``progress`` goes from 0 to 1."""
-        warmup = self.args.warmup
-        if progress < warmup:
-            return progress / warmup
-        return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
 
     def encode(self, model, part):
         """Return the features of images and texts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -184,6 +184,11 @@ class Plain:
     def weights(self, module):
         return [p.detach().clone() for p in module.parameters()]
 
+    @contextmanager
+    def accumulate(self, model, last):
+        """Take part in an update of two calls; yield this call's reduce=."""
+        yield last
+
 
 class ByHand(Plain):
     """No wrapper: gradients are averaged before the step."""
@@ -232,6 +237,20 @@ class Accelerate(Plain):
         return self.accelerator.prepare(module)
 
 
+class Accumulating(Accelerate):
+    """Accumulation by accelerate, whose backward() divides by the number of calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.accelerator.gradient_accumulation_steps = 2
+
+    @contextmanager
+    def accumulate(self, model, last):
+        with self.accelerator.accumulate(model):
+            assert self.accelerator.sync_gradients == last
+            yield self.accelerator.sync_gradients
+
+
 class Scaler(DDP):
     """Mixed precision's scaled gradients."""
 
@@ -271,6 +290,10 @@ class ZeRO0(Plain):
         optimizer = torch.optim.SGD(module.parameters(), lr=LR)
         self.optimizers.append(deepspeed.initialize(model=module, optimizer=optimizer, config=self.config)[0])
         return self.optimizers[-1]
+
+    @contextmanager
+    def accumulate(self, model, last):
+        yield True  # the engine counts the calls
 
     def weights(self, module):
         import deepspeed
@@ -316,7 +339,7 @@ class AccelerateZeRO3(AccelerateZeRO2):
 
 
 FRAMEWORKS = {each.__name__: each for each in [
-    Plain, ByHand, DDP, StaticDDP, FSDP2, Accelerate, Scaler,
+    Plain, ByHand, DDP, StaticDDP, FSDP2, Accelerate, Accumulating, Scaler,
     ZeRO0, ZeRO1, ZeRO2, ZeRO3, AccelerateZeRO2, AccelerateZeRO3,
 ]}  # fmt: skip
 
@@ -376,6 +399,40 @@ def assert_like_one_process(results, case, tolerance):
         assert_close(found, expected, tolerance)
 
 
+class Held:
+    """Bytes of the activations that graphs hold, now and at most."""
+
+    def __init__(self, model):
+        self.now = self.most = 0
+        self.weights = {p.data_ptr() for p in model.parameters()}
+
+    def pack(self, x):
+        return Saved(self, x)
+
+
+class Saved:
+    def __init__(self, held, tensor):
+        self.held, self.tensor = held, tensor
+        self.bytes = 0 if tensor.data_ptr() in held.weights else tensor.nbytes
+        held.now += self.bytes
+        held.most = max(held.most, held.now)
+
+    def __del__(self):
+        self.held.now -= self.bytes
+
+
+def most_held(framework, batch, run, size=None):
+    """Return the most bytes of activations that graphs hold at a time, here or on this rank."""
+    made, rank = FRAMEWORKS[framework](), dist.get_rank() if dist.is_initialized() else 0
+    module = Encoders(made.dtype)
+    model, held = made.wrap(module), Held(module)
+    x1, x2, *_ = data(0, (batch,), made.dtype)
+    call = {"encode": two, "backward": made.backward, "micro_batch_size": size}
+    with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda saved: saved.tensor):
+        run(compopt.DCLEstimator(), model, (x1, x2), index=torch.arange(batch) + rank * batch, **call)
+    return held.most
+
+
 class Scarce(nn.Module):
     """A layer without memory for more than so many samples, in its forward or backward pass."""
 
@@ -395,6 +452,7 @@ class Scarce(nn.Module):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
+@fresh_accelerate()
 def run_windows(group, framework, scarce=None):
     """Two calls for one update, of which the second reduces; perhaps one rank has less memory."""
     made, est = FRAMEWORKS[framework](), compopt.SogCLREstimator(N, tau=0.3)
@@ -407,8 +465,9 @@ def run_windows(group, framework, scarce=None):
     model, before = made.wrap(module), made.weights(module)
     for last in (False, True):
         *inputs, index = data(dist.get_rank(), SHARES[2], made.dtype)
-        call = {"encode": two, "micro_batch_size": size, "reduce": last or framework.startswith("ZeRO")}
-        compopt.gradient_cache(est, model, (inputs[0] + last, inputs[1]), index, **call)
+        call = {"encode": two, "micro_batch_size": size, "backward": made.backward}
+        with made.accumulate(model, last) as reduce:
+            compopt.gradient_cache(est, model, (inputs[0] + last, inputs[1]), index, reduce=reduce, **call)
         if framework.startswith("ZeRO") or last:
             made.step()
     deposits = est.pending
@@ -425,7 +484,7 @@ def two_windows():
 
 
 def assert_like_two_windows(framework, gradients):
-    share = 2 if framework.startswith("ZeRO") else 1  # an engine divides by its accumulation steps
+    share = 1 if framework in ("DDP", "FSDP2") else 2  # accelerate and DeepSpeed divide by the number of calls
     for a, b in zip(gradients, two_windows(), strict=True):
         assert (a * share - b).norm() <= 2e-6 * b.norm() + 1e-14
 

@@ -145,7 +145,7 @@ def test_mistakes_are_named(change, error, message):
 
 # ranks -----------------------------------------------------------------------------------------------------------
 
-ZERO = [pytest.param(f"ZeRO{k}", marks=[pytest.mark.launch, pytest.mark.full]) for k in range(3)]
+ZERO = [pytest.param(f"ZeRO{k}", marks=[pytest.mark.launch, pytest.mark.full]) for k in range(4)]
 
 
 @pytest.mark.distributed

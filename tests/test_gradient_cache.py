@@ -22,6 +22,7 @@ from tests.cached import (
     assert_like_two_windows,
     data,
     linear_towers,
+    most_held,
     on_ranks,
     outcome,
     run_windows,
@@ -31,6 +32,7 @@ from tests.cached import (
     with_tau,
 )
 from tests.pool import the_pool
+from tests.trainers import fresh_accelerate
 
 # one process -----------------------------------------------------------------------------------------------------
 
@@ -117,6 +119,7 @@ def test_deepspeed(case):
     [
         pytest.param("DDP", marks=pytest.mark.full),
         pytest.param("FSDP2", marks=pytest.mark.full),
+        pytest.param("Accumulating", marks=pytest.mark.full),
         *(pytest.param(f"ZeRO{k}", marks=[pytest.mark.launch, pytest.mark.full]) for k in range(1, 4)),
     ],
 )
@@ -209,40 +212,32 @@ def test_autocast(dtype):
         assert (p.grad / 2**16 - q.grad).norm() <= 0.02 * q.grad.norm()
 
 
-class Held:
-    """Bytes of the activations that graphs hold, now and at most."""
-
-    def __init__(self, model):
-        self.now = self.most = 0
-        self.weights = {p.data_ptr() for p in model.parameters()}
-
-    def pack(self, x):
-        return Saved(self, x)
-
-
-class Saved:
-    def __init__(self, held, tensor):
-        self.held, self.tensor = held, tensor
-        self.bytes = 0 if tensor.data_ptr() in held.weights else tensor.nbytes
-        held.now += self.bytes
-        held.most = max(held.most, held.now)
-
-    def __del__(self):
-        self.held.now -= self.bytes
-
-
-def most_held(run, batch, **call):
-    model, inputs = Encoders(torch.float64), data(0, (batch,), torch.float64)
-    held = Held(model)
-    with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda saved: saved.tensor):
-        run(compopt.DCLEstimator(), model, tuple(inputs[:2]), torch.arange(batch), encode=two, **call)
-    return held.most
-
-
 def test_graphs_hold_the_activations_of_one_micro_batch():
-    micro_batch = most_held(whole, 4)
-    assert most_held(compopt.gradient_cache, 16, micro_batch_size=4) <= 1.02 * micro_batch
-    assert most_held(whole, 16) > 3.9 * micro_batch
+    micro_batch = most_held("Plain", 4, whole)
+    assert most_held("Plain", 16, compopt.gradient_cache, 4) <= 1.02 * micro_batch
+    assert most_held("Plain", 16, whole) > 3.9 * micro_batch
+
+
+def held_on_ranks(group, framework):
+    """Bytes that graphs hold for a micro-batch, for a batch of four of them, and for that batch at once."""
+    with fresh_accelerate():
+        sizes = (4, 4), (16, 4), (16, 16)
+        return [most_held(framework, batch, compopt.gradient_cache, size) for batch, size in sizes]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "framework",
+    [
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("DDP", "FSDP2", "Accelerate", "Scaler")),
+        *(pytest.param(f"ZeRO{k}", marks=[pytest.mark.launch, pytest.mark.full]) for k in range(4)),
+    ],
+)
+def test_graphs_hold_one_micro_batch_in_every_framework(framework, request):
+    if framework.startswith("ZeRO"):
+        request.getfixturevalue("deepspeed_compiled")
+    for micro_batch, cached, at_once in the_pool(2, timeout=120).run(held_on_ranks, 2, framework):
+        assert cached <= 1.02 * micro_batch and at_once > 2 * micro_batch
 
 
 # the rest of the arguments ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from compopt.distributed.ranks import Ranks
 from compopt.gradient_cache.inputs import amount, equal_sizes, lengths
 from compopt.gradient_cache.replay import kept, random_state, replayed
 from compopt.gradient_cache.towers import Tower, outputs_of
-from compopt.gradient_cache.wrappers import RESET, SYNC, gathered, holds_a_module
+from compopt.gradient_cache.wrappers import RESET, gathered, holds_a_module
 
 # What is said without torch.OutOfMemoryError: by other devices, and by CUDA libraries beside torch's allocator. The
 # first three are those of accelerate's should_reduce_batch_size.
@@ -38,9 +38,9 @@ class FittingSize:
 
     Each rank finds its own size, and ranks with fewer micro-batches are padded. A rank whose trial fails must not leave
     others waiting, so that a trial communicates nothing: it calls the module inside DDP or a DeepSpeed engine, where
-    inputs have to be on the right device; under FSDP2 each rank holds all parameters in a trial, beside the gradients
-    that it holds anyway. ZeRO 3, FSDP1, synchronised batch normalisation and reentrant activation checkpointing are
-    refused. Other models must not communicate in their forward pass.
+    inputs have to be on the right device; under FSDP2 and ZeRO 3 each rank holds all parameters in a trial. FSDP1,
+    synchronised batch normalisation and reentrant activation checkpointing are refused. Other models must not
+    communicate in their forward pass.
 
     Args:
         size: the size to begin with, for all towers that share this object.
@@ -50,7 +50,7 @@ class FittingSize:
             ``None``: every call, for batches of various shapes.
 
     State: ``size`` and the number of calls; not saved. Communication: with several ranks two small objects per trial,
-    and under FSDP2 the parameters. ``trials`` must be the same on all ranks.
+    and under FSDP2 and ZeRO 3 the parameters. ``trials`` must be the same on all ranks.
 
     Raises:
         ValueError: wrappers as above; a model that is no module, nor a method or a partial call of one.
@@ -118,8 +118,8 @@ def _check(tower: Tower) -> None:
     if layers:
         raise ValueError(
             f"FittingSize would leave other ranks waiting in {type(layers[0]).__name__}, which communicates in every "
-            f"pass; give a number as micro_batch_size, or as model DDP, an engine of DeepSpeed (ZeRO 0 to 2), or FSDP2 "
-            f"of torch 2.13 or newer"
+            f"pass; give a number as micro_batch_size, or as model DDP, an engine of DeepSpeed, or FSDP2 of torch 2.13 "
+            f"or newer"
         )
 
 
@@ -127,7 +127,7 @@ def fit(ranks: Ranks, towers: list[Tower], tried: list[Trial]) -> None:
     """Halve sizes until the largest micro-batches of all ranks pass a trial."""
     again = bool(tried)
     while again:
-        with gathered([wrapper for tower, _ in tried for wrapper in tower.wrappers if hasattr(wrapper, SYNC)]):
+        with gathered(wrapper for tower, _ in tried for wrapper in tower.wrappers):
             failed = ranks.agree(lambda: _round_fails(towers, tried))
         again = any(ranks.gather_objects(failed))
     for size in {size for _, size in tried}:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -54,16 +54,25 @@ def _in_first_static_backward(wrapper: Any) -> bool:
 
 def holds_a_module(model: Any) -> bool:
     """Return True for a wrapper whose ``module`` runs without it."""
-    engine = hasattr(model, BOUNDARY) and model.zero_optimization_stage() < 3
-    return engine or isinstance(model, DistributedDataParallel)
+    return hasattr(model, BOUNDARY) or isinstance(model, DistributedDataParallel)
 
 
 @contextmanager
-def gathered(wrappers: Sequence[Any]) -> Iterator[None]:
-    """Hold all parameters of FSDP2 on each rank, so that passes communicate nothing."""
-    modules = [module for wrapper in wrappers for module in wrapper.modules() if hasattr(module, SYNC)]
-    for wrapper in wrappers:
-        wrapper._get_fsdp_state()._lazy_init()  # sets what is kept here
+def gathered(wrappers: Iterable[Any]) -> Iterator[None]:
+    """Hold all parameters of FSDP2 and ZeRO 3 on each rank, so that passes communicate nothing."""
+    with ExitStack() as stack:
+        for wrapper in dict.fromkeys(wrappers):
+            if hasattr(wrapper, SYNC):
+                stack.enter_context(_gathered_by_fsdp2(wrapper))
+            elif hasattr(wrapper, BOUNDARY) and wrapper.zero_optimization_stage() == 3:
+                stack.enter_context(_gathered_by_zero3(wrapper))
+        yield
+
+
+@contextmanager
+def _gathered_by_fsdp2(wrapper: Any) -> Iterator[None]:
+    wrapper._get_fsdp_state()._lazy_init()  # sets what is kept here
+    modules = [module for module in wrapper.modules() if hasattr(module, SYNC)]
     groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
     alone = {"post_forward_mesh_info": None, "reshard_after_backward": False, "reduce_grads": False}
     before = [{name: getattr(group, name) for name in alone} for group in groups]
@@ -74,7 +83,25 @@ def gathered(wrappers: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        for wrapper in wrappers:
-            wrapper.reset_iter_state()  # a pass may have ended in the middle
+        wrapper.reset_iter_state()  # a pass may have ended in the middle
         for group, values in zip(groups, before, strict=True):
             vars(group).update(values)
+
+
+@contextmanager
+def _gathered_by_zero3(engine: Any) -> Iterator[None]:
+    import deepspeed
+
+    offload = engine.optimizer.parameter_offload
+    handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
+    hooks = [handle.hooks_dict_ref() for handle in handles]
+    before = [own.copy() for own in hooks]
+    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+        for handle in handles:
+            handle.remove()  # these hooks gather and release parameters
+        try:
+            yield
+        finally:
+            for own, all_of_them in zip(hooks, before, strict=True):
+                own.clear()
+                own.update(all_of_them)  # in their order
