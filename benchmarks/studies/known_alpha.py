@@ -46,10 +46,10 @@ from recipes import batches
 
 DATA = ("glyphs", "words")
 PAIRS, PASSES, TAU, GAMMA = 8192, 4, 0.07, 0.8
-RATES, LARGE_RATE = (4e-3, 1.2e-2), 1.6e-2  # of batch 64 and of 256
+RATES, LARGE_RATE = (4e-3, 1.2e-2), 1.6e-2  # of batch 64 (the second near the best of today's) and of 256
 PROTOTYPES, RESTART_EVERY, PART = 1024, 100, 4
 EVERY = 16  # calls between two comparisons of a known alpha with today's
-PROBED, REPEATS = (1.5, 3.5), 8  # passes after which the exact gradient is compared, and batches of each sample
+PROBED, REPEATS = (1.5, 3.5), 4  # passes after which the exact gradient is compared, and batches of each sample
 USUAL = (0.5, 2.0)  # bounds of a weight sum that is near 1
 
 
@@ -140,7 +140,7 @@ class Network(compopt.NeuralNormalizer):
 
 
 class Part(compopt.BatchNormalizer):
-    """Normalizer of some candidates of the batch, unless ``known`` is False: the first ones, an anchor's own left out."""
+    """Normalizer of the first candidates of the batch, an anchor's own left out, unless ``known`` is False."""
 
     known = True
 
@@ -200,7 +200,8 @@ class KnownArm(Arm):
 
 
 def _arms() -> dict[str, KnownArm]:
-    glyphs = [KnownArm(data="glyphs", batch=64, loss=loss, grids={"lr": RATES}) for loss in LOSSES]
+    rates = {loss: RATES if loss in TODAY else RATES[1:] for loss in LOSSES}
+    glyphs = [KnownArm(data="glyphs", batch=64, loss=loss, grids={"lr": rates[loss]}) for loss in LOSSES]
     words = [KnownArm(data="words", batch=64, loss=loss, after=f"glyphs, 64: {loss}") for loss in FEWER]
     large = [KnownArm(data=data, batch=256, loss=loss, first={"lr": LARGE_RATE}) for data in DATA for loss in AT_256]
     return {f"{arm.data}, {arm.batch}: {arm.loss}": arm for arm in (*glyphs, *words, *large)}
