@@ -14,6 +14,7 @@ products, where the fused kernel takes four. Here today's path computes both, so
 - ``queue``: a memory whose normalizer is that of its queue alone, the batch counted as if it were like the queue.
 - ``queue, last visit``: the batch's part is the row of the last visit.
 - ``before``: NeuCLIP's network before it learns from the batch.
+- ``bounded``: no pair weighs more than 1, as no true weight does; a kernel can do that in its sweep.
 - ``quarter``: DCL whose normalizer is that of a quarter of the batch, for a quarter of a product more.
 
 Data, FOLDER, encoders and training are those of ``benchmarks.studies.default`` with fewer samples. Each finished run is
@@ -29,7 +30,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ class Average(compopt.MovingAverageEstimator):
 
     def __init__(self, n: int, reference: Any, known: bool, scaled: bool = False) -> None:
         super().__init__(n, GAMMA, reference)
-        self.known, self.scaled = known, scaled
+        self.known, self.scaled, self.outer_positive = known, scaled, reference == "none"
 
     def estimate(self, call: Call) -> Estimate:
         updated = super().estimate(call)
@@ -78,7 +79,7 @@ class Average(compopt.MovingAverageEstimator):
             alpha = alpha - new + torch.where(call.unseen("log_u"), new, call.rows["log_u"])
             if self.scaled:
                 alpha = alpha + call.pairs.sum_weights(alpha).mean().log()
-        self.sums = call.pairs.sum_weights(alpha)
+        self.used, self.sums = alpha, call.pairs.sum_weights(alpha)
         return replace(updated, alpha=alpha)
 
 
@@ -100,11 +101,11 @@ class Memory(compopt.MemoryNormalizer):
         updated = super().estimate(call)
         assert updated.weight_alpha is not None and updated.through_alpha is not None
         more = self._known_sum(call, updated) if self.known else torch.zeros_like(updated.alpha)
-        self.sums = more.neg().exp()
+        self.used, self.sums = updated.weight_alpha + more, more.neg().exp()
         return replace(
             updated,
             alpha=updated.alpha + more,
-            weight_alpha=updated.weight_alpha + more,
+            weight_alpha=self.used,
             through_alpha=lambda slope: updated.through_alpha(slope * more.neg().exp()),
         )
 
@@ -146,7 +147,7 @@ class Part(compopt.BatchNormalizer):
 
     def estimate(self, call: Call) -> Estimate:
         alpha = self._of_part(call) if self.known else super().estimate(call).alpha
-        self.sums = call.pairs.sum_weights(alpha)
+        self.used, self.sums = alpha, call.pairs.sum_weights(alpha)
         return Estimate(alpha)
 
     def _of_part(self, call: Call) -> Tensor:
@@ -155,6 +156,28 @@ class Part(compopt.BatchNormalizer):
         itself = torch.eye(z.shape[1], few, dtype=torch.bool)
         logits = (z @ z.flip(0)[:, :few].mT / call.tau).masked_fill(itself, -math.inf).logsumexp(2)
         return logits.T - call.pairs.positive / call.tau - (few - itself.sum(1, keepdim=True)).log()
+
+
+class Bounded(compopt.ContrastiveEstimator):
+    """An estimator none of whose pairs weighs more than 1, while its alpha is a known one.
+
+    True weights never do. A kernel that has a pair's weight can bound it in the same sweep; here the gradient of what
+    is above 1 is taken off.
+    """
+
+    def __call__(self, z1: Tensor, z2: Any = None, index: Any = None, *args: Any, **given: Any) -> Tensor:
+        loss = super().__call__(z1, z2, index, *args, **given)
+        normalizer: Any = self.normalizer
+        if not normalizer.known:
+            return loss
+        z, above = [torch.nn.functional.normalize(side) for side in (z1, z2)], torch.zeros(())
+        for own, other, alpha in zip(z, z[::-1], normalizer.used.T, strict=True):
+            s = own @ other.T
+            h = s - s.diagonal()[:, None]
+            weight = (h.detach() / TAU - alpha[:, None]).exp().fill_diagonal_(0) / (len(s) - 1)
+            pulled = s if getattr(normalizer, "outer_positive", False) else h
+            above = above + ((weight - 1).clamp(min=0) * pulled).sum() / (2 * len(s))
+        return loss - (above - above.detach())
 
 
 # -- arms ----------------------------------------------------------------------------------------------------------
@@ -172,6 +195,9 @@ LOSSES: Mapping[str, Build] = {
     "recommended": lambda n: Memory(n, known=False),
     "recommended, queue": lambda n: Memory(n, known=True),
     "recommended, queue, last visit": lambda n: Memory(n, known=True, rows=True),
+    "DCL, quarter, bounded": lambda n: Part(),
+    "SogCLR, last visit, bounded": lambda n: Average(n, "none", known=True),
+    "recommended, queue, bounded": lambda n: Memory(n, known=True),
     "NeuCLIP": lambda n: Network(known=False),
     "NeuCLIP, before": lambda n: Network(known=True),
 }
@@ -183,11 +209,17 @@ TODAY = {
     "SogCLR, positive, last visit": "SogCLR, positive",
     "recommended, queue": "recommended",
     "recommended, queue, last visit": "recommended",
+    "DCL, quarter, bounded": "DCL",
+    "SogCLR, last visit, bounded": "SogCLR",
+    "recommended, queue, bounded": "recommended",
     "NeuCLIP, before": "NeuCLIP",
 }
 # of words, and at batch 256, fewer
 FEWER = tuple(loss for loss in LOSSES if loss != "InfoNCE" and not loss.startswith("SogCLR, positive"))
-AT_256 = ("DCL", "DCL, quarter", "SogCLR", "SogCLR, last visit, scaled", "recommended", "recommended, queue")
+AT_256 = (
+    *("DCL", "DCL, quarter", "DCL, quarter, bounded", "SogCLR", "SogCLR, last visit, scaled"),
+    *("recommended", "recommended, queue", "recommended, queue, bounded"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,15 +257,14 @@ class Watched:
     """An estimator, and what a known alpha does to its weights and gradients while it trains.
 
     Args:
-        normalizer: of the arm.
+        est: of the arm.
         task: the data.
         setting: of the run.
         probes: whether the gradient is compared with the exact one too.
     """
 
-    def __init__(self, normalizer: compopt.Normalizer, task: Task, setting: Setting, probes: bool) -> None:
-        self.est = compopt.ContrastiveEstimator(normalizer, compopt.FixedTemperature(TAU))
-        self.normalizer: Any = normalizer
+    def __init__(self, est: compopt.ContrastiveEstimator, task: Task, setting: Setting, probes: bool) -> None:
+        self.est, self.normalizer = est, cast(Any, est.normalizer)
         self.task, self.setting, self.calls = task, setting, 0
         self.per_pass = task.n // setting.batch
         self.probes = {int(after * self.per_pass): after for after in PROBED} if probes else {}
@@ -306,7 +337,9 @@ def run_one(job: Job, wordnet: Path | None) -> dict[str, Any]:
     arm, part = ARMS[job.arm], "test" if job.final else "validation"
     task: Any = Glyphs(part, PAIRS) if arm.data == "glyphs" else Words(part, wordnet, PAIRS)
     setting = Setting(batch=arm.batch, lr=job.options["lr"], samples=PASSES * task.n, seed=job.seed)
-    watched = Watched(LOSSES[arm.loss](task.n), task, setting, probes=job.seed == SEEDS[0])
+    kind = Bounded if arm.loss.endswith("bounded") else compopt.ContrastiveEstimator
+    est = kind(LOSSES[arm.loss](task.n), compopt.FixedTemperature(TAU))
+    watched = Watched(est, task, setting, probes=job.seed == SEEDS[0])
     model, _, seconds = train(task, lambda task: watched, setting)
     metrics = {f"{part}/{name}": round(value, 6) for name, value in task.score(model).items()}
     return {"metrics": metrics, "seconds": round(seconds, 1), **watched.found()}
