@@ -42,6 +42,18 @@ def test_a_second_derivative_is_refused_whatever_the_first_is_of():
         torch.autograd.grad(functional.contrastive_sums(z1, z2, TAU).sum(), z1, create_graph=True)
 
 
+def test_a_compiled_graph_is_whole_and_has_the_same_bits():
+    found = []
+    compiled = torch.compile(functional.contrastive_sums, fullgraph=True, backend="aot_eager")
+    for function in (functional.contrastive_sums, compiled):
+        z1, z2 = features()
+        tau = torch.full((B, 2), TAU, requires_grad=True)
+        sums = function(z1, z2, tau, torch.tensor([0, *range(B - 1)]))
+        sums.sum().backward()
+        found.append(torch.cat([side.flatten() for side in (sums.detach(), z1.grad, z2.grad, tau.grad)]))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backward_pass_under_autocast_has_the_same_gradient(backend):
     found = []
