@@ -64,6 +64,7 @@ class DiskStore(RowStore):
     """
 
     slow = True
+    _on_host = True
 
     def __init__(self, directory: str | os.PathLike[str], name: str, n: int, words: int) -> None:
         self.n, self.words, self._row_bytes = n, words, 16 * words
@@ -88,7 +89,7 @@ class DiskStore(RowStore):
             if self.stale:
                 self._table = torch.empty(self._shape(0), dtype=WORD, device="cpu")
             else:
-                self._map(n)
+                self.resize(n)
                 self._own()
                 usage = os.statvfs(self._directory)
                 free, size = usage.f_bavail * usage.f_frsize, self._bytes(n)
@@ -107,7 +108,7 @@ class DiskStore(RowStore):
     def _bytes(self, n: int) -> int:
         return max(1, -(-n * self._row_bytes // PAGE)) * PAGE  # a file of no bytes cannot be mapped
 
-    def _map(self, n: int) -> None:
+    def resize(self, n: int) -> None:
         """Give the file room for ``n`` rows, and map it."""
         size = self._bytes(n)
         try:
@@ -159,6 +160,7 @@ class DiskStore(RowStore):
                 stacklevel=3,
             )
 
+    @property
     def writable(self) -> bool:
         return self._pid == os.getpid()
 
@@ -194,7 +196,7 @@ class DiskStore(RowStore):
     def scatter(self, rows: Tensor, block: Tensor) -> None:
         """Write a block to rows; on a full disk to none of them."""
         self.ready()
-        if not self.writable():
+        if not self.writable:
             raise RuntimeError(f"{self.path} is written by process {self._pid}; a forked copy of it only reads")
         first, last = self._pages(rows)
         if self._overwriting and self._holes:  # a zero in a hole needs no place: a sparse table stays sparse
@@ -229,17 +231,11 @@ class DiskStore(RowStore):
             self._own()
             os.ftruncate(self._fd, 0)
             self._written[:] = False
-            self._map(self.n)
+            self.resize(self.n)
             yield
         finally:
             self._overwriting = False
         self.stale = False
-
-    def grow(self, n: int) -> None:
-        self._map(n)
-
-    def shrink(self, n: int) -> None:
-        self._map(n)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -16,7 +16,7 @@ from compopt.batch import COUNT, Batch
 from compopt.checks import values
 from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import ProcessGroup, Ranks
-from compopt.stores import DiskStore, MemoryStore, Offload, RowStore, WriteBehind
+from compopt.stores import DiskStore, Offload, RowStore, WriteBehind
 from compopt.stores.deposits import Deposit, merge
 from compopt.stores.layout import Column, RowLayout, to_device_words
 from compopt.stores.snapshot import Snapshot
@@ -64,7 +64,7 @@ class Placement:
         """Make the ``n`` rows of this process; collective for ``"disk"``, where each rank has a file of its own."""
         directory = self.offload_dir
         if directory is None:
-            store = MemoryStore(n, words, on_host=self.offload == "cpu")
+            store = RowStore(n, words, on_host=self.offload == "cpu")
             return store if self.offload is None else WriteBehind(store)
         name = "rows" if ranks.size == 1 else f"rows-{ranks.rank:05d}-of-{ranks.size:05d}"
         with doing("the construction of an estimator"):
@@ -148,9 +148,9 @@ class RowTable:
         local, store = self._before(n, self.first), self.at_rest()
         before = store.n
         try:
-            self._ranks.agree(lambda: store.grow(local))
+            self._ranks.agree(lambda: store.resize(local))
         except BaseException:
-            store.shrink(before)
+            store.resize(before)
             raise
         self.n = n
 
