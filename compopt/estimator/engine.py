@@ -22,7 +22,6 @@ from compopt.distributed.handshake import Handshake
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.attach import Attachments
 from compopt.estimator.call import Setting
-from compopt.estimator.forgotten import Forgotten
 from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups, as_groups, plain
 from compopt.estimator.reader import ROW_KEYS, AsyncChecks, BatchReader
 from compopt.estimator.save_handle import SaveHandle
@@ -277,7 +276,6 @@ class Engine:
         self.table: RowTable | None = None
         self.t = self.pending = 0
         self.training = True
-        self.forgotten = Forgotten()
         self._make_own()
 
     def _make_own(self) -> None:
