@@ -25,14 +25,13 @@ from compopt.arguments import (
 from compopt.batch import Batch, with_mean_one
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_tangents
+from compopt.curation import ScoreKeeper
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.base import Estimator, fixed
-from compopt.estimator.call import Call, Setting
-from compopt.estimator.component import Component, Normalizer, Temperature
+from compopt.estimator.component import Call, Component, Normalizer, Setting, Temperature
 from compopt.estimator.engine import Engine
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.reader import ROW_KEYS
-from compopt.estimator.score_keeper import ScoreKeeper
 from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, with_gradients, zero_or_nan
 from compopt.kernel.fused import FusedGatheredPairs, FusedPairs, unknown_option

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compopt import functional as F
 from compopt.batch import Batch
-from compopt.estimator.call import Estimate
+from compopt.estimator.component import Estimate
 from compopt.functional import Scalar
 from compopt.kernel.features import Features
 from compopt.kernel.pairs import PairStatistics

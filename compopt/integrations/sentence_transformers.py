@@ -37,7 +37,7 @@ except ImportError as error:
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
-from compopt.estimator.options import takes_options
+from compopt.estimator.component import takes_options
 from compopt.integrations.transformers import EstimatorCallback
 from compopt.kernel.features import with_gradients
 from compopt.module import as_module

@@ -17,10 +17,8 @@ from compopt.batch import Batch
 from compopt.checks.context import refuse_tangents, refuse_transforms
 from compopt.checks.inputs import check_values
 from compopt.compositional import outer
-from compopt.estimator.call import Setting
-from compopt.estimator.component import Component
+from compopt.estimator.component import Component, PlacementOptions, Setting, takes_options
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups, as_groups
-from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.kernel.features import with_gradients, working_dtype
 from compopt.normalizers.moving_average import DOMAINS, Domain
 from compopt.stores.layout import Column

@@ -14,10 +14,8 @@ from compopt import functional as F
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs
 from compopt.checks.inputs import check_vector
-from compopt.estimator.call import Setting
-from compopt.estimator.component import Component
+from compopt.estimator.component import Component, PlacementOptions, Setting, takes_options
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
-from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.losses.base import CompositionalLoss, WithTotal, alike, check_scores, log_mean_exp
 from compopt.normalizers.moving_average import Domain
 from compopt.stores.layout import Column

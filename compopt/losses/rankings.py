@@ -13,9 +13,8 @@ from compopt import checks
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs
 from compopt.checks.inputs import check_vector
-from compopt.estimator.component import Component
+from compopt.estimator.component import Component, PlacementOptions, takes_options
 from compopt.estimator.groups import GroupSpec, Hyper
-from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.kernel.features import working_dtype
 from compopt.losses.base import CompositionalLoss, alike, check_scores, log_mean_exp
 from compopt.normalizers.moving_average import Domain

@@ -10,9 +10,8 @@ from typing_extensions import Unpack
 
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs
-from compopt.estimator.component import Component
+from compopt.estimator.component import Component, PlacementOptions, takes_options
 from compopt.estimator.groups import GroupSpec, Hyper
-from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.losses.base import WithTotal, check_scores, log_mean_exp
 from compopt.stores.layout import Column
 

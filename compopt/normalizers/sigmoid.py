@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from compopt import checks
-from compopt.estimator.call import Call, Estimate, Setting
-from compopt.estimator.component import Normalizer
+from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.kernel.pairs import effective_number
 from compopt.kernel.sigmoid import SigmoidPairs

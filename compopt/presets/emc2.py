@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing_extensions import Unpack
 
 from compopt.contrastive import ContrastiveEstimator
+from compopt.estimator.component import takes_options
 from compopt.estimator.groups import GroupSpec, sizes
-from compopt.estimator.options import Options, takes_options
 from compopt.negatives.sampler import MCMCNegativeSampler, Proposals
+from compopt.presets.options import Options
 from compopt.temperatures import FixedTemperature
 
 

@@ -8,9 +8,10 @@ from typing_extensions import Unpack
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
+from compopt.estimator.component import takes_options
 from compopt.estimator.groups import GroupSpec, sizes
-from compopt.estimator.options import CommonOptions, Options, takes_options
 from compopt.normalizers import MovingAverageEstimator
+from compopt.presets.options import CommonOptions, Options
 from compopt.presets.published import SETTINGS, as_logarithm, by_mode
 from compopt.temperatures import FixedTemperature, TemperatureDual
 from compopt.temperatures.dual import Parametrization

@@ -10,9 +10,10 @@ from typing_extensions import Unpack
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
+from compopt.estimator.component import takes_options
 from compopt.estimator.groups import GroupSpec, sizes
-from compopt.estimator.options import Options, takes_options
 from compopt.normalizers import NeuralNormalizer, ResidualNormalizer
+from compopt.presets.options import Options
 from compopt.presets.published import as_logarithm
 from compopt.temperatures import FixedTemperature, TemperatureDual
 from compopt.temperatures.dual import Parametrization

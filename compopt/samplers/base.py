@@ -16,10 +16,10 @@ from torch.utils.data import Sampler
 
 from compopt import checks, rng
 from compopt.checks import inputs
+from compopt.checks.context import warn
 from compopt.distributed.collectives import OBSERVE, doing
 from compopt.distributed.handshake import Handshake
 from compopt.distributed.ranks import ProcessGroup, Ranks
-from compopt.estimator.forgotten import warn
 from compopt.samplers.bank import FeatureBank, Offload
 
 PLANNING = "the planning of a sampler's epoch"
