@@ -33,22 +33,16 @@ from compopt.estimator.engine import Engine
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.reader import ROW_KEYS
 from compopt.estimator.score_keeper import ScoreKeeper
-from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, with_gradients, zero_or_nan
-from compopt.kernel.fused import FusedGatheredPairs, FusedPairs, unknown_option
-from compopt.kernel.local import Pairs
-from compopt.kernel.momentum import MomentumPairs
+from compopt.kernel.joined import Source
 from compopt.kernel.pairs import PairOptions, PairStatistics
 from compopt.kernel.policies import swept
-from compopt.kernel.selection import Selection
-from compopt.kernel.source import Source
-from compopt.kernel.targets import Targets
 from compopt.objective import Objective
 from compopt.pairs import NO_POLICY, PairPolicy
 from compopt.stores import Offload
 from compopt.stores.table import Placement
 from compopt.summary import Summary
-from compopt.tiles.choice import BACKENDS, Backend, precision_of, reason_for_torch
+from compopt.tiles.choice import BACKENDS, Backend
 
 
 class ContrastiveEstimator(Estimator):
@@ -455,46 +449,26 @@ class ContrastiveEstimator(Estimator):
 
     def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, temperature: float | Tensor) -> PairStatistics:
         """Sweep all pairs of the batch, or, with several ranks, those of this rank's anchors."""
-        extra, policy = given.gather_extra(batch, self._engine.ranks), given.policy
+        policy, own = given.policy, given.own.unit
+        selects = policy is not None and policy.selects
         options = PairOptions(
             distinct=batch.distinct,
             directions=given.anchors,
-            extra=extra,
+            extra=given.gather_extra(batch, self._engine.ranks),
             unimodal=self.mode == "unimodal",
             bounded=self.normalize,
             chunk_size=self.chunk_size,
             moments=self.temperature.learns or given.wants(temperature),  # for the derivative with respect to it
-            selection=Selection.of(policy, batch.values, extra) if policy is not None and policy.selects else None,
+            policy=policy if selects else None,
+            guide=[value for name, value in batch.values.items() if name.startswith("guide")],
+            key=batch.values.get("within1") if selects else None,
+            held=given.momentum is not None,
         )
-        pairs = self._swept(batch, given, tau, options)
+        own = own if given.momentum is None else torch.cat([own, given.momentum])
+        pairs = swept(Source(own, tau, batch, self._engine.ranks, self.backend), options, policy)
         if self.temperature.learns and pairs.negatives:  # a warning may be an error; nothing is proposed yet
             self.temperature.look_at_negatives(pairs.negatives + self.normalizer.outside)
         return pairs
-
-    def _swept(self, batch: Batch, given: Given, tau: float | Tensor, options: PairOptions) -> PairStatistics:
-        """Sweep the pairs, as the policy asks for."""
-        ranks, keys, own, policy = self._engine.ranks, list(batch.keys.values()), given.own.unit, given.policy
-
-        def build(own: Tensor, everyone: Sequence[Tensor], tau: float | Tensor, options: PairOptions) -> PairStatistics:
-            local, gathered = Pairs, GatheredPairs
-            unknown = "momentum_features=" if options.held else unknown_option(options.selection)
-            if reason_for_torch(self.backend, own, unknown) is None:
-                local, gathered = FusedPairs, FusedGatheredPairs
-                options = options._replace(precision=precision_of(tau))
-            if ranks.size == 1:
-                return local(own, tau, keys, options)
-            return gathered(own, everyone, tau, keys, options, ranks, batch.sizes)
-
-        gather = lambda values: ranks.gather([values], batch.sizes)[0]  # noqa: E731
-        everyone = (*batch.features, *batch.momentum)
-        own = own if given.momentum is None else torch.cat([own, given.momentum])
-        source = Source(own, everyone, batch.own, tau, build, gather)
-        if given.momentum is not None:
-            return MomentumPairs(source, options)
-        if policy is None:
-            return source.pairs(options)
-        targets = Targets.of(policy, batch.values, batch.keys) if policy.expects else None
-        return swept(source, options, policy, targets, batch.values.get("prior1"))
 
     def _call(self, batch: Batch, pairs: PairStatistics, tau: float | Tensor, given: Given | None) -> Call:
         """Return what the normalizer is shown; without arguments of a call for a diagnostic."""
@@ -510,8 +484,8 @@ class ContrastiveEstimator(Estimator):
         if pairs.extra is not None or pairs.may_lack_negatives or given.momentum is not None:
             # a sample may be in no pair, as z2 is with one direction and momentum; a network's alpha sees no extra
             more = () if pairs.extra is None else (pairs.extra.everyone,)
-            guide = () if pairs.selection is None else pairs.selection.guides
-            value = value + zero_or_nan(*objective.batch.features, *objective.batch.momentum, *more, *guide)
+            features = (*objective.batch.features, *objective.batch.momentum, *more, *pairs.options.guides)
+            value = value + zero_or_nan(*features)
         encoded = None if given.encoder is None else given.encoder.encoded
         units = [features.unit for features in (given.extra, encoded) if features is not None]
         units += [] if given.choices is None else given.choices.guides

@@ -17,8 +17,8 @@ from compopt.estimator.call import Call, Estimate, Setting
 from compopt.estimator.component import Normalizer
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import Scalar, all_finite
+from compopt.kernel.blocks import mean_positive
 from compopt.kernel.pairs import PairStatistics, Sums, scale_of
-from compopt.kernel.selection import mean_positive
 from compopt.pairs import NO_POLICY, PairPolicy
 
 KEYS = ("index", "index2", "labels")
