@@ -26,7 +26,7 @@ from compopt.kernel.distributed import GatheredPairs, RowBlock, weight_factor
 from compopt.kernel.local import Pairs
 from compopt.kernel.pairs import SPREAD_ANCHORS, PairOptions, PairStatistics, Sums, scale_of
 from compopt.tiles import sweep
-from compopt.tiles.operands import Anchors, AnchorSums, Operands, Weights, ranked
+from compopt.tiles.sweep import Anchors, AnchorSums, Operands, Weights, ranked
 
 # Keys below 0 equal no sample's: of further candidates, of the batch's, and of rows that have no further candidates.
 FURTHER, INSIDE, WITHOUT = -1, -2, -3
