@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypedDict, TypeVar, cast
 
 import torch
 
@@ -49,6 +49,7 @@ class Options(CommonOptions, total=False):
 
 
 Init = TypeVar("Init", bound=Callable[..., None])
+E, P, R = TypeVar("E"), ParamSpec("P"), TypeVar("R")
 
 
 def takes_options(base: type | tuple[type, ...], kind: Any) -> Callable[[Init], Init]:
@@ -80,5 +81,23 @@ def takes_options(base: type | tuple[type, ...], kind: Any) -> Callable[[Init], 
 
         checked.__signature__ = signature  # type: ignore[attr-defined]
         return cast(Init, checked)
+
+    return decorate
+
+
+def with_arguments_of(
+    call: Callable[Concatenate[E, P], Any],
+) -> Callable[[Callable[[E, dict[str, Any]], R]], Callable[Concatenate[E, P], R]]:
+    """Give a method the signature of another one, whose arguments it gets by name."""
+    signature = inspect.signature(call)
+
+    def decorate(method: Callable[[E, dict[str, Any]], R]) -> Callable[Concatenate[E, P], R]:
+        @functools.wraps(method)
+        def called(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
+            _, *given = signature.bind(self, *args, **kwargs).arguments.items()
+            return method(self, dict(given))
+
+        called.__signature__ = signature.replace(return_annotation=inspect.signature(method).return_annotation)  # type: ignore[attr-defined]
+        return called
 
     return decorate
