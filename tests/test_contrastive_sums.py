@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compopt import functional
-from compopt.tiles import choice, dense, launch
+from compopt.tiles import choice, sweep
 from tests.helpers import near
 
 B, D, TAU = 9, 4, 0.05
@@ -109,8 +109,7 @@ def test_no_matrix_of_all_pairs_is_made():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sums_of_a_wave_are_merged_before_the_next_but_one(backend, monkeypatch):
     """The parts of all waves, one per tile and anchor, would be a matrix again."""
-    room = dense if backend == "torch" else launch
-    one_wave, parts, alive = room.sums, [], []
+    one_wave, parts, alive = getattr(sweep, f"{backend}_sums"), [], []
 
     def spy(o, wave):
         alive.append(sum(part() is not None for part in parts))
@@ -118,7 +117,7 @@ def test_sums_of_a_wave_are_merged_before_the_next_but_one(backend, monkeypatch)
         parts.extend(weakref.ref(side.total) for side in found)
         return found
 
-    monkeypatch.setattr(room, "sums", spy)
+    monkeypatch.setattr(sweep, f"{backend}_sums", spy)
     z1, z2 = features()
     functional.contrastive_sums(z1, z2, TAU, backend=backend, wave=1)
     assert len(alive) == B and max(alive) <= 2

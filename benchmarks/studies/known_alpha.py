@@ -33,16 +33,16 @@ from statistics import mean
 from typing import Any, cast
 
 import torch
+from compopt.estimator.component import Call, Estimate
 from torch import Tensor, nn
 
 import compopt
-from benchmarks.report import RESULTS, mean_spread, table
+from benchmarks.report import RESULTS
 from benchmarks.studies.default.tasks import DIM, Glyphs, Task, Words
 from benchmarks.studies.default.training import Setting, how, train
-from benchmarks.studies.search import SEEDS, Arm, Job, Results, Search, by_seed, difference, main, provenance, settings
+from benchmarks.studies.search import SEEDS, Arm, Job, Results, Search, main
 from benchmarks.studies.state.gradients import gradient_errors
 from compopt import functional as F
-from compopt.estimator.call import Call, Estimate
 from recipes import batches
 
 DATA = ("glyphs", "words")

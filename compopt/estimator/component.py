@@ -9,7 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypedDict, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -667,6 +667,7 @@ class PlacementOptions(TypedDict, total=False):
 
 
 Init = TypeVar("Init", bound=Callable[..., None])
+E, P, R = TypeVar("E"), ParamSpec("P"), TypeVar("R")
 
 
 def takes_options(base: type | tuple[type, ...], kind: Any) -> Callable[[Init], Init]:
@@ -698,5 +699,23 @@ def takes_options(base: type | tuple[type, ...], kind: Any) -> Callable[[Init], 
 
         checked.__signature__ = signature  # type: ignore[attr-defined]
         return cast(Init, checked)
+
+    return decorate
+
+
+def with_arguments_of(
+    call: Callable[Concatenate[E, P], Any],
+) -> Callable[[Callable[[E, dict[str, Any]], R]], Callable[Concatenate[E, P], R]]:
+    """Give a method the signature of another one, whose arguments it gets by name."""
+    signature = inspect.signature(call)
+
+    def decorate(method: Callable[[E, dict[str, Any]], R]) -> Callable[Concatenate[E, P], R]:
+        @functools.wraps(method)
+        def called(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
+            _, *given = signature.bind(self, *args, **kwargs).arguments.items()
+            return method(self, dict(given))
+
+        called.__signature__ = signature.replace(return_annotation=inspect.signature(method).return_annotation)  # type: ignore[attr-defined]
+        return called
 
     return decorate

@@ -16,8 +16,8 @@ from compopt.checks.values import FINITE, Range
 from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import Scalar, all_finite
+from compopt.kernel.blocks import mean_positive
 from compopt.kernel.pairs import PairStatistics, Sums, scale_of
-from compopt.kernel.selection import mean_positive
 from compopt.pairs import NO_POLICY, PairPolicy
 
 KEYS = ("index", "index2", "labels")
