@@ -13,25 +13,8 @@ from torch import Tensor
 
 from compopt import accelerator, checks
 from compopt.batch import Batch
-from compopt.checks import Directions
+from compopt.checks import Directions, inputs
 from compopt.checks.context import refuse_tangents, refuse_transforms
-from compopt.checks.inputs import (
-    check_anchors,
-    check_extra,
-    check_features,
-    check_guide,
-    check_momentum,
-    check_prior,
-    check_range,
-    check_sample_weight,
-    check_tau,
-    check_teacher,
-    check_vector,
-    check_views,
-    check_within,
-    one_name,
-    tau_facts,
-)
 from compopt.distributed.handshake import NOTHING
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.component import Normalizer, Temperature
@@ -187,7 +170,7 @@ def check_call(
         features = check_given(z1, z2, est.mode, least=0 if several else 2)
         one, views = (z1, 2) if z2 is not None else (z1[0], z1.shape[0])
         batch = one.shape[0]
-        directions = est._anchors if anchors is None and views == 2 else check_anchors(anchors, views, est.mode)
+        directions = est._anchors if anchors is None and views == 2 else inputs.check_anchors(anchors, views, est.mode)
         if views > 2 and extra is not None:
             raise ValueError("extra= serves two views, got a tensor of more; pass est(z1, z2, index, extra=extra)")
         if directions > 2 and encode is not None:
@@ -196,16 +179,16 @@ def check_call(
         if index2 is not None:
             if est.mode == "unimodal":
                 raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
-            keys["index2"] = check_vector("index2", index2, batch)
-        if one_name(labels, group) is not None:
+            keys["index2"] = inputs.check_vector("index2", index2, batch)
+        if inputs.one_name(labels, group) is not None:
             name, value = ("labels", labels) if group is None else ("group", group)
-            keys["labels"] = check_vector(name, value, batch)
+            keys["labels"] = inputs.check_vector(name, value, batch)
         if tau is not None:
             if est.temperature.learns:
                 raise ValueError(
                     "tau= must be left out: this estimator learns its own temperatures, see est.temperature"
                 )
-            tau = check_tau(tau, batch, directions if views == 2 else 1)
+            tau = inputs.check_tau(tau, batch, directions if views == 2 else 1)
         est.normalizer.check_encode(encode, keys)
         positions = _check_extra(est, extra, extra_index, keys, one)
         if positions is not None and index is None and index2 is None:
@@ -218,11 +201,18 @@ def check_call(
         momentum = _check_momentum(est, asked["momentum_features"], one, views, policy)
         weight = asked["sample_weight"]
         if weight is not None:
-            weight = accelerator.to_device(check_sample_weight(weight, batch, working_dtype(one.dtype)), one.device)
+            weight = accelerator.to_device(
+                inputs.check_sample_weight(weight, batch, working_dtype(one.dtype)), one.device
+            )
     facts: dict[str, int] = {}
     if several:
         brought = 0 if extra is None else 1 if positions is None else 2
-        facts = {"named": int(index is not None), "encode": int(encode is not None), "extra": brought, **tau_facts(tau)}
+        facts = {
+            "named": int(index is not None),
+            "encode": int(encode is not None),
+            "extra": brought,
+            **inputs.tau_facts(tau),
+        }
         facts["momentum"] = int(momentum is not None)
         facts |= {"views": views, "anchors": directions, **(choices.facts if choices is not None else {})}
         facts["weighted"] = int(weight is not None)
@@ -258,7 +248,7 @@ def check_cached(
     with est._engine.handshake.guard():
         check_given(z1, z2, est.mode, least=0)
         if extra is not None:
-            check_extra(extra, extra_index, z1 if z2 is not None else z1[0])
+            inputs.check_extra(extra, extra_index, z1 if z2 is not None else z1[0])
 
 
 def check_options(mode: str, directions: str, normalize: bool, multiply_tau: bool) -> None:
@@ -292,9 +282,9 @@ def check_policy(
 def check_given(z1: Tensor, z2: Tensor | None, mode: str, least: int) -> tuple[Tensor, ...]:
     """Check the features of a call, and return the tensors that have them: two, or one with all views."""
     if z2 is None:
-        check_views(z1, mode, least)
+        inputs.check_views(z1, mode, least)
         return (z1,)
-    check_features(z1, z2, least)
+    inputs.check_features(z1, z2, least)
     return z1, z2
 
 
@@ -307,9 +297,9 @@ def _check_extra(
             raise TypeError("extra_index= has the positions of extra=, which is None")
         return None
     est.normalizer.check_extra()
-    _, positions = check_extra(extra, extra_index, like)
+    _, positions = inputs.check_extra(extra, extra_index, like)
     if positions is not None and "index2" not in keys:
-        check_range("extra_index", positions, est._engine.groups.n)
+        inputs.check_range("extra_index", positions, est._engine.groups.n)
     return positions
 
 
@@ -328,7 +318,7 @@ def _check_momentum(
             f"leave one of them out"
         )
     with full_precision(like.device):
-        return torch.stack(_units(check_momentum(features, like), like, est.normalize))
+        return torch.stack(_units(inputs.check_momentum(features, like), like, est.normalize))
 
 
 def _check_choices(
@@ -352,14 +342,14 @@ def _check_choices(
     if policy.guided:
         _add_guide(choices, given["guide"], policy, normalize, like, views, more)
     if policy.within:
-        checked = check_within(given["within"], len(like), more)
+        checked = inputs.check_within(given["within"], len(like), more)
         choices.add("within", 1, [accelerator.to_device(key, like.device) for key in checked])
     if policy.targets is not None:
         classes = isinstance(policy.targets, str)
-        features = check_teacher(given["teacher"], len(like), classes, views)
+        features = inputs.check_teacher(given["teacher"], len(like), classes, views)
         choices.add("teacher", views, _units(features, like, normalize and not classes))
     if policy.prior == "given":
-        shares = check_prior(given["prior"], len(like), working_dtype(like.dtype))
+        shares = inputs.check_prior(given["prior"], len(like), working_dtype(like.dtype))
         choices.add("prior", 1, [accelerator.to_device(shares, like.device)])
     return choices
 
@@ -386,7 +376,7 @@ def _add_guide(
     choices: Choices, guide: Any, policy: PairPolicy, normalize: bool, like: Tensor, views: int, more: int | None
 ) -> None:
     """Check a guide's features; further candidates that are spared have any."""
-    features = check_guide(guide, views, len(like), None if policy.spare_extra else more)
+    features = inputs.check_guide(guide, views, len(like), None if policy.spare_extra else more)
     if policy.spare_extra and more is not None:
         features.append(features[0].new_zeros(more, features[0].shape[1]))
     choices.add("guide", views, _units(features, like, normalize))
