@@ -25,6 +25,7 @@ from compopt.kernel.features import with_gradients, working_dtype
 from compopt.normalizers.moving_average import DOMAINS, Domain
 from compopt.stores.layout import Column
 
+TOTAL = ("log_v", "updates")  # state of a moving average for all samples, and the number of its updates
 # How each hyper-parameter is checked.
 CHECKS = {
     "gamma": checks.unit_interval,
@@ -59,10 +60,16 @@ class CompositionalLoss(Component):
     role = "loss"
     domain: Domain = "log"
     width = 1
+    numbers: tuple[str, ...] = ()  # names of state that is one number for all samples together
 
     @takes_options(Component, PlacementOptions)
     def __init__(self, n: GroupSpec | None, hyper: Mapping[str, Any], **placement: Unpack[PlacementOptions]) -> None:
         super().__init__(None if n is None else as_groups(n), hyper, **placement)
+
+    def joined(self, groups: SampleGroups, setting: Setting) -> None:
+        super().joined(groups, setting)
+        # float64, since each is one number that is averaged at every step
+        self.state = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in self.numbers}
 
     def check(self, group: Mapping[str, Any]) -> None:
         for name in self.own_defaults.keys() & CHECKS.keys():  # a subclass checks its own
@@ -91,6 +98,15 @@ class CompositionalLoss(Component):
     def weights(self, u: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor]:
         """Return the loss, and its derivative with respect to averages as they are stored."""
         return outer(lambda x: self.outer(x, batch, hyper), u)
+
+    def _total(self, log_g: Tensor, batch: Batch, hyper: Hyper) -> Tensor:
+        """Fold ``log_g``, one number in any shape, into ``log v``, the average for all samples; return that, 0-d."""
+        state = self.working_state(batch.depositing)
+        gamma, first = hyper.of_first_group()("gamma"), state["updates"] == 0
+        log_v = F.moving_average(state["log_v"], log_g.to(state["log_v"]).squeeze(), gamma, first)
+        if batch.depositing:
+            self.deposit_state(log_v=log_v, updates=state["updates"] + 1)
+        return log_v.to(log_g)
 
     def _compose(self, index: Tensor, given: Sequence[Tensor], values: Mapping[str, Tensor]) -> Tensor:
         """Return the loss of ``given``: a tensor with an entry per sample, perhaps another one of other samples."""
@@ -137,22 +153,3 @@ def alike(name: str, value: Any, like: Tensor) -> Tensor:
 def log_mean_exp(x: Tensor, dim: int) -> Tensor:
     """Return ``log mean exp`` over one axis, kept."""
     return torch.logsumexp(x, dim, keepdim=True) - math.log(x.shape[dim])
-
-
-class WithTotal(CompositionalLoss):
-    """Loss with one more moving average, ``v``, for all samples together, kept as ``log_v``."""
-
-    def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        super().joined(groups, setting)
-        # float64: one number, which is averaged at every step
-        zero = torch.zeros((), dtype=torch.float64, device="cpu")
-        self.state = {"log_v": zero, "updates": zero.clone()}
-
-    def _total(self, log_g: Tensor, batch: Batch, hyper: Hyper) -> Tensor:
-        """Fold ``log_g``, one number in any shape, into ``log v`` and return that, 0-d."""
-        state = self.working_state(batch.depositing)
-        gamma, first = hyper.of_first_group()("gamma"), state["updates"] == 0
-        log_v = F.moving_average(state["log_v"], log_g.to(state["log_v"]).squeeze(), gamma, first)
-        if batch.depositing:
-            self.deposit_state(log_v=log_v, updates=state["updates"] + 1)
-        return log_v.to(log_g)

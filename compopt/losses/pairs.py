@@ -14,11 +14,10 @@ from compopt import functional as F
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs
 from compopt.checks.inputs import check_vector
-from compopt.estimator.call import Setting
 from compopt.estimator.component import Component
-from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
-from compopt.losses.base import CompositionalLoss, WithTotal, alike, check_scores, log_mean_exp
+from compopt.losses.base import TOTAL, CompositionalLoss, alike, check_scores, log_mean_exp
 from compopt.normalizers.moving_average import Domain
 from compopt.stores.layout import Column
 
@@ -166,7 +165,7 @@ class PartialAUCLoss(PairLoss):
         return (hyper("tau") * u)[:, 0]
 
 
-class TwoWayPartialAUCLoss(PartialAUCLoss, WithTotal):
+class TwoWayPartialAUCLoss(PartialAUCLoss):
     r"""Two-way partial AUC (low false, high true positive rates), KL-regularised on both sides, by SOTA-s.
 
     .. math::
@@ -194,6 +193,8 @@ class TwoWayPartialAUCLoss(PartialAUCLoss, WithTotal):
         >>> bool(scores.grad[1] < 10 * scores.grad[0] < 0)  # nearly all weight on the hardest positive
         True
     """
+
+    numbers = TOTAL
 
     @takes_options(Component, PlacementOptions)
     def __init__(
@@ -312,6 +313,8 @@ class TwoWayCVaRPartialAUCLoss(CVaRPartialAUCLoss):
         [0.0, -2.2, 2.2, 0.0]
     """
 
+    numbers = ("threshold",)
+
     @takes_options(Component, PlacementOptions)
     def __init__(
         self,
@@ -325,10 +328,6 @@ class TwoWayCVaRPartialAUCLoss(CVaRPartialAUCLoss):
     ) -> None:
         hyper = {"max_fpr": max_fpr, "min_tpr": min_tpr, "gamma": gamma, "lr": lr, "margin": margin}
         CompositionalLoss.__init__(self, n, hyper, **placement)
-
-    def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        super().joined(groups, setting)
-        self.state = {"threshold": torch.zeros((), dtype=torch.float64, device="cpu")}
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         return [*super().columns(directions, dtype), Column("u", 1, dtype)]

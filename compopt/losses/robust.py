@@ -13,11 +13,11 @@ from compopt.checks.context import outside_of_graphs
 from compopt.estimator.component import Component
 from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
-from compopt.losses.base import WithTotal, check_scores, log_mean_exp
+from compopt.losses.base import TOTAL, CompositionalLoss, check_scores, log_mean_exp
 from compopt.stores.layout import Column
 
 
-class RobustLoss(WithTotal):
+class RobustLoss(CompositionalLoss):
     r"""Risk that a KL-regularised adversary reweights: a soft maximum of losses, of each task or of all samples.
 
     .. math::
@@ -48,6 +48,8 @@ class RobustLoss(WithTotal):
         >>> each.grad.tolist() == torch.tensor([0.0, 2.0]).softmax(0).tolist()
         True
     """
+
+    numbers = TOTAL
 
     @takes_options(Component, PlacementOptions)
     def __init__(
