@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -30,39 +30,6 @@ OPTIONS = {"guide": "guided=True", "within": "within=True", "teacher": "targets=
 
 
 @dataclass(frozen=True)
-class Choices:
-    """Policy of pairs of a call, and the tensors that the call brings for it, on one rank.
-
-    Attributes:
-        policy: the one of the call, or of the estimator.
-        values: ``guide1``, ``guide2``, ... and ``teacher1``, ``teacher2``, ..., ``(b, g)`` each, ``within1`` and
-            ``prior1``, ``(b,)``, as far as the policy asks for them.
-        of_extra: ``guide``, ``(M, g)``, and ``within``, ``(M,)``, of the further candidates.
-    """
-
-    policy: PairPolicy
-    values: dict[str, Tensor] = field(default_factory=dict)
-    of_extra: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, name: str, count: int, given: Sequence[Tensor]) -> None:
-        """Note tensors of one name: at most ``count`` of the batch, and after these one of the further candidates."""
-        self.values.update({f"{name}{number}": value for number, value in enumerate(given[:count], start=1)})
-        self.of_extra.update(zip((name,), given[count:], strict=False))
-
-    @property
-    def guides(self) -> list[Tensor]:
-        """Features of the guide and of the teacher."""
-        given = (*self.values.items(), *self.of_extra.items())
-        return [value for name, value in given if name.startswith(("guide", "teacher"))]
-
-    @property
-    def facts(self) -> dict[str, int]:
-        """Facts that must be alike on all ranks: a fingerprint, since a first message has little room."""
-        widths = [value.shape[1:] for value in self.values.values()]
-        return {"policy": zlib.crc32(repr((self.policy, widths)).encode())}
-
-
-@dataclass(frozen=True)
 class Given:
     """Arguments of one call on one rank, checked.
 
@@ -74,7 +41,10 @@ class Given:
         extra, positions: further candidates, and their data-set positions, if there are any.
         encoder: features of samples outside the batch, if the caller can give them.
         facts: what must be alike on all ranks.
-        choices: for the policy of pairs, if there is one.
+        policy: of pairs, if there is one.
+        values: what the call brings for the policy: ``guide1``, ``guide2``, ... and ``teacher1``, ``teacher2``, ...,
+            ``(b, g)`` each, ``within1`` and ``prior1``, ``(b,)``, as far as it asks for them.
+        of_extra: ``guide``, ``(M, g)``, and ``within``, ``(M,)``, of the further candidates.
         graph: gradients may be wanted at all.
         momentum: features of a momentum copy, as the kernel takes them, ``(2, b, d)``, if there are any.
         sample_weight: ``(b,)``, if given.
@@ -89,7 +59,9 @@ class Given:
     encoder: Encoder | None
     facts: dict[str, int]
     graph: bool
-    choices: Choices | None
+    policy: PairPolicy | None
+    values: dict[str, Tensor]
+    of_extra: dict[str, Tensor]
     momentum: Tensor | None = None
     sample_weight: Tensor | None = None
 
@@ -98,20 +70,19 @@ class Given:
         return self.graph and isinstance(temperature, Tensor) and temperature.requires_grad
 
     @property
-    def policy(self) -> PairPolicy | None:
-        """Policy of pairs of this call."""
-        return None if self.choices is None else self.choices.policy
+    def guides(self) -> list[Tensor]:
+        """Features of the guide and of the teacher."""
+        given = (*self.values.items(), *self.of_extra.items())
+        return [value for name, value in given if name.startswith(("guide", "teacher"))]
 
     def gather_extra(self, batch: Batch, ranks: Ranks) -> Extra | None:
         """Return the further candidates of all ranks."""
         if self.extra is None:
             return None
         own = self.extra.unit[0]
-        values = {"features": own}
+        values = {"features": own, **self.of_extra}
         if self.positions is not None:
             values["positions"] = accelerator.to_device(self.positions, own.device)
-        if self.choices is not None:
-            values |= self.choices.of_extra
         if self.policy is not None and self.policy.asks_for_owners:
             values["owner"] = torch.arange(len(own), device=own.device) % self.own.unit.shape[1] + batch.own.start
         gathered = ranks.gather([*values.values()], batch.more) if max(batch.more) else values.values()
@@ -197,7 +168,9 @@ def check_call(
         if policy is not None:  # that of the construction too: hyper-parameters may have been edited
             check_policy(policy, est.normalizer, est.temperature, est.normalize, est.directions)
             policy = None if policy == NO_POLICY else policy
-        choices = _check_choices(policy, est.normalize, asked, keys, one, views, extra)
+        more = None if extra is None else len(extra)
+        _refuse_arguments(policy, asked, "labels" in keys, batch, more)
+        values, of_extra = _check_asked(policy or NO_POLICY, est.normalize, asked, one, views, more)
         momentum = _check_momentum(est, asked["momentum_features"], one, views, policy)
         weight = asked["sample_weight"]
         if weight is not None:
@@ -206,16 +179,13 @@ def check_call(
             )
     facts: dict[str, int] = {}
     if several:
-        brought = 0 if extra is None else 1 if positions is None else 2
-        facts = {
-            "named": int(index is not None),
-            "encode": int(encode is not None),
-            "extra": brought,
-            **inputs.tau_facts(tau),
-        }
-        facts["momentum"] = int(momentum is not None)
-        facts |= {"views": views, "anchors": directions, **(choices.facts if choices is not None else {})}
-        facts["weighted"] = int(weight is not None)
+        given = {"named": index, "encode": encode, "momentum": momentum, "weighted": weight}
+        facts = {name: int(value is not None) for name, value in given.items()}
+        facts |= {"extra": 0 if extra is None else 1 if positions is None else 2, **inputs.tau_facts(tau)}
+        facts |= {"views": views, "anchors": directions}
+        if policy is not None:  # a fingerprint, since a first message has little room
+            widths = [value.shape[1:] for value in values.values()]
+            facts["policy"] = zlib.crc32(repr((policy, widths)).encode())
     encoder = None if encode is None else Encoder(encode, one, est.normalize, est.mode == "unimodal")
     with full_precision(z1.device):  # autocast refuses to stack half precision of a kind that is not its own
         own = Features.of(*features, normalize=est.normalize)
@@ -223,7 +193,8 @@ def check_call(
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
     graph = torch.is_grad_enabled()
-    return Given(keys, own, directions, tau, further, positions, encoder, facts, graph, choices, momentum, weight)
+    shown = keys, own, directions, tau, further, positions, encoder, facts, graph, policy, values, of_extra
+    return Given(*shown, momentum, weight)
 
 
 def check_cached(
@@ -321,65 +292,52 @@ def _check_momentum(
         return torch.stack(_units(inputs.check_momentum(features, like), like, est.normalize))
 
 
-def _check_choices(
-    policy: PairPolicy | None,
-    normalize: bool,
-    given: Mapping[str, Any],
-    keys: Mapping[str, Tensor],
-    like: Tensor,
-    views: int,
-    extra: Tensor | None,
-) -> Choices | None:
-    """Check what the policy of pairs asks for, and return it: nothing may be missing, and nothing given in vain."""
-    asks = set() if policy is None else policy.asks
+def _refuse_arguments(
+    policy: PairPolicy | None, given: Mapping[str, Any], labelled: bool, batch: int, more: int | None
+) -> None:
+    """Refuse a call in which something is missing that the policy asks for, or given in vain."""
     for name, option in OPTIONS.items():
-        if (given[name] is not None) != (name in asks):
-            raise _refused(name, option, name in asks)
-    if policy is None:
-        return None
-    _check_rows(policy, keys, len(like), extra)
-    choices, more = Choices(policy), None if extra is None else len(extra)
-    if policy.guided:
-        _add_guide(choices, given["guide"], policy, normalize, like, views, more)
-    if policy.within:
-        checked = inputs.check_within(given["within"], len(like), more)
-        choices.add("within", 1, [accelerator.to_device(key, like.device) for key in checked])
-    if policy.targets is not None:
-        classes = isinstance(policy.targets, str)
-        features = inputs.check_teacher(given["teacher"], len(like), classes, views)
-        choices.add("teacher", views, _units(features, like, normalize and not classes))
-    if policy.prior == "given":
-        shares = inputs.check_prior(given["prior"], len(like), working_dtype(like.dtype))
-        choices.add("prior", 1, [accelerator.to_device(shares, like.device)])
-    return choices
-
-
-def _check_rows(policy: PairPolicy, keys: Mapping[str, Tensor], batch: int, extra: Tensor | None) -> None:
-    """Refuse a batch whose labels are missing, or whose further candidates are not those of its anchors."""
-    if policy.positives == "labels" and "labels" not in keys:
+        wanted = policy is not None and name in policy.asks
+        if wanted and given[name] is None:
+            raise ValueError(f"{name} is missing, which PairPolicy({option}) asks for; pass {name}= in every call")
+        if given[name] is not None and not wanted:
+            remedy = f"give the estimator or this call pairs=PairPolicy({option}, ...)"
+            raise ValueError(f"{name}= has no effect here: {remedy}")
+    if policy is not None and policy.positives == "labels" and not labelled:
         raise ValueError('labels is missing, which PairPolicy(positives="labels") asks for; pass labels= in every call')
-    if policy.asks_for_owners and extra is not None and (len(extra) % batch if batch else len(extra)):
+    if policy is not None and policy.asks_for_owners and more and (more % batch if batch else True):
         raise ValueError(
-            f"extra must have the same number of rows for each of {batch} anchors with {policy}, got "
-            f"{len(extra)} rows; pass torch.cat of columns of {batch} rows"
+            f"extra must have the same number of rows for each of {batch} anchors with {policy}, got {more} rows; pass "
+            f"torch.cat of columns of {batch} rows"
         )
 
 
-def _refused(name: str, option: str, missing: bool) -> ValueError:
-    """Return the refusal of a call without an argument that its policy asks for, or with one that it does not."""
-    if missing:
-        return ValueError(f"{name} is missing, which PairPolicy({option}) asks for; pass {name}= in every call")
-    return ValueError(f"{name}= has no effect here: give the estimator or this call pairs=PairPolicy({option}, ...)")
-
-
-def _add_guide(
-    choices: Choices, guide: Any, policy: PairPolicy, normalize: bool, like: Tensor, views: int, more: int | None
-) -> None:
-    """Check a guide's features; further candidates that are spared have any."""
-    features = inputs.check_guide(guide, views, len(like), None if policy.spare_extra else more)
-    if policy.spare_extra and more is not None:
-        features.append(features[0].new_zeros(more, features[0].shape[1]))
-    choices.add("guide", views, _units(features, like, normalize))
+def _check_asked(
+    policy: PairPolicy, normalize: bool, given: Mapping[str, Any], like: Tensor, views: int, more: int | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors that the policy asks for, those of the batch and those of ``more`` further candidates."""
+    found: dict[str, Sequence[Tensor]] = {}
+    if policy.guided:
+        features = inputs.check_guide(given["guide"], views, len(like), None if policy.spare_extra else more)
+        if policy.spare_extra and more is not None:  # candidates that are spared have any
+            features.append(features[0].new_zeros(more, features[0].shape[1]))
+        found["guide"] = _units(features, like, normalize)
+    if policy.within:
+        checked = inputs.check_within(given["within"], len(like), more)
+        found["within"] = [accelerator.to_device(key, like.device) for key in checked]
+    if policy.targets is not None:
+        classes = isinstance(policy.targets, str)
+        features = inputs.check_teacher(given["teacher"], len(like), classes, views)
+        found["teacher"] = _units(features, like, normalize and not classes)
+    if policy.prior == "given":
+        shares = inputs.check_prior(given["prior"], len(like), working_dtype(like.dtype))
+        found["prior"] = [accelerator.to_device(shares, like.device)]
+    values, of_extra = {}, {}
+    for name, tensors in found.items():
+        count = views if name in ("guide", "teacher") else 1
+        values |= {f"{name}{number}": value for number, value in enumerate(tensors[:count], start=1)}
+        of_extra |= dict(zip((name,), tensors[count:], strict=False))
+    return values, of_extra
 
 
 def _units(features: Sequence[Tensor], like: Tensor, normalize: bool) -> list[Tensor]:

@@ -429,8 +429,7 @@ class ContrastiveEstimator(Estimator):
             values["tau"] = given.tau.detach().to(given.own.unit.device)
         if given.sample_weight is not None:
             values["sample_weight"] = given.sample_weight
-        if given.choices is not None:
-            values |= given.choices.values
+        values |= given.values
         if given.momentum is not None:
             values |= zip(("k1", "k2"), given.momentum, strict=True)
         more = 0 if given.extra is None else given.extra.unit.shape[1]
@@ -514,7 +513,7 @@ class ContrastiveEstimator(Estimator):
             value = value + zero_or_nan(*objective.batch.features, *objective.batch.momentum, *more, *guide)
         encoded = None if given.encoder is None else given.encoder.encoded
         units = [features.unit for features in (given.extra, encoded) if features is not None]
-        units += [] if given.choices is None else given.choices.guides
+        units += given.guides
         units += [] if given.momentum is None else [given.momentum]
         # a warning may be an error, and this call counts from here on
         self._engine.async_checks.watch_features(value, unit, *units)
