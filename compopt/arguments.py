@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -45,9 +45,9 @@ class Given:
         values: what the call brings for the policy: ``guide1``, ``guide2``, ... and ``teacher1``, ``teacher2``, ...,
             ``(b, g)`` each, ``within1`` and ``prior1``, ``(b,)``, as far as it asks for them.
         of_extra: ``guide``, ``(M, g)``, and ``within``, ``(M,)``, of the further candidates.
-        graph: gradients may be wanted at all.
         momentum: features of a momentum copy, as the kernel takes them, ``(2, b, d)``, if there are any.
         sample_weight: ``(b,)``, if given.
+        graph: gradients may be wanted at all.
     """
 
     keys: dict[str, Tensor]
@@ -58,12 +58,12 @@ class Given:
     positions: Tensor | None
     encoder: Encoder | None
     facts: dict[str, int]
-    graph: bool
     policy: PairPolicy | None
     values: dict[str, Tensor]
     of_extra: dict[str, Tensor]
-    momentum: Tensor | None = None
-    sample_weight: Tensor | None = None
+    momentum: Tensor | None
+    sample_weight: Tensor | None
+    graph: bool = field(default_factory=torch.is_grad_enabled)
 
     def wants(self, temperature: float | Tensor) -> bool:
         """Return whether a temperature gets a gradient."""
@@ -174,9 +174,8 @@ def check_call(
         momentum = _check_momentum(est, asked["momentum_features"], one, views, policy)
         weight = asked["sample_weight"]
         if weight is not None:
-            weight = accelerator.to_device(
-                inputs.check_sample_weight(weight, batch, working_dtype(one.dtype)), one.device
-            )
+            weight = inputs.check_sample_weight(weight, batch, working_dtype(one.dtype))
+            weight = accelerator.to_device(weight, one.device)
     facts: dict[str, int] = {}
     if several:
         given = {"named": index, "encode": encode, "momentum": momentum, "weighted": weight}
@@ -192,9 +191,9 @@ def check_call(
         further = None if extra is None else Features.of(extra, normalize=est.normalize)
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
-    graph = torch.is_grad_enabled()
-    shown = keys, own, directions, tau, further, positions, encoder, facts, graph, policy, values, of_extra
-    return Given(*shown, momentum, weight)
+    return Given(
+        keys, own, directions, tau, further, positions, encoder, facts, policy, values, of_extra, momentum, weight
+    )
 
 
 def check_cached(

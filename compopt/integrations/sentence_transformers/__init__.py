@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 try:
-    import sentence_transformers.base.losses.gradcache  # noqa: F401
+    from compopt.integrations.sentence_transformers.losses import CachedEstimatorLoss, EstimatorLoss
+    from compopt.integrations.sentence_transformers.options import guided_options, ranking_options
 except ImportError as error:
     raise ImportError(
         "this needs sentence-transformers 6.2 or newer: "
@@ -11,8 +12,6 @@ except ImportError as error:
     ) from error
 
 from compopt.integrations.sentence_transformers.labels import add_index
-from compopt.integrations.sentence_transformers.losses import CachedEstimatorLoss, EstimatorLoss
-from compopt.integrations.sentence_transformers.options import guided_options, ranking_options
 from compopt.integrations.transformers import EstimatorCallback
 
 __all__ = [
