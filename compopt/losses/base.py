@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from compopt.stores.layout import Column
 
 TOTAL = ("log_v", "updates")  # state of a moving average for all samples, and the number of its updates
 # How each hyper-parameter is checked.
-CHECKS = {
+CHECKS: dict[str, Callable[[str, Any], object]] = {
     "gamma": checks.unit_interval,
     "tau": checks.positive,
     "tau_positive": checks.positive,
@@ -60,6 +60,7 @@ class CompositionalLoss(Component):
     role = "loss"
     domain: Domain = "log"
     width = 1
+    checked_by = CHECKS
     numbers: tuple[str, ...] = ()  # names of state that is one number for all samples together
 
     @takes_options(Component, PlacementOptions)
@@ -72,8 +73,8 @@ class CompositionalLoss(Component):
         self.state = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in self.numbers}
 
     def check(self, group: Mapping[str, Any]) -> None:
-        for name in self.own_defaults.keys() & CHECKS.keys():  # a subclass checks its own
-            CHECKS[name](name, group[name])
+        for name in self.own_defaults.keys() & self.checked_by.keys():  # a subclass checks its own
+            self.checked_by[name](name, group[name])
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         name, reduce = DOMAINS[self.domain]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from compopt.checks.inputs import check_vector
 from compopt.estimator.component import Component
 from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
-from compopt.losses.base import TOTAL, CompositionalLoss, alike, check_scores, log_mean_exp
+from compopt.losses.base import CHECKS, TOTAL, CompositionalLoss, alike, check_scores, log_mean_exp
 from compopt.normalizers.moving_average import Domain
 from compopt.stores.layout import Column
 
@@ -98,16 +97,13 @@ class AveragePrecisionLoss(PairLoss):
 
     domain: Domain = "linear"
     width = 2
+    checked_by = CHECKS | {"margin": checks.positive}  # a positive's own pair keeps the denominator above 0
 
     @takes_options(Component, PlacementOptions)
     def __init__(
         self, n: GroupSpec, gamma: float = 0.9, margin: float = 1.0, **placement: Unpack[PlacementOptions]
     ) -> None:
         super().__init__(n, {"gamma": gamma, "margin": margin}, **placement)
-
-    def check(self, group: Mapping[str, Any]) -> None:
-        super().check(group)
-        checks.positive("margin", group["margin"])  # a positive's own pair keeps the denominator above 0
 
     def inner(self, given: Sequence[Tensor], batch: Batch, hyper: Hyper) -> Tensor:
         each = self.surrogate(hyper("margin") - (given[0][:, None] - torch.cat([*given])))

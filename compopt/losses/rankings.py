@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from compopt.estimator.component import Component
 from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.kernel.features import working_dtype
-from compopt.losses.base import CompositionalLoss, alike, check_scores, log_mean_exp
+from compopt.losses.base import CHECKS, CompositionalLoss, alike, check_scores, log_mean_exp
 from compopt.normalizers.moving_average import Domain
 
 
@@ -112,16 +111,13 @@ class NDCGLoss(ListLoss):
     """
 
     domain: Domain = "linear"
+    checked_by = CHECKS | {"margin": checks.positive}  # an item's own pair keeps the logarithm above 0
 
     @takes_options(Component, PlacementOptions)
     def __init__(
         self, n: GroupSpec, gamma: float = 0.9, margin: float = 1.0, **placement: Unpack[PlacementOptions]
     ) -> None:
         super().__init__(n, {"gamma": gamma, "margin": margin}, **placement)
-
-    def check(self, group: Mapping[str, Any]) -> None:
-        super().check(group)
-        checks.positive("margin", group["margin"])  # an item's own pair keeps the logarithm above 0
 
     def compare(self, excess: Tensor, hyper: Hyper) -> Tensor:
         return (hyper("margin") + excess).relu().square().mean(1, keepdim=True)
