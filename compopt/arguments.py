@@ -113,27 +113,10 @@ class Called(Protocol):
     def _index(self, index: Tensor | None, count: int) -> Tensor: ...
 
 
-def check_call(
-    est: Called,
-    z1: Tensor,
-    z2: Tensor | None,
-    index: Tensor | None,
-    index2: Tensor | None,
-    group: Tensor | None,
-    encode: Encode | None,
-    tau: Tensor | float | None,
-    labels: Tensor | None,
-    extra: Tensor | None,
-    extra_index: Tensor | None,
-    anchors: int | None,
-    pairs: PairPolicy | None,
-    asked: Mapping[str, Any],
-) -> Given:
-    """Refuse what one rank can refuse by itself, and prepare the features.
-
-    ``asked`` has what policies may ask for, ``momentum_features`` and ``sample_weight``.
-    """
+def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, Any]) -> Given:
+    """Refuse what one rank can refuse by itself, and prepare the features; ``asked`` has the other arguments."""
     refuse_transforms()
+    encode, tau, extra, policy = (asked[name] for name in ("encode", "tau", "extra", "pairs"))
     engine = est._engine
     several = engine.ranks.size > 1
     with engine.handshake.guard():
@@ -141,19 +124,14 @@ def check_call(
         features = check_given(z1, z2, est.mode, least=0 if several else 2)
         one, views = (z1, 2) if z2 is not None else (z1[0], z1.shape[0])
         batch = one.shape[0]
-        directions = est._anchors if anchors is None and views == 2 else inputs.check_anchors(anchors, views, est.mode)
+        directions = est._anchors
+        if asked["anchors"] is not None or views > 2:
+            directions = inputs.check_anchors(asked["anchors"], views, est.mode)
         if views > 2 and extra is not None:
             raise ValueError("extra= serves two views, got a tensor of more; pass est(z1, z2, index, extra=extra)")
         if directions > 2 and encode is not None:
             raise ValueError(f"encode= serves up to two anchors, got {directions}; pass anchors=2, or 1")
-        keys = {"index": est._index(index, batch)}
-        if index2 is not None:
-            if est.mode == "unimodal":
-                raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
-            keys["index2"] = inputs.check_vector("index2", index2, batch)
-        if inputs.one_name(labels, group) is not None:
-            name, value = ("labels", labels) if group is None else ("group", group)
-            keys["labels"] = inputs.check_vector(name, value, batch)
+        keys = _check_keys(est, asked, batch)
         if tau is not None:
             if est.temperature.learns:
                 raise ValueError(
@@ -161,10 +139,10 @@ def check_call(
                 )
             tau = inputs.check_tau(tau, batch, directions if views == 2 else 1)
         est.normalizer.check_encode(encode, keys)
-        positions = _check_extra(est, extra, extra_index, keys, one)
-        if positions is not None and index is None and index2 is None:
+        positions = _check_extra(est, extra, asked["extra_index"], keys, one)
+        if positions is not None and asked["index"] is None and asked["index2"] is None:
             raise TypeError("extra_index= has positions in the modality of index or index2; pass one of them")
-        policy = est.pairs if pairs is None else pairs
+        policy = est.pairs if policy is None else policy
         if policy is not None:  # that of the construction too: hyper-parameters may have been edited
             check_policy(policy, est.normalizer, est.temperature, est.normalize, est.directions)
             policy = None if policy == NO_POLICY else policy
@@ -178,7 +156,7 @@ def check_call(
             weight = accelerator.to_device(weight, one.device)
     facts: dict[str, int] = {}
     if several:
-        given = {"named": index, "encode": encode, "momentum": momentum, "weighted": weight}
+        given = {"named": asked["index"], "encode": encode, "momentum": momentum, "weighted": weight}
         facts = {name: int(value is not None) for name, value in given.items()}
         facts |= {"extra": 0 if extra is None else 1 if positions is None else 2, **inputs.tau_facts(tau)}
         facts |= {"views": views, "anchors": directions}
@@ -194,6 +172,18 @@ def check_call(
     return Given(
         keys, own, directions, tau, further, positions, encoder, facts, policy, values, of_extra, momentum, weight
     )
+
+
+def _check_keys(est: Called, asked: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
+    """Check the names of the samples: ``index`` and, if given, ``index2`` and ``labels``."""
+    keys = {"index": est._index(asked["index"], batch)}
+    if asked["index2"] is not None:
+        if est.mode == "unimodal":
+            raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
+        keys["index2"] = inputs.check_vector("index2", asked["index2"], batch)
+    if (value := inputs.one_name(asked["labels"], asked["group"])) is not None:
+        keys["labels"] = inputs.check_vector("labels" if asked["group"] is None else "group", value, batch)
+    return keys
 
 
 def check_cached(

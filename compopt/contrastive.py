@@ -326,24 +326,11 @@ class ContrastiveEstimator(Estimator):
             >>> tuple(views.grad.shape)
             (4, 8, 16)
         """
-        asked = {"guide": guide, "within": within, "teacher": teacher, "prior": prior}
+        asked: dict[str, Any] = {"index": index, "index2": index2, "group": group, "labels": labels, "encode": encode}
+        asked |= {"tau": tau, "extra": extra, "extra_index": extra_index, "anchors": anchors, "pairs": pairs}
+        asked |= {"guide": guide, "within": within, "teacher": teacher, "prior": prior}
         asked |= {"momentum_features": momentum_features, "sample_weight": sample_weight}
-        given = check_call(
-            self,
-            z1,
-            z2,
-            index,
-            index2,
-            group,
-            encode,
-            tau,
-            labels,
-            extra,
-            extra_index,
-            anchors,
-            pairs,
-            asked,
-        )
+        given = check_call(self, z1, z2, asked)
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
             hyper = self._hyper("temperature", batch)
