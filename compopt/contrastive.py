@@ -27,9 +27,10 @@ from compopt.checks.context import outside_of_graphs, refuse_tangents
 from compopt.curation import ScoreKeeper
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.base import Estimator, fixed
-from compopt.estimator.component import Call, Component, Normalizer, Setting, Temperature, with_arguments_of
+from compopt.estimator.component import Call, Component, Normalizer, Setting, Temperature
 from compopt.estimator.engine import Engine
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
+from compopt.estimator.options import with_arguments_of
 from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.features import Encode, with_gradients, zero_or_nan
 from compopt.kernel.joined import Source
@@ -316,11 +317,11 @@ class ContrastiveEstimator(Estimator):
             >>> tuple(views.grad.shape)
             (4, 8, 16)
         """
-        asked = {"guide": guide, "within": within, "teacher": teacher, "prior": prior}
+        asked: dict[str, Any] = {"index": index, "index2": index2, "group": group, "labels": labels, "encode": encode}
+        asked |= {"tau": tau, "extra": extra, "extra_index": extra_index, "anchors": anchors, "pairs": pairs}
+        asked |= {"guide": guide, "within": within, "teacher": teacher, "prior": prior}
         asked |= {"momentum_features": momentum_features, "sample_weight": sample_weight}
-        given = check_call(
-            self, z1, z2, index, index2, group, encode, tau, labels, extra, extra_index, anchors, pairs, asked
-        )
+        given = check_call(self, z1, z2, asked)
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
             hyper = self._hyper("temperature", batch)
@@ -377,8 +378,9 @@ class ContrastiveEstimator(Estimator):
             values["tau"] = given.tau.detach().to(given.own.unit.device)
         if given.sample_weight is not None:
             values["sample_weight"] = given.sample_weight
-        values |= {} if given.choices is None else given.choices.values
-        values |= {} if given.momentum is None else zip(("k1", "k2"), given.momentum, strict=True)
+        values |= given.values
+        if given.momentum is not None:
+            values |= zip(("k1", "k2"), given.momentum, strict=True)
         more = 0 if given.extra is None else given.extra.unit.shape[1]
         batch = self._read(given.keys, values, given.facts, least=2, more=more)
         if given.sample_weight is not None:
@@ -437,7 +439,7 @@ class ContrastiveEstimator(Estimator):
             value = value + zero_or_nan(*batch.features, *batch.momentum, *more, *pairs.options.guides)
         encoded = None if given.encoder is None else given.encoder.encoded
         units = [features.unit for features in (given.extra, encoded) if features is not None]
-        units += [] if given.choices is None else given.choices.guides
+        units += given.guides
         units += [] if given.momentum is None else [given.momentum]
         # a warning may be an error, and this call counts from here on
         self._engine.async_checks.watch_features(value, unit, *units)

@@ -259,12 +259,9 @@ def _read(est: Estimator) -> dict[str, Tensor]:
         index = torch.arange(start, min(start + READ_ROWS, est.n or 1), device="cpu")
         found = {name: x.cpu() for name, x in est.read(index).items()}
         seen = found[COUNT] > 0
-        rows.append({name: x if name == COUNT else _mean(x, seen) for name, x in found.items()})
+        means = {name: torch.where(seen, x.double().mean(1), torch.nan) for name, x in found.items() if name != COUNT}
+        rows.append({**means, COUNT: found[COUNT]})
     return {name: torch.cat([part[name] for part in rows]) for name in rows[0]}
-
-
-def _mean(column: Tensor, seen: Tensor) -> Tensor:
-    return torch.where(seen, column.double().mean(1), torch.nan)
 
 
 def _change(score: Tensor, since: Scores | None) -> Tensor | None:

@@ -33,7 +33,6 @@ from statistics import mean
 from typing import Any, cast
 
 import torch
-from compopt.estimator.component import Call, Estimate
 from torch import Tensor, nn
 
 import compopt
@@ -43,6 +42,7 @@ from benchmarks.studies.default.training import Setting, how, train
 from benchmarks.studies.search import SEEDS, Arm, Job, Results, Search, main
 from benchmarks.studies.state.gradients import gradient_errors
 from compopt import functional as F
+from compopt.estimator.component import Call, Estimate
 from recipes import batches
 
 DATA = ("glyphs", "words")

@@ -15,8 +15,9 @@ from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_pool, check_values
 from compopt.checks.values import Range
-from compopt.estimator.component import Call, Estimate, Normalizer, PlacementOptions, Setting, takes_options
+from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
 from compopt.kernel.features import zero_or_nan
 from compopt.kernel.pairs import effective_number

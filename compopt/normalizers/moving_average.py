@@ -15,8 +15,9 @@ from compopt import functional as F
 from compopt.batch import COUNT, Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_values, check_vector
-from compopt.estimator.component import Call, Estimate, Normalizer, PlacementOptions, Temperature, takes_options
+from compopt.estimator.component import Call, Estimate, Normalizer, Temperature
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
+from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
 from compopt.pairs import PairPolicy
 from compopt.stores.layout import Column

@@ -12,7 +12,7 @@ from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
 from compopt.curation import ScoreKeeper
 from compopt.distributed.ranks import ProcessGroup
-from compopt.estimator.component import takes_options
+from compopt.estimator.options import takes_options
 from compopt.normalizers import BatchNormalizer, MemoryNormalizer, SigmoidNormalizer
 from compopt.pairs import PairPolicy
 from compopt.presets.options import CommonOptions, Options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from compopt.checks import Directions, Mode
 from compopt.curation import ScoreKeeper
-from compopt.estimator.component import PlacementOptions
+from compopt.estimator.options import PlacementOptions
 from compopt.pairs import PairPolicy
 from compopt.tiles.choice import Backend
 

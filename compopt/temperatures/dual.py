@@ -16,8 +16,9 @@ from compopt.batch import COUNT, Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms, warn
 from compopt.checks.inputs import check_values
 from compopt.checks.values import FINITE, Range
-from compopt.estimator.component import Call, PlacementOptions, Setting, Temperature, other_temperature, takes_options
+from compopt.estimator.component import Call, Setting, Temperature, other_temperature
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.estimator.state_dict import part_state_dict
 from compopt.stores.layout import Column
 

@@ -1,0 +1,79 @@
+"""Options that constructors pass on to their base class, and arguments that methods share, spelled once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypedDict, TypeVar, cast
+
+import torch
+
+from compopt.distributed.ranks import ProcessGroup
+from compopt.stores import Offload
+
+
+class PlacementOptions(TypedDict, total=False):
+    """Keywords of :class:`~compopt.estimator.Component` that say where rows are, if it is used alone."""
+
+    process_group: ProcessGroup | None
+    offload: Offload | None
+    offload_dir: str | os.PathLike[str] | None
+    shard: bool
+    dtype: torch.dtype
+
+
+Init = TypeVar("Init", bound=Callable[..., None])
+E, P, R = TypeVar("E"), ParamSpec("P"), TypeVar("R")
+
+
+def takes_options(base: type | tuple[type, ...], kind: Any) -> Callable[[Init], Init]:
+    """Show the options in the signature of an ``__init__``, with their defaults, and refuse any other name.
+
+    ``help()``, tab completion and ``inspect.signature`` then see them although the code says ``**options``.
+
+    Args:
+        base: class whose constructor has the defaults, or several.
+        kind: type of ``**options``, a ``TypedDict`` of keywords of these constructors.
+    """
+
+    def decorate(init: Init) -> Init:
+        bases = base if isinstance(base, tuple) else (base,)
+        defaults = {name: p for each in bases for name, p in inspect.signature(each).parameters.items()}
+        own = [p for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        shown = [p.replace(kind=p.KEYWORD_ONLY) for name, p in defaults.items() if name in kind.__annotations__]
+        signature = inspect.Signature([*own, *shown])
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            for name in kwargs:
+                if name not in signature.parameters:
+                    raise TypeError(
+                        f"{type(self).__name__}() got an unexpected keyword argument {name!r}; it takes "
+                        f"{', '.join(list(signature.parameters)[1:])}"
+                    )
+            init(self, *args, **kwargs)
+
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        return cast(Init, checked)
+
+    return decorate
+
+
+def with_arguments_of(
+    call: Callable[Concatenate[E, P], Any],
+) -> Callable[[Callable[[E, dict[str, Any]], R]], Callable[Concatenate[E, P], R]]:
+    """Give a method the signature of another one, whose arguments it gets by name."""
+    signature = inspect.signature(call)
+
+    def decorate(method: Callable[[E, dict[str, Any]], R]) -> Callable[Concatenate[E, P], R]:
+        @functools.wraps(method)
+        def called(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
+            _, *given = signature.bind(self, *args, **kwargs).arguments.items()
+            return method(self, dict(given))
+
+        called.__signature__ = signature.replace(return_annotation=inspect.signature(method).return_annotation)  # type: ignore[attr-defined]
+        return called
+
+    return decorate
