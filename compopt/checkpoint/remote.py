@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +31,9 @@ class Directory:
     def at(self, local: Path) -> Path | str:
         return local
 
-    def list(self) -> None:
-        """Learn which checkpoints there are."""
+    def listed(self) -> Path:
+        """Learn which checkpoints there are; return ``local``."""
+        return self.local
 
     def get(self, local: Path, size: int | None = None) -> None:
         """Fetch a file, if it has so many bytes."""
@@ -40,9 +41,10 @@ class Directory:
     def put(self, local: Path) -> None:
         """Hand over a file that was written."""
 
-    def of_first_rank(self, ranks: Ranks, checkpoint: Checkpoint | None) -> Checkpoint:
-        """Return the checkpoint that rank 0 gives, in this rank's local directory. Collective."""
-        first, its_local = ranks.gather_objects((checkpoint, self.local))[0]
+    def of_first_rank(self, ranks: Ranks, find: Callable[[], Checkpoint]) -> Checkpoint:
+        """Return the checkpoint that rank 0 finds or makes, in this rank's local directory. Collective."""
+        found = ranks.agree(lambda: find() if ranks.rank == 0 else None)
+        first, its_local = ranks.gather_objects((found, self.local))[0]
         if self.shared:
             return first
         path = self.local / first.path.relative_to(its_local)
@@ -95,11 +97,11 @@ class Remote(Directory):
     def at(self, local: Path) -> str:
         return self.url if local == self.local else f"{self.url}/{local.relative_to(self.local).as_posix()}"
 
-    def list(self) -> None:
-        names = self._copy_manifest(self.local)
-        for name in names:
+    def listed(self) -> Path:
+        for name in self._copy_manifest(self.local):
             if manifest.checkpoint_at(self.local / name) is not None:
                 self._copy_manifest(self.local / name)
+        return self.local
 
     def _copy_manifest(self, local: Path) -> set[str]:
         """Make a local directory and copy the manifest into it, if there is one; return the names there are."""

@@ -155,8 +155,7 @@ def _prepare(est: Estimator, root: Directory, keep: int, blocking: bool) -> _Job
     if table is not None:
         ranks.agree(table.at_rest)
     writers = ranks if blocking else _ranks_beside(engine)
-    made = ranks.agree(lambda: _make(est, root, content["config"]) if ranks.rank == 0 else None)
-    target = root.of_first_rank(ranks, made)
+    target = root.of_first_rank(ranks, lambda: _make(est, root, content["config"]))
     return _Job(target, root, writers, content, state, table, None if table is None else table.snapshot(), keep)
 
 
@@ -171,8 +170,7 @@ def _state(est: Estimator) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _make(est: Estimator, root: Directory, config: dict[str, Any]) -> Checkpoint:
-    root.list()
-    manifest.prepare(root.local, config)
+    manifest.prepare(root.listed(), config)
     for newest in manifest.complete(root.local)[-1:]:
         _check_rows(est, root.at(root.local), newest)
     if root.shared:
