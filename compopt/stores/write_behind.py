@@ -17,7 +17,6 @@ from torch import Tensor
 
 from compopt import accelerator
 from compopt.stores.base import RowStore
-from compopt.stores.layout import WORD, to_device_words
 
 # Commits that wait for the store before a commit waits for them.
 PENDING_LIMIT = 64
@@ -44,7 +43,7 @@ class Ticket:
     later: list[Commit] = field(default_factory=list)
 
     def take(self, device: torch.device | None = None) -> Tensor:
-        """Return the rows' committed values as of now, ``(R, words)``, on ``device`` or that of the ticket."""
+        """Return the rows' committed values as of now, on ``device`` or that of the ticket."""
         self.access.check()
         device, ahead = device or self.device, self.ahead
         read = None if ahead is None else ahead.result()
@@ -113,7 +112,7 @@ class WriteBehind:
         if _elsewhere(pending, rows.device):  # est.read() waits for the device
             self.settle()
             pending = []
-        block = to_device_words(self.store.gather(rows.cpu() if host_rows is None else host_rows), rows.device)
+        block = accelerator.to_device(self.store.gather(rows.cpu() if host_rows is None else host_rows), rows.device)
         return overlay(block, rows, pending)
 
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
@@ -133,7 +132,7 @@ class WriteBehind:
         if side is None:
             return None
         with accelerator.current(device, side):
-            return to_device_words(block, device), accelerator.to_device(rows, device), accelerator.event(device)
+            return accelerator.to_device(block, device), accelerator.to_device(rows, device), accelerator.event(device)
 
     def _forget(self, ticket: Ticket) -> None:
         """Let a ticket read anew; it keeps nothing."""
@@ -167,12 +166,12 @@ class WriteBehind:
         device = rows.device
         side = self._side(device)
         if side is None:
-            return Commit(rows, block, (rows.cpu(), block.cpu().view(WORD)), None)
+            return Commit(rows, block, (rows.cpu(), block.cpu()), None)
         # The copy waits on the device for the work that computes the commit, and the thread for the copy's event: the
         # host does not wait.
         accelerator.wait_stream(side, device)
         with accelerator.current(device, side):
-            host = accelerator.to_host(rows), accelerator.to_host(block).view(WORD)
+            host = accelerator.to_host(rows), accelerator.to_host(block)
             event = accelerator.event(device)
         for tensor in (rows, block):  # else the allocator could give their memory away while the side stream reads it
             tensor.record_stream(side)
