@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,9 +57,15 @@ class Directory:
     def remove(self, checkpoint: Checkpoint) -> None:
         shutil.rmtree(checkpoint.path, ignore_errors=True)
 
-    def naming(self) -> AbstractContextManager[None]:
-        """Return a context in which refusals name the place that the user knows."""
-        return nullcontext()
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Name the place that the user knows in refusals."""
+        try:
+            yield
+        except (FileNotFoundError, ValueError) as error:
+            if self.shared:
+                raise
+            raise type(error)(str(error).replace(str(self.local), str(self.at(self.local)))) from None
 
 
 class Remote(Directory):
@@ -106,7 +112,6 @@ class Remote(Directory):
     def _copy_manifest(self, local: Path) -> set[str]:
         """Make a local directory and copy the manifest into it, if there is one; return the names there are."""
         with self._named(local) as path:
-            self._store.invalidate_cache(path)
             if not self._store.isdir(path):
                 return set()
             names = {entry["name"].rstrip("/").rpartition("/")[2] for entry in self._store.ls(path, detail=True)}
@@ -135,7 +140,6 @@ class Remote(Directory):
     def find(self, local: Path) -> Sequence[Path]:
         """Return the files below a directory of the store, as paths below the local one."""
         with self._named(local) as path:
-            self._store.invalidate_cache(path)
             return [local / str(file)[len(path) :].lstrip("/") for file in self._store.find(path)]
 
     def delete(self, local: Path) -> None:
@@ -159,7 +163,6 @@ class Remote(Directory):
 
     def is_complete(self, checkpoint: Checkpoint) -> bool:
         with self._named(checkpoint.path) as path:
-            self._store.invalidate_cache(path)
             return bool(self._store.isfile(f"{path}/{MANIFEST}"))
 
     def remove(self, checkpoint: Checkpoint) -> None:
@@ -169,21 +172,16 @@ class Remote(Directory):
 
     @contextmanager
     def _named(self, local: Path) -> Iterator[str]:
-        """Yield the path in the store; name the URL in errors."""
+        """Yield the path in the store, whose listing is made anew; name the URL in errors."""
         url = self.at(local)
+        path = self._path + url[len(self.url) :]
         try:
-            yield self._path + url[len(self.url) :]
+            self._store.invalidate_cache(path)
+            yield path
         except (FileNotFoundError, FileExistsError, PermissionError) as error:
             raise type(error)(f"{url}: {error}") from error
         except Exception as error:  # drivers have their own
             raise OSError(f"{url}: {type(error).__name__}: {error}") from error
-
-    @contextmanager
-    def naming(self) -> Iterator[None]:
-        try:
-            yield
-        except (FileNotFoundError, ValueError) as error:
-            raise type(error)(str(error).replace(str(self.local), self.url)) from None
 
 
 def open_directory(directory: str | os.PathLike[str]) -> Directory:

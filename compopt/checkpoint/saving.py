@@ -118,7 +118,7 @@ def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = Tru
             if blocking:
                 return job.run()
             abandon = None if job.snapshot is None else job.snapshot.release  # not of the job, which has the directory
-            engine.saving = SaveHandle(job.place, job.run, abandon)
+            engine.saving = SaveHandle(root.at(job.target.path), job.run, abandon)
             return engine.saving
 
 
@@ -213,10 +213,6 @@ class _Job:
     snapshot: Snapshot | None
     keep: int
 
-    @property
-    def place(self) -> Path | str:
-        return self.root.at(self.target.path)
-
     def run(self) -> Path | str:
         """Write this rank's files, then on rank 0 the manifest; on return the checkpoint is complete. Collective."""
         ranks, is_first = self.ranks, self.ranks.rank == 0
@@ -233,7 +229,7 @@ class _Job:
             finally:
                 self._release()
             ranks.agree(lambda: self._prune() if is_first else None)
-        return self.place
+        return self.root.at(self.target.path)
 
     def _release(self) -> None:
         if self.snapshot is not None:

@@ -87,7 +87,7 @@ class RowStore:
 
     def block(self, start: int, stop: int) -> Tensor:
         """Copy successive rows."""
-        return self._as_block(self._table[start:stop].clone())
+        return self.gather(torch.arange(start, stop, device=self.device))
 
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
         """Read rows ``(R,)`` to a block on the device of ``rows``, in memory of its own.

@@ -214,9 +214,6 @@ class DiskStore(RowStore):
         self._written[holes] = True  # only when all have their place: a reader must not meet a hole
         self._holes -= len(holes)
 
-    def block(self, start: int, stop: int) -> Tensor:
-        return self.gather(torch.arange(start, stop, device="cpu"))
-
     @contextmanager
     def overwriting(self) -> Iterator[None]:
         """Empty the file, then fill it; an error in between leaves a table that is refused until the next load."""
