@@ -167,7 +167,7 @@ class RowTable:
         return self._ranks.sum_bits(block)
 
     def unpack(self, rows: Tensor, block: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return columns ``(B, D)`` of a block ``(B * R, words)`` in the working dtype (integers as stored).
+        """Return columns ``(B, D)`` of a block ``(B * R, 2 * words)`` in the working dtype (integers as stored).
 
         ``rows`` is ``(B, 1)``; or ``(B, 2)``: direction 1 lives in the rows of the first column, direction 2 in those
         of the second.
