@@ -32,7 +32,7 @@ def fill(est: compopt.SogCLREstimator) -> None:
     store = est._engine.table.store  # the public interface writes what was visited, batch by batch
     for start in range(0, store.n, 1 << 20):
         stop = min(start + (1 << 20), store.n)
-        block = torch.randn(stop - start, 2, dtype=torch.float64).view(torch.complex128)
+        block = torch.randn(stop - start, 2, dtype=torch.float64).view(torch.int64)
         store.scatter(torch.arange(start, stop), block)
     ctypes.CDLL(None).malloc_trim(0)  # what only the filling needed is not the table's
 

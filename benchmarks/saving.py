@@ -30,9 +30,10 @@ ABOUT = """SogCLR with n = {n:,}, batches of {batch} rows; medians of {saves} of
 row is written ({size:,.0f} MiB). Memory is the highest anonymous memory during the save, sampled every 2 ms, beyond
 that before it; training has its own share of it beside a save. Of commits median and 99th percentile, without a save
 and beside one."""
-SPARSE = """SogCLR with n = {n:,}, rows on disk, {visits:,} samples visited and saved. *In order*: neighbouring rows,
-as data read in the order of their shards visit them. *Uniformly*: random rows, as data that are shuffled as a whole
-visit them; this is the worst case. *Table*: space of its file on the disk; *checkpoint*: its size; *s*: the save."""
+SPARSE = """SogCLR with n = {n:,}, rows on disk; {visits:,} samples are visited and saved. *In order*: neighbouring
+rows, as data read in the order of their shards visit them. *Uniformly*: random rows, as data that are shuffled as a
+whole visit them; this is the worst case. *Table*: what its file takes of the disk; *checkpoint*: its size; *s*: the
+save."""
 BATCH, DIM, VISITS = 1024, 64, 1000
 ROW = 16  # bytes: both directions of log u and their numbers of visits
 HEAD = [

@@ -34,7 +34,7 @@ class Batch:
         columns: committed values, ``(B, D)``, with ``count``, the visits so far; empty without rows.
         blank: by column, where the part that keeps it was never visited although the sample was, ``(B, D)``; for all
             columns of a part, and only where there are such rows (:meth:`Component.load_state_dict`).
-        block: the rows as they are stored, ``(B * R, words)``; ``None`` without rows.
+        block: the rows as they are stored, ``(B * R, 2 * words)`` int64; ``None`` without rows.
         distinct: the host knows that no sample occurs twice, and that nothing but the index excludes pairs.
         bad: 0-d flag on the device: an index is out of range, or the batch is a single sample.
         dtype: in which the call computes.

@@ -54,8 +54,8 @@ def spread(seed):
     return torch.randperm(N // 256, generator=torch.Generator().manual_seed(seed))[:STEP] * 256
 
 
-def block(count, value=1.0):
-    return torch.full((count, 1), value, dtype=torch.complex128)
+def block(count, value=1):
+    return torch.full((count, 2), value)
 
 
 # -- a table ---------------------------------------------------------------------------------------------------
@@ -70,12 +70,12 @@ def test_a_commit_on_a_full_disk_changes_nothing(calls, tmp_path, monkeypatch):
     with pytest.raises(
         OSError, match=r"No space left.*free space there \(.*MB are left\).*no row was written.*rows\.rows"
     ) as raised:
-        store.scatter(spread(1), block(STEP, 2.0))
+        store.scatter(spread(1), block(STEP, 2))
     assert raised.value.errno == errno.ENOSPC
     monkeypatch.undo()
     assert torch.equal(store.block(0, N), before)
-    store.scatter(spread(1), block(STEP, 2.0))  # once there is room again
-    assert store.gather(spread(1)).real.unique().tolist() == [2.0]
+    store.scatter(spread(1), block(STEP, 2))  # once there is room again
+    assert store.gather(spread(1)).unique().tolist() == [2]
 
 
 def test_a_run_learns_that_its_disk_is_full_and_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
@@ -100,10 +100,10 @@ from compopt.stores import DiskStore
 store = DiskStore(sys.argv[1], "rows", 1 << 20, 1)
 for number in range(1 << 12):
     try:
-        store.scatter(torch.arange(0, 256 * 64, 256) + 64 * 256 * number, torch.ones(64, 1, dtype=torch.complex128))
+        store.scatter(torch.arange(0, 256 * 64, 256) + 64 * 256 * number, torch.ones(64, 2, dtype=torch.int64))
     except OSError as error:
         store.block(0, store.n)
-        print(number, error.errno, int(store.block(0, store.n).real.sum()), flush=True)
+        print(number, error.errno, int(store.block(0, store.n)[:, 0].sum()), flush=True)
         break
 """
 
@@ -196,7 +196,7 @@ def test_growing_where_files_cannot_leaves_the_estimator(tmp_path, monkeypatch):
 TRUNCATED = f"""
 import os, sys, torch
 from compopt.stores import DiskStore
-rows, block = torch.arange(0, {N}, 100), torch.ones({N // 100}, 1, dtype=torch.complex128)
+rows, block = torch.arange(0, {N}, 100), torch.ones({N // 100}, 2, dtype=torch.int64)
 for left in (0, 4096):
     store = DiskStore(sys.argv[1], f"rows{{left}}", {N}, 1)
     store.scatter(rows, block)

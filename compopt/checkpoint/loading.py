@@ -19,6 +19,7 @@ from compopt.checkpoint.saving import StrPath, check_estimator, note_load
 from compopt.distributed.collectives import doing
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
+from compopt.estimator.engine import Engine
 from compopt.stores.table import RowTable
 
 RETRIES = 8  # checkpoints that a load finds removed while it reads them, before it raises
@@ -93,27 +94,16 @@ def _attempt(est: Estimator, root: Directory, t: int | None, last: bool) -> Chec
     """Load the newest checkpoint; return ``None`` if a run that saves meanwhile has removed it. Collective."""
     engine = est._engine
     ranks = engine.ranks
-    source = root.of_first_rank(ranks, ranks.agree(lambda: _choose(root, t) if ranks.rank == 0 else None))
+    source = root.of_first_rank(ranks, lambda: manifest.choose(root.listed(), t))
     try:
         content, rows, extra = ranks.agree(lambda: _verify(est, source, root))
-        ranks.agree(lambda: _fill(est, source, content, rows))
+        states.fill(engine, {**content, "extra": extra}, lambda: _read_rows(engine, source, content, rows))
     except Exception:  # on every rank
         named = source.path.resolve() == root.local.resolve()
         if last or named or all(ranks.gather_objects(ranks.agree(lambda: root.is_complete(source)))):
             raise
         return None
-    if engine.table is not None:
-        engine.table.agree_partial()
-    for role, part in engine.parts.items():
-        part.take_state(extra[role])
-    engine.t = states.commits(content["t"])
-    est.discard()
     return source
-
-
-def _choose(root: Directory, t: int | None) -> Checkpoint:
-    root.list()
-    return manifest.choose(root.local, t)
 
 
 def _verify(est: Estimator, source: Checkpoint, root: Directory) -> tuple[dict[str, Any], list[File], _State]:
@@ -138,16 +128,6 @@ def _verify(est: Estimator, source: Checkpoint, root: Directory) -> tuple[dict[s
     return content, rows, extra
 
 
-def _fill(est: Estimator, source: Checkpoint, content: Mapping[str, Any], rows: list[File]) -> None:
-    """Write groups and rows into the estimator."""
-    engine = est._engine
-    with _named(source.path / MANIFEST):
-        engine.groups.replace(content["sample_groups"])
-    engine.forget_prefetched()
-    if engine.table is not None:
-        _read_rows(engine.table, source, rows)
-
-
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
@@ -155,10 +135,20 @@ def _may_have_rows_of(file: File, table: RowTable) -> bool:
     return (file.first - table.first) % gcd(file.stride, table.stride) == 0
 
 
-def _read_rows(table: RowTable, source: Checkpoint, found: list[File]) -> None:
-    """Fill this process's rows, whatever ranks wrote them."""
-    with _HOST:
-        table.load(_parts(table, source, found))
+def _read_rows(engine: Engine, source: Checkpoint, content: Mapping[str, Any], rows: list[File]) -> None:
+    """Overwrite groups and this process's rows, whatever ranks wrote them. Collective."""
+    table = engine.table
+
+    def overwrite() -> None:
+        with _named(source.path / MANIFEST):
+            engine.groups.replace(content["sample_groups"])
+        if table is not None:
+            with _HOST:
+                table.load(_parts(table, source, rows))
+
+    engine.ranks.agree(overwrite)
+    if table is not None:
+        table.agree_partial()
 
 
 def _parts(table: RowTable, source: Checkpoint, found: list[File]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
@@ -230,18 +220,17 @@ def _check_spans(path: Path, found: list[File], table: RowTable | None) -> None:
 def _check_size(path: Path, file: File) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing from the checkpoint; load another one")
-    size = path.stat().st_size
-    if size != file.bytes:
-        raise ValueError(
-            f"{path} is damaged: it has {size} bytes, the manifest says {file.bytes}; load another checkpoint"
-        )
+    _same(path, "size", path.stat().st_size, file.bytes)
 
 
 def _check_sum(path: Path, file: File) -> None:
-    found = files.checksum(path, crc32=len(file.checksum) == 8)
-    if found != file.checksum:
+    _same(path, "checksum", files.checksum(path, crc32=len(file.checksum) == 8), file.checksum)
+
+
+def _same(path: Path, what: str, found: object, wanted: object) -> None:
+    if found != wanted:
         raise ValueError(
-            f"{path} is damaged: its checksum is {found}, the manifest says {file.checksum}; load another checkpoint"
+            f"{path} is damaged: its {what} is {found}, the manifest says {wanted}; load another checkpoint"
         )
 
 
@@ -280,15 +269,14 @@ def _forms(path: Path) -> dict[str, Tensor]:
 def _read_state(est: Estimator, path: Path, file: File) -> _State:
     """Return state that is not rows, by role; it is checked as by ``load_state_dict``, its sizes before it is read."""
     _check_size(path, file)
-    parts = est._engine.parts
-    for role, forms in states.by_role(est._engine, path, _forms(path)).items():
-        with _named(path):
-            parts[role].check_form(forms)
+    engine, forms = est._engine, _forms(path)
+    with _named(path):
+        for role, own in states.by_role(engine, forms).items():
+            engine.parts[role].check_form(own)
     _check_sum(path, file)
-    with _HOST:
+    with _named(path), _HOST:
         opened = _open(path)
-        extra = states.by_role(est._engine, path, {name: opened.get_tensor(name) for name in list(opened.keys())})
-    for role, state in extra.items():
-        with _named(path):
-            parts[role].check_state(state)
+        extra = states.by_role(engine, {name: opened.get_tensor(name) for name in forms})
+        for role, own in extra.items():
+            engine.parts[role].check_state(own)
     return extra

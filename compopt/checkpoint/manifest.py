@@ -25,7 +25,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from compopt import files
@@ -84,7 +83,7 @@ def nonzero_spans(block: Tensor) -> list[tuple[int, int]]:
     spans: list[tuple[int, int]] = []
     for start in range(0, len(block), CHUNK_ROWS):
         stop = min(start + CHUNK_ROWS, len(block))
-        if block[start:stop].view(torch.int64).any():
+        if block[start:stop].any():
             if spans and spans[-1][1] == start:
                 start, _ = spans.pop()
             spans.append((start, stop))

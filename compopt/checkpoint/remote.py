@@ -7,8 +7,8 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,8 +31,9 @@ class Directory:
     def at(self, local: Path) -> Path | str:
         return local
 
-    def list(self) -> None:
-        """Learn which checkpoints there are."""
+    def listed(self) -> Path:
+        """Learn which checkpoints there are; return ``local``."""
+        return self.local
 
     def get(self, local: Path, size: int | None = None) -> None:
         """Fetch a file, if it has so many bytes."""
@@ -40,9 +41,10 @@ class Directory:
     def put(self, local: Path) -> None:
         """Hand over a file that was written."""
 
-    def of_first_rank(self, ranks: Ranks, checkpoint: Checkpoint | None) -> Checkpoint:
-        """Return the checkpoint that rank 0 gives, in this rank's local directory. Collective."""
-        first, its_local = ranks.gather_objects((checkpoint, self.local))[0]
+    def of_first_rank(self, ranks: Ranks, find: Callable[[], Checkpoint]) -> Checkpoint:
+        """Return the checkpoint that rank 0 finds or makes, in this rank's local directory. Collective."""
+        found = ranks.agree(lambda: find() if ranks.rank == 0 else None)
+        first, its_local = ranks.gather_objects((found, self.local))[0]
         if self.shared:
             return first
         path = self.local / first.path.relative_to(its_local)
@@ -55,9 +57,15 @@ class Directory:
     def remove(self, checkpoint: Checkpoint) -> None:
         shutil.rmtree(checkpoint.path, ignore_errors=True)
 
-    def naming(self) -> AbstractContextManager[None]:
-        """Return a context in which refusals name the place that the user knows."""
-        return nullcontext()
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Name the place that the user knows in refusals."""
+        try:
+            yield
+        except (FileNotFoundError, ValueError) as error:
+            if self.shared:
+                raise
+            raise type(error)(str(error).replace(str(self.local), str(self.at(self.local)))) from None
 
 
 class Remote(Directory):
@@ -95,16 +103,15 @@ class Remote(Directory):
     def at(self, local: Path) -> str:
         return self.url if local == self.local else f"{self.url}/{local.relative_to(self.local).as_posix()}"
 
-    def list(self) -> None:
-        names = self._copy_manifest(self.local)
-        for name in names:
+    def listed(self) -> Path:
+        for name in self._copy_manifest(self.local):
             if manifest.checkpoint_at(self.local / name) is not None:
                 self._copy_manifest(self.local / name)
+        return self.local
 
     def _copy_manifest(self, local: Path) -> set[str]:
         """Make a local directory and copy the manifest into it, if there is one; return the names there are."""
         with self._named(local) as path:
-            self._store.invalidate_cache(path)
             if not self._store.isdir(path):
                 return set()
             names = {entry["name"].rstrip("/").rpartition("/")[2] for entry in self._store.ls(path, detail=True)}
@@ -133,7 +140,6 @@ class Remote(Directory):
     def find(self, local: Path) -> Sequence[Path]:
         """Return the files below a directory of the store, as paths below the local one."""
         with self._named(local) as path:
-            self._store.invalidate_cache(path)
             return [local / str(file)[len(path) :].lstrip("/") for file in self._store.find(path)]
 
     def delete(self, local: Path) -> None:
@@ -157,7 +163,6 @@ class Remote(Directory):
 
     def is_complete(self, checkpoint: Checkpoint) -> bool:
         with self._named(checkpoint.path) as path:
-            self._store.invalidate_cache(path)
             return bool(self._store.isfile(f"{path}/{MANIFEST}"))
 
     def remove(self, checkpoint: Checkpoint) -> None:
@@ -167,21 +172,16 @@ class Remote(Directory):
 
     @contextmanager
     def _named(self, local: Path) -> Iterator[str]:
-        """Yield the path in the store; name the URL in errors."""
+        """Yield the path in the store, whose listing is made anew; name the URL in errors."""
         url = self.at(local)
+        path = self._path + url[len(self.url) :]
         try:
-            yield self._path + url[len(self.url) :]
+            self._store.invalidate_cache(path)
+            yield path
         except (FileNotFoundError, FileExistsError, PermissionError) as error:
             raise type(error)(f"{url}: {error}") from error
         except Exception as error:  # drivers have their own
             raise OSError(f"{url}: {type(error).__name__}: {error}") from error
-
-    @contextmanager
-    def naming(self) -> Iterator[None]:
-        try:
-            yield
-        except (FileNotFoundError, ValueError) as error:
-            raise type(error)(str(error).replace(str(self.local), self.url)) from None
 
 
 def open_directory(directory: str | os.PathLike[str]) -> Directory:

@@ -118,7 +118,7 @@ def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = Tru
             if blocking:
                 return job.run()
             abandon = None if job.snapshot is None else job.snapshot.release  # not of the job, which has the directory
-            engine.saving = SaveHandle(job.place, job.run, abandon)
+            engine.saving = SaveHandle(root.at(job.target.path), job.run, abandon)
             return engine.saving
 
 
@@ -155,8 +155,7 @@ def _prepare(est: Estimator, root: Directory, keep: int, blocking: bool) -> _Job
     if table is not None:
         ranks.agree(table.at_rest)
     writers = ranks if blocking else _ranks_beside(engine)
-    made = ranks.agree(lambda: _make(est, root, content["config"]) if ranks.rank == 0 else None)
-    target = root.of_first_rank(ranks, made)
+    target = root.of_first_rank(ranks, lambda: _make(est, root, content["config"]))
     return _Job(target, root, writers, content, state, table, None if table is None else table.snapshot(), keep)
 
 
@@ -171,8 +170,7 @@ def _state(est: Estimator) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _make(est: Estimator, root: Directory, config: dict[str, Any]) -> Checkpoint:
-    root.list()
-    manifest.prepare(root.local, config)
+    manifest.prepare(root.listed(), config)
     for newest in manifest.complete(root.local)[-1:]:
         _check_rows(est, root.at(root.local), newest)
     if root.shared:
@@ -215,10 +213,6 @@ class _Job:
     snapshot: Snapshot | None
     keep: int
 
-    @property
-    def place(self) -> Path | str:
-        return self.root.at(self.target.path)
-
     def run(self) -> Path | str:
         """Write this rank's files, then on rank 0 the manifest; on return the checkpoint is complete. Collective."""
         ranks, is_first = self.ranks, self.ranks.rank == 0
@@ -235,7 +229,7 @@ class _Job:
             finally:
                 self._release()
             ranks.agree(lambda: self._prune() if is_first else None)
-        return self.place
+        return self.root.at(self.target.path)
 
     def _release(self) -> None:
         if self.snapshot is not None:

@@ -18,7 +18,7 @@ from compopt.distributed.handshake import KEYS, Agreement, Handshake
 from compopt.estimator.groups import SampleGroups
 from compopt.kernel.features import working_dtype
 from compopt.stores import WriteBehind
-from compopt.stores.layout import Column, to_device_words
+from compopt.stores.layout import Column
 from compopt.stores.prefetch import Fetch, Prefetcher
 from compopt.stores.table import RowTable
 
@@ -256,7 +256,7 @@ class BatchReader:
     def _fetch_own(
         self, rows: Tensor, host_rows: Tensor | None, fetch: Fetch | None, depositing: bool
     ) -> Tensor | None:
-        """Return rows of this rank's samples, ``(b, R * words)``; ``None`` on shards, which need all indices first."""
+        """Return rows of this rank's samples, ``(b, R * 2 * words)``; ``None`` on shards, which need all indices first."""
         assert self.table is not None
         self.table.rows.ready()
         if depositing:
@@ -267,8 +267,7 @@ class BatchReader:
             block = fetch.claim().take(rows.device)
         else:
             block = self.table.rows.fetch(rows.flatten(), None if host_rows is None else host_rows.flatten())
-        block = to_device_words(block, rows.device)
-        return block.view(len(rows), rows.shape[1] * self.table.layout.width(block))
+        return accelerator.to_device(block, rows.device).view(len(rows), rows.shape[1] * block.shape[1])
 
     def _gather(
         self,
@@ -284,7 +283,7 @@ class BatchReader:
             assert host_rows is not None  # several ranks have their keys on the CPU
             mine = None
             if fetch is not None and agreed.prefetched:
-                mine = to_device_words(fetch.claim().take(), self._device)
+                mine = accelerator.to_device(fetch.claim().take(), self._device)
             block = self.table.fetch_sharded(host_rows.flatten(), self._device, mine)
         # rows travel with the features, in one message
         everyone = self.ranks.gather([*values.values()] if own is None else [*values.values(), own], agreed.sizes)
@@ -307,7 +306,7 @@ class BatchReader:
         dtype = working_dtype(like.dtype, self.dtype)
         columns: dict[str, Tensor] = {}
         if self.table is not None and block is not None:
-            block = block.view(-1, self.table.layout.width(block))
+            block = block.view(-1, 2 * self.table.layout.words)
             columns = self.table.unpack(rows, block, dtype)
         distinct = len(keys) == 1 and known is not None and known.distinct
         sizes, more, own = agreed.sizes, agreed.more, agreed.own

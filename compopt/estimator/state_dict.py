@@ -10,7 +10,6 @@ from torch import Tensor
 from compopt.batch import COUNT
 from compopt.checks import values
 from compopt.estimator.engine import Engine
-from compopt.stores.table import RowTable
 
 FORMAT_VERSION = 1
 KEYS = ("version", "config", "sample_groups", "rows", "extra", "t")
@@ -63,39 +62,45 @@ def flat(extra: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {f"{role}.{name}": value.detach().cpu() for role, own in extra.items() for name, value in own.items()}
 
 
-def by_role(engine: Engine, where: object, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def by_role(engine: Engine, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Return the inverse of :func:`flat`."""
     found: dict[str, dict[str, Tensor]] = {role: {} for role in engine.parts}
     for key, value in tensors.items():
         role, _, name = key.partition(".")
         if role not in found:
-            raise ValueError(f"{where} has {key!r}, which this estimator has not; load another checkpoint")
+            raise ValueError(f"the checkpoint has {key!r}, which this estimator has not; load another one")
         found[role][name] = value
     return found
 
 
-def load_state_dict(
-    engine: Engine, state: Mapping[str, Any], load_rows: Callable[[RowTable], None] | None = None
-) -> None:
-    """Run :meth:`Estimator.load_state_dict`; ``load_rows`` writes rows that the state does not have itself."""
+def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Run :meth:`Estimator.load_state_dict`."""
+    check(engine, state)
+    rows, table = state["rows"], engine.table
+    values.mapping("rows", rows)
+    if table is not None:
+        table.check_state(rows)
+    elif rows:
+        raise ValueError(f"the checkpoint has the columns {sorted(rows)}, this estimator keeps nothing per sample")
+    engine.groups.replace(state["sample_groups"])
+    fill(engine, state, lambda: None if table is None else table.load_state_dict(rows))
+
+
+def check(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Refuse the state of another estimator, as far as it is not rows."""
     _check_keys(state)
     compare(engine, state["config"])
-    t, table = commits(state["t"]), engine.table
+    commits(state["t"])
     _check_extra(engine, state, engine.parts)
-    if load_rows is None:
-        rows = state["rows"]
-        values.mapping("rows", rows)
-        if table is not None:
-            table.check_state(rows)
-        elif rows:
-            raise ValueError(f"the checkpoint has the columns {sorted(rows)}, this estimator keeps nothing per sample")
-    engine.groups.replace(state["sample_groups"])
+
+
+def fill(engine: Engine, state: Mapping[str, Any], load_rows: Callable[[], None]) -> None:
+    """Overwrite a whole estimator, whose groups were replaced, with state that was checked."""
     engine.forget_prefetched()
-    if table is not None:
-        (load_rows or (lambda table: table.load_state_dict(state["rows"])))(table)
+    load_rows()
     for role, part in engine.parts.items():
         part.take_state(state["extra"][role])
-    engine.t = t
+    engine.t = commits(state["t"])
     engine.discard()
 
 

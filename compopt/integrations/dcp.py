@@ -100,7 +100,8 @@ class Stateful:
             state = engine.ranks.agree(lambda: _checked(est, state_dict["rest"]))
             found = _checksums(est, parts)
             engine.ranks.agree(lambda: _check_rows(est, state["checksums"], found, parts))
-            states.load_state_dict(engine, state, load_rows=lambda table: _load_shares(engine, table, parts))
+            engine.groups.replace(state["sample_groups"])
+            states.fill(engine, state, lambda: _load_shares(engine, parts))
         est._run("load_state_dict_post")
 
 
@@ -114,8 +115,10 @@ def _share(engine: Engine, rank: int | None = None) -> range:
     return range(min(n, rank * each), min(n, (rank + 1) * each))
 
 
-def _load_shares(engine: Engine, table: tables.RowTable, own: Mapping[str, Tensor]) -> None:
+def _load_shares(engine: Engine, own: Mapping[str, Tensor]) -> None:
     """Overwrite all rows with those of all ranks' shares, ``(share, D)`` on each. Collective."""
+    if engine.table is None:
+        return
     shares = [_share(engine, rank) for rank in range(engine.ranks.size)]
 
     def parts() -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
@@ -126,8 +129,8 @@ def _load_shares(engine: Engine, table: tables.RowTable, own: Mapping[str, Tenso
             everyone = engine.ranks.gather([value[at] for value in own.values()], [len(part) for part in rows])
             yield torch.cat(rows), dict(zip(own, everyone, strict=True))
 
-    table.load(parts())
-    table.agree_partial()
+    engine.table.load(parts())
+    engine.table.agree_partial()
 
 
 def _distributed(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -188,14 +191,12 @@ def _checked(est: Estimator, packed: Any) -> dict[str, Any]:
     content = packed[8:]
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
-    state = json.loads(header["__metadata__"]["about"])
-    states.compare(est._engine, state["config"])
+    state: dict[str, Any] = json.loads(header["__metadata__"]["about"])
     loading.check_data(est, "the checkpoint", state["data_fingerprint"])
     with torch.device("cpu"):
-        extra = states.by_role(est._engine, "'rest' of the estimator's state", from_bytes(content))
-    for role, part in est._engine.parts.items():
-        part.check_state(extra[role])
-    return {**state, "rows": {}, "extra": extra}
+        state |= {"rows": {}, "extra": states.by_role(est._engine, from_bytes(content))}
+    states.check(est._engine, state)
+    return state
 
 
 def _check_rows(est: Estimator, saved: Mapping[str, int], found: Mapping[str, int], parts: Mapping[str, Any]) -> None:

@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator
-from compopt.stores.layout import WORD, to_device_words, word
 
+WORD = torch.complex128  # 16 bytes
 # What NumPy and torch raise where memory cannot be had, or so much cannot even be asked for.
 NO_MEMORY = (MemoryError, ValueError, OverflowError, torch.cuda.OutOfMemoryError)
+
+
+def word(device: torch.device) -> torch.dtype:
+    """Return the dtype of a table on a device: words of 16 bytes, or of 8 where there is nothing wider."""
+    return WORD if accelerator.supports(device, WORD) else torch.int64
 
 
 class RowStore:
@@ -71,7 +76,7 @@ class RowStore:
         return True
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Copy rows ``(R,)`` int64 to a block ``(R, words)``."""
+        """Copy rows ``(R,)`` int64 to a block ``(R, 2 * words)`` int64."""
         return self._as_block(self._table.index_select(0, rows))
 
     def scatter(self, rows: Tensor, block: Tensor) -> None:
@@ -82,19 +87,19 @@ class RowStore:
 
     def block(self, start: int, stop: int) -> Tensor:
         """Copy successive rows."""
-        return self._as_block(self._table[start:stop].clone())
+        return self.gather(torch.arange(start, stop, device=self.device))
 
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
-        """Read rows ``(R,)`` to a block ``(R, words)`` on the device of ``rows``, in memory of its own.
+        """Read rows ``(R,)`` to a block on the device of ``rows``, in memory of its own.
 
         ``host_rows``, the same row numbers on the CPU, spare a store on the host the wait for the accelerator.
         """
         there = host_rows if host_rows is not None and self.device.type == "cpu" else rows
-        return to_device_words(self.gather(accelerator.to_device(there, self.device)), rows.device)
+        return accelerator.to_device(self.gather(accelerator.to_device(there, self.device)), rows.device)
 
     def commit(self, rows: Tensor, block: Tensor) -> None:
         """Write a block to rows, both on any one device; the caller must not change them any more."""
-        self.scatter(accelerator.to_device(rows, self.device), to_device_words(block, self.device))
+        self.scatter(accelerator.to_device(rows, self.device), accelerator.to_device(block, self.device))
 
     def settle(self) -> None:
         """Wait until every commit is in the store and nothing reads it; call it before touching the store itself."""
@@ -130,12 +135,7 @@ class RowStore:
             sleep(1e-3)
         kind = word(device)
         with self._claim(self.n, device), torch.inference_mode(False):  # else they could not be written outside
-            if kind == self._table.dtype:
-                self._table = self._table.to(device)
-                return
-            matrix = self._as_block(self._table)  # viewed where complex128 is known: before the move or after it
-            matrix = matrix.to(device).view(kind) if kind == WORD else matrix.view(kind).to(device)
-            self._table = matrix.view(self._shape(self.n, kind))
+            self._table = self._as_block(self._table).to(device).view(kind).view(self._shape(self.n, kind))
 
     def _pins(self) -> bool:
         return self._on_host and accelerator.pins()
@@ -168,7 +168,7 @@ class RowStore:
         return (n,) if per_row == 1 else (n, per_row)
 
     def _as_block(self, rows: Tensor) -> Tensor:
-        return rows if rows.dim() == 2 else rows.view(-1, 1)
+        return (rows if rows.dim() == 2 else rows.view(-1, 1)).view(torch.int64)
 
 
 def lazy_zeros(shape: tuple[int, ...]) -> Tensor:

@@ -20,7 +20,7 @@ class Deposit:
 
     Attributes:
         rows: row numbers, ``(R,)`` int64, on the features' device.
-        old: the committed rows as read, ``(R, words)``.
+        old: the committed rows as read, ``(R, 2 * words)``.
         proposals: new values by column, ``(R, width)``.
         valid: the directions of each row that were really visited, ``(R, D)``; ``None``: all.
         distinct: known on the host: no row occurs twice.

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from compopt import files
-from compopt.stores.base import RowStore
-from compopt.stores.layout import WORD
+from compopt.stores.base import WORD, RowStore
 
 PAGE = mmap.PAGESIZE
 _PAGE_BITS, _ZEROS = PAGE.bit_length() - 1, bytes(PAGE)
@@ -177,7 +176,7 @@ class DiskStore(RowStore):
         if there.all():
             return self._gather_written(rows)
         at = torch.from_numpy(np.flatnonzero(there))
-        block = torch.zeros(len(rows), self.words, dtype=WORD, device="cpu")
+        block = torch.zeros(len(rows), 2 * self.words, dtype=torch.int64, device="cpu")
         block[at] = self._gather_written(rows[at])
         return block
 
@@ -198,7 +197,7 @@ class DiskStore(RowStore):
             raise RuntimeError(f"{self.path} is written by process {self._pid}; a forked copy of it only reads")
         pages = self._pages(rows)
         if self._overwriting and self._holes:  # a zero in a hole needs no place: a sparse table stays sparse
-            needed = torch.from_numpy(self._written[pages].any(axis=0)) | block.view(torch.int64).any(dim=1)
+            needed = torch.from_numpy(self._written[pages].any(axis=0)) | block.any(dim=1)
             rows, block, pages = rows[needed], block[needed], pages[:, needed.numpy()]
         self._make_room(pages.ravel())
         super().scatter(rows, block)
@@ -214,9 +213,6 @@ class DiskStore(RowStore):
                     done += os.pwrite(self._fd, _ZEROS[done:], page * PAGE + done)
         self._written[holes] = True  # only when all have their place: a reader must not meet a hole
         self._holes -= len(holes)
-
-    def block(self, start: int, stop: int) -> Tensor:
-        return self.gather(torch.arange(start, stop, device="cpu"))
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:

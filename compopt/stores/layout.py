@@ -1,8 +1,7 @@
 """Rows: all columns of a sample side by side in one row of one table.
 
-A row is padded to a multiple of 16 bytes and the table is seen as complex128 (a 16-byte element), so that a
-gather or a scatter touches one cache line per sample and copies bits, whatever the columns mean: integers,
-NaN, -0.0 and denormals survive. On a device without complex128 a row is twice as many words of 8 bytes.
+A row is padded to a multiple of 16 bytes, a word. A block is rows as int64, ``(R, 2 * words)``: bits are copied,
+whatever the columns mean, so that integers, NaN, -0.0 and denormals survive.
 """
 
 from __future__ import annotations
@@ -14,25 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compopt import accelerator
 from compopt.batch import COUNT
 from compopt.checks.values import FINITE, Range
 
 ROW_ALIGNMENT = 16
-WORD = torch.complex128
-
-
-def word(device: torch.device) -> torch.dtype:
-    """Dtype that rows are viewed as on a device: 16 bytes, or 8 where there is nothing wider."""
-    return WORD if accelerator.supports(device, WORD) else torch.int64
-
-
-def to_device_words(block: Tensor, device: torch.device) -> Tensor:
-    """Move rows ``(R, words)`` to another device, in that device's words, without waiting."""
-    kind = word(device)
-    if kind == torch.int64:
-        return accelerator.to_device(block.view(kind), device)
-    return accelerator.to_device(block, device).view(kind)
 
 
 @dataclass(frozen=True)
@@ -97,17 +81,12 @@ class RowLayout:
         """16-byte words per row."""
         return self.row_bytes // ROW_ALIGNMENT
 
-    def width(self, block: Tensor) -> int:
-        """Words per row, of the dtype that a block has."""
-        return self.row_bytes // block.itemsize
-
     def zeros(self, count: int, device: torch.device) -> Tensor:
         """Make a block of rows that were never visited."""
-        kind = word(device)
-        return torch.zeros(count, self.row_bytes // kind.itemsize, dtype=kind, device=device)
+        return torch.zeros(count, 2 * self.words, dtype=torch.int64, device=device)
 
     def unpack(self, block: Tensor) -> dict[str, Tensor]:
-        """View the columns of a block: ``(R, words)`` -> ``{name: (R, width)}``."""
+        """View the columns of a block: ``{name: (R, width)}``."""
         by_dtype = {dtype: block.view(dtype) for dtype in self.dtypes}
         return {
             column.name: by_dtype[column.dtype].narrow(

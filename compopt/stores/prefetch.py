@@ -63,6 +63,7 @@ class Prefetcher:
         if self._table.sharded and self._group is None:
             return
         self._started += 1
+        ticket: Ticket | Future[Ticket]
         if self._thread is None:
             ticket = self._rows.prefetch(rows.flatten(), device)
         else:
@@ -88,8 +89,8 @@ class Prefetcher:
 
     def find(self, rows: Tensor | None) -> Fetch | None:
         """Return the read that was started for these rows, if any; those started before it are dropped."""
-        for fetch in self._under_way if rows is not None else ():
-            if torch.equal(fetch.rows, rows):
+        for fetch in self._under_way:
+            if rows is not None and torch.equal(fetch.rows, rows):
                 self._drop_before(fetch.number)
                 return self._under_way.popleft()
         return None

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from compopt import accelerator
 from compopt.stores.base import RowStore
-from compopt.stores.layout import WORD
 
 # Values logged before a commit sorts them, so that a reader that waits for a disk cannot make the log grow without
 # bound: 6 MB of rows of 16 bytes.
 UNSORTED = 1 << 18
-Run = tuple[npt.NDArray[np.int64], npt.NDArray[np.complex128]]  # row numbers, ascending, each once; their values
+Run = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # row numbers, ascending, each once; their values
 
 
 class Snapshot:
@@ -74,7 +73,7 @@ class Snapshot:
             self.release()
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return rows ``[start, stop)`` as they were, ``(stop - start, words)`` complex128 on the host.
+        """Return rows ``[start, stop)`` as they were, on the host.
 
         Ranges ascend and do not overlap.
         """
@@ -86,7 +85,7 @@ class Snapshot:
             event = accelerator.event(device)
         with accelerator.current(device, self._side):  # the wait below is for the copy, not for training's later work
             accelerator.wait_event(event, device, (there,))
-            block = there.cpu().view(WORD)
+            block = there.cpu()
         with self._lock:
             self._sort(wait=True)
             if self._error is not None:
@@ -109,7 +108,7 @@ class Snapshot:
             rows, block, event = self._new.popleft()
             if event is not None:
                 event.synchronize()
-            arrived.append((rows.numpy(), block.view(WORD).numpy()))
+            arrived.append((rows.numpy(), block.numpy()))
         self._unsorted = 0
         if arrived:
             run = _oldest(arrived, self._left)

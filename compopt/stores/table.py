@@ -17,7 +17,7 @@ from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.stores import DiskStore, Offload, RowStore, WriteBehind
 from compopt.stores.deposits import Deposit, merge
-from compopt.stores.layout import Column, RowLayout, to_device_words
+from compopt.stores.layout import Column, RowLayout
 from compopt.stores.snapshot import Snapshot
 
 # Rows copied at a time, so that copying a large table needs little beside itself.
@@ -155,7 +155,7 @@ class RowTable:
         return rows // self.stride
 
     def fetch_sharded(self, rows: Tensor, device: torch.device, mine: Tensor | None = None) -> Tensor:
-        """Collect rows ``(R,)``, given on the CPU, from their owners: one all-reduce of 16-byte words, bit for bit.
+        """Collect rows ``(R,)``, given on the CPU, from their owners: one all-reduce, bit for bit.
 
         ``mine`` are those that this process holds, on ``device``, where they have been read already.
         """
@@ -167,7 +167,7 @@ class RowTable:
         return self._ranks.sum_bits(block)
 
     def unpack(self, rows: Tensor, block: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return columns ``(B, D)`` of a block ``(B * R, words)`` in the working dtype (integers as stored).
+        """Return columns ``(B, D)`` of a block ``(B * R, 2 * words)`` in the working dtype (integers as stored).
 
         ``rows`` is ``(B, 1)``; or ``(B, 2)``: direction 1 lives in the rows of the first column, direction 2 in those
         of the second.
@@ -270,7 +270,7 @@ class RowTable:
                     rows, columns = rows[mine], {name: value[mine] for name, value in columns.items()}
                 block = self.layout.zeros(len(rows), torch.device("cpu"))
                 self.layout.write(block, columns)
-                store.scatter(self.local(rows).to(store.device), to_device_words(block, store.device))
+                store.scatter(self.local(rows).to(store.device), accelerator.to_device(block, store.device))
 
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
         """Overwrite all rows that this process holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import deque
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from compopt import accelerator
 from compopt.stores.base import RowStore
-from compopt.stores.layout import WORD, to_device_words
 
 # Commits that wait for the store before a commit waits for them.
 PENDING_LIMIT = 64
@@ -43,7 +43,7 @@ class Ticket:
     later: list[Commit] = field(default_factory=list)
 
     def take(self, device: torch.device | None = None) -> Tensor:
-        """Return the rows' committed values as of now, ``(R, words)``, on ``device`` or that of the ticket."""
+        """Return the rows' committed values as of now, on ``device`` or that of the ticket."""
         self.access.check()
         device, ahead = device or self.device, self.ahead
         read = None if ahead is None else ahead.result()
@@ -67,24 +67,18 @@ class Commit:
 class WriteBehind:
     """A store on the host that neither reads nor writes make the main thread, or the accelerator, wait for.
 
-    It is used in the place of the store: every read sees every commit made before it.
+    It is used in the place of the store. A commit is appended to the pending ones, on the features' device, and is
+    done; one thread copies it to the host and scatters it. A read gathers from the store and lays over it, on the
+    features' device, every commit that was pending when it began: it sees all commits made before it, whatever the
+    thread has done. When ``limit`` commits are pending, the next one waits.
 
-    *Write-behind.* A commit is appended to the pending ones, on the features' device, and is done; one thread copies it
-    to the host and scatters it. A read gathers from the store and lays over it, on the features' device, every commit
-    that was pending when it began: it sees all commits made before it, whatever the thread has done. When ``limit``
-    commits are pending, the next one waits.
-
-    *Read-ahead.* The same thread gathers the rows of tickets and sends them to a device with streams. On other devices
-    it only brings rows from the disk to memory, where taking the ticket reads them. Tickets that were under way when
-    :meth:`settle` was called read anew.
+    The same thread gathers the rows of tickets and sends them to a device with streams. On other devices it only brings
+    rows from the disk to memory, where taking the ticket reads them. Tickets that were under way when :meth:`settle`
+    was called read anew.
 
     On a device with streams, copies go through pinned memory on a side stream and nothing synchronises, provided
     that :meth:`fetch` is given the rows on the host too. The thread starts at the first use, ends when this object is
     collected, and finishes what is committed when the interpreter exits. A forked process starts its own.
-
-    Args:
-        store: where rows live; on the CPU.
-        limit: of pending commits.
 
     Errors of the thread's writes are raised by the next call, and by every later one: what was committed since is
     lost. Copies and pickles wait for the thread and copy the store.
@@ -106,7 +100,7 @@ class WriteBehind:
         # never held while rows are read or written.
         self._changed = threading.Condition()
         self._tickets: WeakSet[Ticket] = WeakSet()  # with a read ahead that is valid
-        self._sides: dict[torch.device, Any] = {}
+        self._side = functools.cache(accelerator.new_stream)  # of copies to and from a device, where it has streams
 
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
         """Read committed rows, see :meth:`RowStore.fetch`."""
@@ -118,7 +112,7 @@ class WriteBehind:
         if _elsewhere(pending, rows.device):  # est.read() waits for the device
             self.settle()
             pending = []
-        block = to_device_words(self.store.gather(rows.cpu() if host_rows is None else host_rows), rows.device)
+        block = accelerator.to_device(self.store.gather(rows.cpu() if host_rows is None else host_rows), rows.device)
         return overlay(block, rows, pending)
 
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
@@ -138,7 +132,7 @@ class WriteBehind:
         if side is None:
             return None
         with accelerator.current(device, side):
-            return to_device_words(block, device), accelerator.to_device(rows, device), accelerator.event(device)
+            return accelerator.to_device(block, device), accelerator.to_device(rows, device), accelerator.event(device)
 
     def _forget(self, ticket: Ticket) -> None:
         """Let a ticket read anew; it keeps nothing."""
@@ -148,12 +142,6 @@ class WriteBehind:
     def _submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         self._last = self._thread.submit(work, *args)
         return self._last
-
-    def _side(self, device: torch.device) -> Any:
-        """Stream on which copies to and from a device run; ``None`` where there are no streams."""
-        if device not in self._sides:
-            self._sides[device] = accelerator.new_stream(device)
-        return self._sides[device]
 
     def commit(self, rows: Tensor, block: Tensor) -> None:
         """Commit rows, see :meth:`RowStore.commit`."""
@@ -178,12 +166,12 @@ class WriteBehind:
         device = rows.device
         side = self._side(device)
         if side is None:
-            return Commit(rows, block, (rows.cpu(), block.cpu().view(WORD)), None)
+            return Commit(rows, block, (rows.cpu(), block.cpu()), None)
         # The copy waits on the device for the work that computes the commit, and the thread for the copy's event: the
         # host does not wait.
         accelerator.wait_stream(side, device)
         with accelerator.current(device, side):
-            host = accelerator.to_host(rows), accelerator.to_host(block).view(WORD)
+            host = accelerator.to_host(rows), accelerator.to_host(block)
             event = accelerator.event(device)
         for tensor in (rows, block):  # else the allocator could give their memory away while the side stream reads it
             tensor.record_stream(side)
