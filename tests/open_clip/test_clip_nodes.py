@@ -15,7 +15,7 @@ pytest.importorskip("open_clip")
 
 from recipes import clip_trainer as recipe
 from tests.launching import environment
-from tests.open_clip.nodes import EVENTS, LONG, WAIT, Day, Nodes, disks_of
+from tests.open_clip.nodes import LONG, WAIT, Day, Nodes, disks_of
 from tests.open_clip.test_clip_trainer import arguments, given, rows, same, weights  # noqa: F401
 from tests.pool import free_port
 
