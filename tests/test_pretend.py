@@ -27,7 +27,18 @@ pytestmark = pytest.mark.skipif(bool(PRETEND), reason="this process pretends alr
 
 
 def run(like, files):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "accelerator and not every", *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "accelerator and not every",
+        *files,
+    ]
     environment = {**os.environ, "COMPOPT_PRETEND": like, "OMP_NUM_THREADS": "1"}
     environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
