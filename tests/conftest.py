@@ -1,9 +1,11 @@
 """Small tensors everywhere: one thread is fastest, and results do not depend on the machine."""
 
+import fcntl
 import gc
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,17 +56,25 @@ def _end_the_pool():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _extensions(tmp_path_factory):
-    """A folder of this session's own for compiled extensions: in the user's, a killed process leaves its lock."""
-    folder = tmp_path_factory.mktemp("extensions")
+def extensions():
+    """The folder of compiled extensions, which all sessions of this tree share; not the user's."""
+    folder = Path(__file__).parents[1] / ".cache" / f"extensions-{torch.__version__}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
-        yield
+        yield folder
 
 
 @pytest.fixture(scope="session")
-def deepspeed_compiled(_extensions):
-    """DeepSpeed compiles its communication at first use; here, before anything is timed."""
-    pytest.importorskip("deepspeed")
-    code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+def deepspeed_compiled(extensions):
+    """DeepSpeed compiles its communication at first use, for a minute; here, before anything is timed."""
+    deepspeed = pytest.importorskip("deepspeed")
+    built = extensions / f"built-{deepspeed.__version__}"
+    extensions.mkdir(parents=True, exist_ok=True)
+    with open(extensions / "session.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # ends with its process, unlike torch's own
+        if not built.exists():
+            for left in extensions.glob("*/lock"):
+                left.unlink()
+            code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+            subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+            built.touch()

@@ -8,12 +8,19 @@ A new process resumes in tests/test_elastic.py and tests/open_clip/test_clip_nod
 import importlib
 import json
 import sys
+from unittest import mock
+
+import torch.distributed as dist
 
 
 def main(module: str, runs: str) -> None:
     program = importlib.import_module(module)
-    for arguments in json.loads(runs):
-        program.main(arguments)
+    # accelerate and the process group are one per process; some programs destroy it at their end
+    with mock.patch.object(dist, "destroy_process_group"):
+        for arguments in json.loads(runs):
+            program.main(arguments)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

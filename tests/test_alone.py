@@ -97,38 +97,33 @@ def move_network(u, d):
     return u.update(d["anchors"], d["log_g"], d["tau"], d["features"])
 
 
+def move_temperature(u, d):
+    return u.update(d["gradient"], d["index"])
+
+
+def adam(n, **options):
+    return dual(n, optimizer="adam", **options)
+
+
+def average(n, **options):
+    return compopt.MovingAverageEstimator(n, **{"gamma": 0.6, **options})
+
+
+def chains(n, **options):
+    return compopt.MCMCNegativeSampler(n, **{"burn_in": 0.3, **options})
+
+
+def one_for_all(n, **options):
+    return adam(None if n == [{"n": N}] else n, mode="global", **options)
+
+
 KINDS = [
-    Kind(
-        "average",
-        lambda n, **o: compopt.MovingAverageEstimator(n, **{"gamma": 0.6, **o}),
-        lambda u, d: u.update(d["log_g"], d["index"]),
-        "gamma",
-        (0.3, 0.9),
-    ),
-    Kind("momentum", dual, lambda u, d: u.update(d["gradient"], d["index"]), "lr", (0.02, 0.1)),
-    Kind(
-        "adam",
-        lambda n, **o: dual(n, optimizer="adam", **o),
-        lambda u, d: u.update(d["gradient"], d["index"]),
-        "betas",
-        ((0.5, 0.9), (0.8, 0.99)),
-    ),
-    Kind(
-        "chains",
-        lambda n, **o: compopt.MCMCNegativeSampler(n, **{"burn_in": 0.3, **o}),
-        lambda u, d: u.sample(d["scores"], d["index"], d["candidates"]),
-        "burn_in",
-        (0, 0.7),
-    ),
+    Kind("average", average, lambda u, d: u.update(d["log_g"], d["index"]), "gamma", (0.3, 0.9)),
+    Kind("momentum", dual, move_temperature, "lr", (0.02, 0.1)),
+    Kind("adam", adam, move_temperature, "betas", ((0.5, 0.9), (0.8, 0.99))),
+    Kind("chains", chains, lambda u, d: u.sample(d["scores"], d["index"], d["candidates"]), "burn_in", (0, 0.7)),
     Kind("own", Total, lambda u, d: u.add(d["gradient"], d["index"]), "scale", (0.5, 2.0)),
-    Kind(
-        "global",
-        lambda n, **o: dual(None if n == [{"n": N}] else n, mode="global", optimizer="adam", **o),
-        lambda u, d: u.update(d["gradient"]),
-        "lr",
-        (0.02, 0.1),
-        False,
-    ),
+    Kind("global", one_for_all, lambda u, d: u.update(d["gradient"]), "lr", (0.02, 0.1), False),
     Kind("network", network, move_network, "lr", (0.02, 0.1), False),
 ]
 
@@ -147,19 +142,27 @@ def call_lists(u, d):
     return u(scores, relevance, d["index"][:, None].expand(scores.shape))
 
 
+L = compopt.losses
+
+
 def averaged(kind):
     return lambda n, **o: kind(n, **{"gamma": 0.6, **o})
 
 
-L = compopt.losses
+def move_vector(u, d):
+    return u.update(d["scores"][:, :3], d["index"], d["scores"][:, 3:6], beta=0.2)
+
+
+def call_total(u, d):
+    return u(d["log_g"], d["index"] if u.n else None)
+
+
+def robust_total(n, **options):
+    return L.RobustLoss(None if n == [{"n": N}] else n, **{"gamma": 0.6, **options})
+
+
 LOSSES = [
-    Kind(
-        "vector",
-        lambda n, **o: compopt.MovingAverageEstimator(n, domain="linear", width=3, **{"gamma": 0.6, **o}),
-        lambda u, d: u.update(d["scores"][:, :3], d["index"], d["scores"][:, 3:6], beta=0.2),
-        "gamma",
-        (0.3, 0.9),
-    ),
+    Kind("vector", lambda n, **o: average(n, domain="linear", width=3, **o), move_vector, "gamma", (0.3, 0.9)),
     Kind("ap", averaged(L.AveragePrecisionLoss), call_pairs, "gamma", (0.3, 0.9)),
     Kind("pauc", averaged(L.PartialAUCLoss), call_pairs, "tau", (0.5, 2.0)),
     Kind("two way", averaged(L.TwoWayPartialAUCLoss), call_pairs, "tau", (0.5, 2.0)),
@@ -168,14 +171,7 @@ LOSSES = [
     Kind("robust", averaged(L.RobustLoss), lambda u, d: u(d["log_g"], d["index"]), "tau", (0.5, 2.0)),
     Kind("ndcg", averaged(L.NDCGLoss), call_lists, "margin", (0.5, 2.0)),
     Kind("listwise", averaged(L.ListwiseLoss), call_lists, "gamma", (0.3, 0.9)),
-    Kind(
-        "robust total",
-        lambda n, **o: L.RobustLoss(None if n == [{"n": N}] else n, **{"gamma": 0.6, **o}),
-        lambda u, d: u(d["log_g"], None if u.n is None else d["index"]),
-        "tau",
-        (0.5, 2.0),
-        False,
-    ),
+    Kind("robust total", robust_total, call_total, "tau", (0.5, 2.0), False),
 ]
 OBJECTS = list(KINDS)
 KINDS += LOSSES

@@ -308,7 +308,8 @@ compopt.save(est, sys.argv[1], blocking=False)
 """
 
 
-@pytest.mark.parametrize("how", ["well", pytest.param("fail", marks=pytest.mark.launch)])
+@pytest.mark.launch
+@pytest.mark.parametrize("how", ["well", "fail"])
 def test_the_end_of_the_interpreter_waits(how, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", ENDING, str(tmp_path), how], capture_output=True, text=True, timeout=60

@@ -386,12 +386,7 @@ class Bad:
 
 
 MA, DUAL = compopt.MovingAverageEstimator, compopt.TemperatureDual
-SOG, ISOG, FAST, NCE = (
-    compopt.SogCLREstimator,
-    compopt.ISogCLREstimator,
-    compopt.FastCLIPEstimator,
-    compopt.InfoNCEEstimator,
-)
+SOG, ISOG, FAST, NCE = (getattr(compopt, f"{name}Estimator") for name in ("SogCLR", "ISogCLR", "FastCLIP", "InfoNCE"))
 WITH_N = (MA, SOG, ISOG, FAST, DUAL)
 WITH_GAMMA = (MA, SOG, ISOG)
 WITH_DUAL = (DUAL, ISOG)

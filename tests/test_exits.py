@@ -71,8 +71,9 @@ print("right")
 
 @pytest.mark.launch
 @pytest.mark.distributed
-@pytest.mark.parametrize("end", ["destroyed", "kept"])
-@pytest.mark.parametrize("offload, shard", [("", "0"), ("cpu", "1"), ("disk", "0")])
+@pytest.mark.parametrize(
+    "offload, shard, end", [("", "0", "destroyed"), ("", "0", "kept"), ("cpu", "1", "kept"), ("disk", "0", "destroyed")]
+)
 def test_two_ranks_end_well(offload, shard, end, tmp_path):
     """With rows under way that nobody takes; the process group destroyed, or not."""
     with socket.socket() as probe:

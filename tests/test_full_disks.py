@@ -108,6 +108,7 @@ for number in range(1 << 12):
 """
 
 
+@pytest.mark.launch
 def test_a_disk_that_really_fills_is_an_error_not_a_crash(tmp_path):
     """A table of 16 MiB on a disk of two: every page that is written is new."""
     with small_disk(tmp_path / "disk", 2 << 20) as disk:
@@ -209,6 +210,7 @@ for left in (0, 4096):
 """
 
 
+@pytest.mark.launch
 def test_a_truncated_table_is_an_error_not_a_crash(tmp_path):
     done = run_code(TRUNCATED, tmp_path)
     assert done.returncode == 0, signal.Signals(-done.returncode).name if done.returncode < 0 else done.stderr

@@ -119,6 +119,7 @@ def test_all_of_each_module(name):
     assert not set(defined_in(module)) - set(listed), "public and defined here, and not in __all__"
 
 
+@pytest.mark.launch
 def test_integrations_are_imported_when_they_are_asked_for():
     code = """
 import sys, torch

@@ -15,7 +15,7 @@ from tests.devices import PRETEND
 ROOT = Path(__file__).parent.parent
 DAILY = ("cuda", ["tests/test_accelerator.py", "-m", "accelerator and not full"])
 SLOW = [
-    ("cuda", ["tests/test_accelerator.py"]),
+    ("cuda", ["tests/test_accelerator.py", "-m", "accelerator and full and not every"]),
     ("cuda", ["tests/test_accelerator_options.py", "tests/test_sampler_bank.py", "tests/test_stores.py"]),
     ("cuda", ["tests/test_alone.py"]),
     ("cuda", ["tests/pretend/test_pretend_device.py", "tests/pretend/test_pretend_ranks.py"]),
@@ -27,7 +27,18 @@ pytestmark = pytest.mark.skipif(bool(PRETEND), reason="this process pretends alr
 
 
 def run(like, files):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "accelerator", *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "accelerator and not every",
+        *files,
+    ]
     environment = {**os.environ, "COMPOPT_PRETEND": like, "OMP_NUM_THREADS": "1"}
     environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)

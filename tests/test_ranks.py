@@ -264,16 +264,8 @@ def through_ddp(group, name, mode, dtype, x, y, index, ddp):
     return trace, [p.detach().clone() for p in inner.parameters()]
 
 
-PRESETS = [
-    "infonce",
-    "clip-learned",
-    "sogclr",
-    "isogclr",
-    "isogclr-adam",
-    "global-dual-adam",
-    "neural-through-alpha",
-    "residual-queue",
-]
+PRESETS = """infonce clip-learned sogclr isogclr isogclr-adam global-dual-adam neural-through-alpha
+    residual-queue""".split()
 
 
 @functools.cache

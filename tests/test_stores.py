@@ -421,6 +421,7 @@ def test_rows_that_another_estimator_of_this_process_has_replaced(tmp_path):
     assert one.read(torch.arange(3))["count"].sum() == 0
 
 
+@pytest.mark.launch
 def test_the_interpreter_exits_and_finishes_its_commits(tmp_path):
     code = f"""
 import time, torch

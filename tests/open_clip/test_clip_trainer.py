@@ -214,14 +214,7 @@ def test_metrics_reach_a_tracker(given, tmp_path):
     events = EventAccumulator(str(tmp_path / "clip"))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == [5, 10, 15, 20]
-    told = {
-        "lr",
-        "samples_per_second",
-        "samples_per_second_per_process",
-        "data_seconds",
-        "step_seconds",
-        "slowest_rank",
-    }
+    told = set("lr samples_per_second samples_per_second_per_process data_seconds step_seconds slowest_rank".split())
     told |= {"gradient_norm", "estimator/info_nce", "estimator/effective_negatives", "estimator/tau_median"}
     assert told <= set(events.Tags()["scalars"])
     last = {name: events.Scalars(name)[-1].value for name in told}
@@ -690,16 +683,7 @@ def test_clip_benchmark_measures_the_same_recall(given, tmp_path, capsys):
     (root / "test" / "nshards.txt").write_text(str(len(SIZES)))
     for number, shard in enumerate(sorted(given[0].glob("*.tar"))):
         (root / "test" / f"{number}.tar").write_bytes(shard.read_bytes())
-    found = [
-        "--dataset",
-        "wds/retrieval",
-        "--dataset_root",
-        str(root),
-        "--task",
-        "zeroshot_retrieval",
-        "--recall_k",
-        "1",
-    ]
+    found = ["--dataset_root", str(root), *"--dataset wds/retrieval --task zeroshot_retrieval --recall_k 1".split()]
     model = ["--model", "micro", "--pretrained", str(tmp_path / "epoch_30.pt"), "--no_amp", "--num_workers", "0"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["clip_benchmark", "eval", *model, *found, "--output", str(tmp_path / "found.json")])

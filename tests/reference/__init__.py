@@ -1,4 +1,5 @@
 """Naive float64 twins of every estimator, written from DESIGN.md and never from the library."""
+# ruff: noqa: F401
 
 from tests.reference.alone import AloneAverage, AloneChains, AloneDual, AloneGlobalDual, AloneNetwork
 from tests.reference.contrastive import Reference
@@ -12,31 +13,3 @@ from tests.reference.normalizers import BatchReference, MovingAverageReference, 
 from tests.reference.policy import PolicyReference
 from tests.reference.sogclr import LiteralSogCLR
 from tests.reference.temperatures import DualReference, FixedReference, GlobalDualReference
-
-__all__ = [
-    "AloneAverage",
-    "AloneChains",
-    "AloneDual",
-    "AloneGlobalDual",
-    "AloneNetwork",
-    "BatchReference",
-    "DatasetMCMCReference",
-    "DualReference",
-    "FixedReference",
-    "GlobalDualReference",
-    "LiteralSogCLR",
-    "LossReference",
-    "MCMCReference",
-    "MemoryReference",
-    "MomentumReference",
-    "MovingAverageReference",
-    "NeuralReference",
-    "PolicyReference",
-    "Reference",
-    "ResidualReference",
-    "SigmoidReference",
-    "dense_global_gradient",
-    "dense_global_loss",
-    "dense_log_normalizers",
-    "equation_12",
-]
