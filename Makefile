@@ -22,10 +22,11 @@ DEMO_ARGS ?= --batch-size 64 --epochs 1 --normalizer-error 0 --prototypes 256 --
 # Without build isolation the build uses the pinned setuptools, and nothing outside constraints.txt is fetched.
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
-# Which tests run when. `full` marks what tests/covering.py leaves out of a product, `launch` what starts programs or
-# compiles, `slow` what takes seconds. Plain `pytest` runs all tests in one process.
+# Which tests run when. `full` marks the cases of a product that tests/covering.py does not choose for every day, `every`
+# those among them that it does not choose for `make test-rest` either, `launch` what starts programs or compiles, `slow`
+# what takes seconds. Plain `pytest` runs all tests in one process.
 DAILY := not full and not launch and not slow
-REST := full or launch or slow
+REST := (full or launch or slow) and not every
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
@@ -40,7 +41,7 @@ demo: $(VENV)/.recipes  ## compare the methods on the glyph data set (three minu
 test: $(VENV)/.dev  ## run the daily tests (minutes on two cores)
 	$(PYTEST) -m "$(DAILY)" $(PYTEST_ARGS)
 
-test-rest: $(VENV)/.dev  ## run what `make test` leaves out
+test-rest: $(VENV)/.dev  ## run what `make test` leaves out, of large products a sample
 	$(PYTEST) -m "$(REST)" $(PYTEST_ARGS)
 
 test-clip: $(CLIP_VENV)/.open_clip  ## run the tests beside open_clip, in an environment of their own
@@ -52,7 +53,7 @@ test-triton: $(TRITON_VENV)/.triton  ## run the tests of the kernels in Triton, 
 test-peers: $(BENCH_VENV)/.peers  ## run the pages beside other packages, in the environment of `make bench`
 	$(BENCH_VENV)/bin/python -m pytest tests/test_page_blocks.py -k coming_from $(PYTEST_ARGS)
 
-test-full: $(VENV)/.dev  ## run every test
+test-full: $(VENV)/.dev  ## run every test, and every case of every product
 	$(PYTEST) $(PYTEST_ARGS)
 	$(MAKE) test-clip
 	$(MAKE) test-triton

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from compopt.tiles.launch import GROUP, Tile, tile_of
+from compopt.tiles.sweep import GROUP, Tile, tile_of
 
 KERNELS = ("sums", "coefficients")
 PRECISIONS = ("bf16", "tf32", "tf32x3")

@@ -69,7 +69,7 @@ BY_READING = {
     ("compopt/negatives/walk.py", "move", "statement"): ACCELERATOR,
     ("compopt/stores/deposits.py", "Deposit.of", "branches"): ACCELERATOR,
     ("compopt/stores/write_behind.py", "WriteBehind._read_ahead", "statement"): ACCELERATOR,
-    ("compopt/stores/base.py", "MemoryStore._zeros", "keyword"): ACCELERATOR,
+    ("compopt/stores/base.py", "RowStore._zeros", "keyword"): ACCELERATOR,
     ("compopt/stores/write_behind.py", "WriteBehind._to_host", "keyword"): ACCELERATOR,
     ("compopt/distributed/ranks.py", "Ranks.blank", "function"): f"{EQUAL}: integers that nobody reads",
 }

@@ -2,13 +2,12 @@
 
     python -m benchmarks.saving --n 20000000
     python -m benchmarks.saving --n 200000000 --saves 1 --name saving_large     # some 10 GB of disk, ten minutes
-    python -m benchmarks.saving --visits 33000 10000 --n 1000000000 --name saving_sparse    # 6 GB of disk, minutes
+    python -m benchmarks.saving --visits 33000 --n 1000000000 --name saving_sparse    # 6 GB of disk, minutes
 
-Three saves in turn: of every row (``incremental=False``); of what changed since, after commits of rows of a tenth of
-the table, as data read shard by shard visit them; and of every row with ``blocking=False``, beside training. Between
-two commits there is a step of a small model, so that commits come about as often as in training.
+Two saves of every row in turn: with training waiting, and with ``blocking=False`` beside training. Between two commits
+there is a step of a small model, so that commits come about as often as in training.
 
-With ``--visits FIRST MORE`` few rows of a large table on disk are visited, once in order and once uniformly.
+With ``--visits`` few rows of a large table on disk are visited, once in order and once uniformly.
 """
 
 from __future__ import annotations
@@ -28,19 +27,28 @@ from benchmarks.memory import fill
 from benchmarks.report import environment, finish, table
 
 ABOUT = """SogCLR with n = {n:,}, batches of {batch} rows; medians of {saves} of each save. *Blocking*, *beside*: every
-row is written ({size:,.0f} MiB). *Changed*: blocking, after {visits:,} commits of random rows of one tenth of the
-table. Memory is the highest anonymous memory during the save, sampled every 2 ms, beyond that before it; training has
-its own share of it beside a save. Of commits median and 99th percentile, without a save and beside one."""
-SPARSE = """SogCLR with n = {n:,}, rows on disk; {first:,} samples are visited and saved, then {more:,} others too.
-*In order*: neighbouring rows, as data read in the order of their shards visit them. *Uniformly*: random rows, as data
-that are shuffled as a whole visit them; this is the worst case. *Table*: what its file takes of the disk after both;
-*first*: size of the first checkpoint; *added*: files of the second one that it does not share with the first; *s*: the
-save."""
+row is written ({size:,.0f} MiB). Memory is the highest anonymous memory during the save, sampled every 2 ms, beyond
+that before it; training has its own share of it beside a save. Of commits median and 99th percentile, without a save
+and beside one."""
+SPARSE = """SogCLR with n = {n:,}, rows on disk, {visits:,} samples visited and saved. *In order*: neighbouring rows,
+as data read in the order of their shards visit them. *Uniformly*: random rows, as data that are shuffled as a whole
+visit them; this is the worst case. *Table*: space of its file on the disk; *checkpoint*: its size; *s*: the save."""
 BATCH, DIM, VISITS = 1024, 64, 1000
 ROW = 16  # bytes: both directions of log u and their numbers of visits
-HEAD = ["rows on", "blocking", "memory, MiB", "changed", "written, MiB", "memory, MiB"]
-HEAD += ["beside", "until it is complete", "memory, MiB", "a commit", "99 %", "beside a save", "99 %", "commits beside"]
-SPARSE_HEAD = ["visited", "table, MiB", "first, MiB", "s", "added, MiB", "s"]
+HEAD = [
+    "rows on",
+    "blocking",
+    "memory, MiB",
+    "beside",
+    "until it is complete",
+    "memory, MiB",
+    "a commit",
+    "99 %",
+    "beside a save",
+    "99 %",
+    "commits beside",
+]
+SPARSE_HEAD = ["visited", "table, MiB", "checkpoint, MiB", "s"]
 
 
 def visit(est: compopt.SogCLREstimator, index: torch.Tensor, seed: int) -> float:
@@ -59,16 +67,16 @@ def commit(est: compopt.SogCLREstimator, seed: int, rows: int) -> float:
 
 
 class Blocking:
-    """Seconds, memory and newly written bytes of a blocking save."""
+    """Seconds, memory and bytes of a blocking save."""
 
-    def __init__(self, est: compopt.SogCLREstimator, folder: Path, incremental: bool) -> None:
+    def __init__(self, est: compopt.SogCLREstimator, folder: Path) -> None:
         ctypes.CDLL(None).malloc_trim(0)
         with Peak() as peak:
             before, start = peak.most, time.perf_counter()
-            path = compopt.save(est, folder, keep=2, incremental=incremental)
+            path = compopt.save(est, folder, keep=2)
             self.seconds = time.perf_counter() - start
         self.memory = peak.most - before
-        self.written = sum(file.stat().st_size for file in path.iterdir() if file.stat().st_nlink == 1)
+        self.written = sum(file.stat().st_size for file in path.iterdir())
 
 
 class Beside:
@@ -78,7 +86,7 @@ class Beside:
         ctypes.CDLL(None).malloc_trim(0)
         with Peak() as peak:
             before, start = peak.most, time.perf_counter()
-            handle = compopt.save(est, folder, keep=2, incremental=False, blocking=False)
+            handle = compopt.save(est, folder, keep=2, blocking=False)
             self.seconds = time.perf_counter() - start
             self.commits = []
             while not handle.done:
@@ -88,22 +96,23 @@ class Beside:
         self.memory = peak.most - before
 
 
-def sparse(n: int, visits: list[int], uniform: bool, folder: Path) -> list[str]:
+def sparse(n: int, number: int, uniform: bool, folder: Path) -> list[str]:
     """One line of the table of large tables of which few rows are visited."""
     est = compopt.SogCLREstimator(n, gamma=0.9, offload="disk", offload_dir=folder / "rows")
-    number = sum(visits)
     rows = torch.arange(number)
     if uniform:
         rows = torch.randint(n, (2 * number,), generator=torch.Generator().manual_seed(0)).unique()
         rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))[:number]]
-    cells = []
-    for part in rows.split(visits):
-        for seed, index in enumerate(part.split(BATCH)):
-            visit(est, index, seed)
-        found = Blocking(est, folder / "c", incremental=True)
-        cells += [f"{found.written / MIB:,.1f}", f"{found.seconds:.1f}"]
+    for seed, index in enumerate(rows.split(BATCH)):
+        visit(est, index, seed)
+    found = Blocking(est, folder / "c")
     disk = sum(512 * file.stat().st_blocks for file in (folder / "rows").rglob("*") if file.is_file())
-    return ["uniformly" if uniform else "in order", f"{disk / MIB:,.1f}", *cells]
+    return [
+        "uniformly" if uniform else "in order",
+        f"{disk / MIB:,.1f}",
+        f"{found.written / MIB:,.1f}",
+        f"{found.seconds:.1f}",
+    ]
 
 
 def percentiles(seconds: list[float]) -> list[str]:
@@ -121,19 +130,17 @@ def measure(n: int, offload: str | None, saves: int, folder: Path) -> list[str]:
     options = {"offload_dir": folder / "rows"} if offload == "disk" else {}
     est = compopt.SogCLREstimator(n, gamma=0.9, offload=offload, **options)
     fill(est)
-    every, changed, beside, alone = [], [], [], []
+    every, beside, alone = [], [], []
     for number in range(saves):
         first = 1_000_000 * number
-        every.append(Blocking(est, folder / "c", incremental=False))
+        every.append(Blocking(est, folder / "c"))
         alone += [commit(est, first + visit, n // 10) for visit in range(VISITS)]
-        changed.append(Blocking(est, folder / "c", incremental=True))
         beside.append(Beside(est, folder / "c", first + VISITS))
     commits = [seconds for one in beside for seconds in one.commits]
-    seconds, memory = told(changed)
     call, most = told(beside)
     complete = f"{1e3 * median(one.complete for one in beside):.0f} ms"
     return [
-        *(offload or "device", *told(every), seconds, f"{changed[-1].written / MIB:.0f}", memory),
+        *(offload or "device", *told(every)),
         *(call, complete, most, *percentiles(alone[10:]), *percentiles(commits), str(len(commits))),
     ]
 
@@ -142,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=20_000_000)
     parser.add_argument("--saves", type=int, default=3)
-    parser.add_argument("--visits", type=int, nargs=2, metavar=("FIRST", "MORE"), help="visit few rows of a table")
+    parser.add_argument("--visits", type=int, help="visit so few rows of a table")
     parser.add_argument("--offload", nargs="+", default=["none", "cpu", "disk"], choices=["none", "cpu", "disk"])
     parser.add_argument("--dir", type=Path, help="where to write (default: a temporary directory)")
     parser.add_argument("--name", default="saving", help="of the result file")
@@ -157,9 +164,9 @@ def main() -> None:
             else:
                 lines.append(measure(args.n, None if case == "none" else case, args.saves, Path(folder)))
     if args.visits:
-        about = SPARSE.format(n=args.n, first=args.visits[0], more=args.visits[1])
+        about = SPARSE.format(n=args.n, visits=args.visits)
     else:
-        about = ABOUT.format(n=args.n, batch=BATCH, saves=args.saves, size=ROW * args.n / MIB, visits=VISITS)
+        about = ABOUT.format(n=args.n, batch=BATCH, saves=args.saves, size=ROW * args.n / MIB)
     head = SPARSE_HEAD if args.visits else HEAD
     finish(args.name, "Saves and training", env, [about, table(head, lines)], lines, args.no_save)
 

@@ -21,8 +21,8 @@ LAST = "2310a77"  # the last commit that has the scripts of finished studies
 
 def sparse_saves() -> str:
     """Return a table of the room of checkpoints after few visits of a large table, in order and uniform."""
-    body = [[line[0], line[1], line[2], line[4]] for line in stored("saving_sparse")["results"]]
-    head = ["rows are visited", "the table's file, MiB", "the first checkpoint, MiB", "the second one adds, MiB"]
+    body = [line[:3] for line in stored("saving_sparse")["results"]]
+    head = ["rows are visited", "the table's file, MiB", "the checkpoint, MiB"]
     return table(head, body)
 
 

@@ -4,9 +4,9 @@ from compopt import curation, data, diagnostics, functional, integrations, losse
 from compopt.checkpoint import load, save
 from compopt.compositional import compositional_loss
 from compopt.contrastive import ContrastiveEstimator
+from compopt.curation import ScoreKeeper
 from compopt.estimator.base import Estimator
 from compopt.estimator.component import Normalizer, Temperature
-from compopt.estimator.score_keeper import ScoreKeeper
 from compopt.gradient_cache import FittingSize, gradient_cache
 from compopt.module import as_module
 from compopt.momentum import MomentumEncoder

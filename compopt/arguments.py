@@ -13,25 +13,8 @@ from torch import Tensor
 
 from compopt import accelerator, checks
 from compopt.batch import Batch
-from compopt.checks import Directions
+from compopt.checks import Directions, inputs
 from compopt.checks.context import refuse_tangents, refuse_transforms
-from compopt.checks.inputs import (
-    check_anchors,
-    check_extra,
-    check_features,
-    check_guide,
-    check_momentum,
-    check_prior,
-    check_range,
-    check_sample_weight,
-    check_tau,
-    check_teacher,
-    check_vector,
-    check_views,
-    check_within,
-    one_name,
-    tau_facts,
-)
 from compopt.distributed.handshake import NOTHING
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.component import Normalizer, Temperature
@@ -47,39 +30,6 @@ OPTIONS = {"guide": "guided=True", "within": "within=True", "teacher": "targets=
 
 
 @dataclass(frozen=True)
-class Choices:
-    """Policy of pairs of a call, and the tensors that the call brings for it, on one rank.
-
-    Attributes:
-        policy: the one of the call, or of the estimator.
-        values: ``guide1``, ``guide2``, ... and ``teacher1``, ``teacher2``, ..., ``(b, g)`` each, ``within1`` and
-            ``prior1``, ``(b,)``, as far as the policy asks for them.
-        of_extra: ``guide``, ``(M, g)``, and ``within``, ``(M,)``, of the further candidates.
-    """
-
-    policy: PairPolicy
-    values: dict[str, Tensor] = field(default_factory=dict)
-    of_extra: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, name: str, count: int, given: Sequence[Tensor]) -> None:
-        """Note tensors of one name: at most ``count`` of the batch, and after these one of the further candidates."""
-        self.values.update({f"{name}{number}": value for number, value in enumerate(given[:count], start=1)})
-        self.of_extra.update(zip((name,), given[count:], strict=False))
-
-    @property
-    def guides(self) -> list[Tensor]:
-        """Features of the guide and of the teacher."""
-        given = (*self.values.items(), *self.of_extra.items())
-        return [value for name, value in given if name.startswith(("guide", "teacher"))]
-
-    @property
-    def facts(self) -> dict[str, int]:
-        """Facts that must be alike on all ranks: a fingerprint, since a first message has little room."""
-        widths = [value.shape[1:] for value in self.values.values()]
-        return {"policy": zlib.crc32(repr((self.policy, widths)).encode())}
-
-
-@dataclass(frozen=True)
 class Given:
     """Arguments of one call on one rank, checked.
 
@@ -91,10 +41,13 @@ class Given:
         extra, positions: further candidates, and their data-set positions, if there are any.
         encoder: features of samples outside the batch, if the caller can give them.
         facts: what must be alike on all ranks.
-        choices: for the policy of pairs, if there is one.
-        graph: gradients may be wanted at all.
+        policy: of pairs, if there is one.
+        values: what the call brings for the policy: ``guide1``, ``guide2``, ... and ``teacher1``, ``teacher2``, ...,
+            ``(b, g)`` each, ``within1`` and ``prior1``, ``(b,)``, as far as it asks for them.
+        of_extra: ``guide``, ``(M, g)``, and ``within``, ``(M,)``, of the further candidates.
         momentum: features of a momentum copy, as the kernel takes them, ``(2, b, d)``, if there are any.
         sample_weight: ``(b,)``, if given.
+        graph: gradients may be wanted at all.
     """
 
     keys: dict[str, Tensor]
@@ -105,30 +58,31 @@ class Given:
     positions: Tensor | None
     encoder: Encoder | None
     facts: dict[str, int]
-    graph: bool
-    choices: Choices | None
-    momentum: Tensor | None = None
-    sample_weight: Tensor | None = None
+    policy: PairPolicy | None
+    values: dict[str, Tensor]
+    of_extra: dict[str, Tensor]
+    momentum: Tensor | None
+    sample_weight: Tensor | None
+    graph: bool = field(default_factory=torch.is_grad_enabled)
 
     def wants(self, temperature: float | Tensor) -> bool:
         """Return whether a temperature gets a gradient."""
         return self.graph and isinstance(temperature, Tensor) and temperature.requires_grad
 
     @property
-    def policy(self) -> PairPolicy | None:
-        """Policy of pairs of this call."""
-        return None if self.choices is None else self.choices.policy
+    def guides(self) -> list[Tensor]:
+        """Features of the guide and of the teacher."""
+        given = (*self.values.items(), *self.of_extra.items())
+        return [value for name, value in given if name.startswith(("guide", "teacher"))]
 
     def gather_extra(self, batch: Batch, ranks: Ranks) -> Extra | None:
         """Return the further candidates of all ranks."""
         if self.extra is None:
             return None
         own = self.extra.unit[0]
-        values = {"features": own}
+        values = {"features": own, **self.of_extra}
         if self.positions is not None:
             values["positions"] = accelerator.to_device(self.positions, own.device)
-        if self.choices is not None:
-            values |= self.choices.of_extra
         if self.policy is not None and self.policy.asks_for_owners:
             values["owner"] = torch.arange(len(own), device=own.device) % self.own.unit.shape[1] + batch.own.start
         gathered = ranks.gather([*values.values()], batch.more) if max(batch.more) else values.values()
@@ -159,27 +113,10 @@ class Called(Protocol):
     def _index(self, index: Tensor | None, count: int) -> Tensor: ...
 
 
-def check_call(
-    est: Called,
-    z1: Tensor,
-    z2: Tensor | None,
-    index: Tensor | None,
-    index2: Tensor | None,
-    group: Tensor | None,
-    encode: Encode | None,
-    tau: Tensor | float | None,
-    labels: Tensor | None,
-    extra: Tensor | None,
-    extra_index: Tensor | None,
-    anchors: int | None,
-    pairs: PairPolicy | None,
-    asked: Mapping[str, Any],
-) -> Given:
-    """Refuse what one rank can refuse by itself, and prepare the features.
-
-    ``asked`` has what policies may ask for, ``momentum_features`` and ``sample_weight``.
-    """
+def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, Any]) -> Given:
+    """Refuse what one rank can refuse by itself, and prepare the features; ``asked`` has the other arguments."""
     refuse_transforms()
+    encode, tau, extra, policy = (asked[name] for name in ("encode", "tau", "extra", "pairs"))
     engine = est._engine
     several = engine.ranks.size > 1
     with engine.handshake.guard():
@@ -187,53 +124,66 @@ def check_call(
         features = check_given(z1, z2, est.mode, least=0 if several else 2)
         one, views = (z1, 2) if z2 is not None else (z1[0], z1.shape[0])
         batch = one.shape[0]
-        directions = est._anchors if anchors is None and views == 2 else check_anchors(anchors, views, est.mode)
+        directions = est._anchors
+        if asked["anchors"] is not None or views > 2:
+            directions = inputs.check_anchors(asked["anchors"], views, est.mode)
         if views > 2 and extra is not None:
             raise ValueError("extra= serves two views, got a tensor of more; pass est(z1, z2, index, extra=extra)")
         if directions > 2 and encode is not None:
             raise ValueError(f"encode= serves up to two anchors, got {directions}; pass anchors=2, or 1")
-        keys = {"index": est._index(index, batch)}
-        if index2 is not None:
-            if est.mode == "unimodal":
-                raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
-            keys["index2"] = check_vector("index2", index2, batch)
-        if one_name(labels, group) is not None:
-            name, value = ("labels", labels) if group is None else ("group", group)
-            keys["labels"] = check_vector(name, value, batch)
+        keys = _check_keys(est, asked, batch)
         if tau is not None:
             if est.temperature.learns:
                 raise ValueError(
                     "tau= must be left out: this estimator learns its own temperatures, see est.temperature"
                 )
-            tau = check_tau(tau, batch, directions if views == 2 else 1)
+            tau = inputs.check_tau(tau, batch, directions if views == 2 else 1)
         est.normalizer.check_encode(encode, keys)
-        positions = _check_extra(est, extra, extra_index, keys, one)
-        if positions is not None and index is None and index2 is None:
+        positions = _check_extra(est, extra, asked["extra_index"], keys, one)
+        if positions is not None and asked["index"] is None and asked["index2"] is None:
             raise TypeError("extra_index= has positions in the modality of index or index2; pass one of them")
-        policy = est.pairs if pairs is None else pairs
+        policy = est.pairs if policy is None else policy
         if policy is not None:  # that of the construction too: hyper-parameters may have been edited
             check_policy(policy, est.normalizer, est.temperature, est.normalize, est.directions)
             policy = None if policy == NO_POLICY else policy
-        choices = _check_choices(policy, est.normalize, asked, keys, one, views, extra)
+        more = None if extra is None else len(extra)
+        _refuse_arguments(policy, asked, "labels" in keys, batch, more)
+        values, of_extra = _check_asked(policy or NO_POLICY, est.normalize, asked, one, views, more)
         momentum = _check_momentum(est, asked["momentum_features"], one, views, policy)
         weight = asked["sample_weight"]
         if weight is not None:
-            weight = accelerator.to_device(check_sample_weight(weight, batch, working_dtype(one.dtype)), one.device)
+            weight = inputs.check_sample_weight(weight, batch, working_dtype(one.dtype))
+            weight = accelerator.to_device(weight, one.device)
     facts: dict[str, int] = {}
     if several:
-        brought = 0 if extra is None else 1 if positions is None else 2
-        facts = {"named": int(index is not None), "encode": int(encode is not None), "extra": brought, **tau_facts(tau)}
-        facts["momentum"] = int(momentum is not None)
-        facts |= {"views": views, "anchors": directions, **(choices.facts if choices is not None else {})}
-        facts["weighted"] = int(weight is not None)
+        given = {"named": asked["index"], "encode": encode, "momentum": momentum, "weighted": weight}
+        facts = {name: int(value is not None) for name, value in given.items()}
+        facts |= {"extra": 0 if extra is None else 1 if positions is None else 2, **inputs.tau_facts(tau)}
+        facts |= {"views": views, "anchors": directions}
+        if policy is not None:  # a fingerprint, since a first message has little room
+            widths = [value.shape[1:] for value in values.values()]
+            facts["policy"] = zlib.crc32(repr((policy, widths)).encode())
     encoder = None if encode is None else Encoder(encode, one, est.normalize, est.mode == "unimodal")
     with full_precision(z1.device):  # autocast refuses to stack half precision of a kind that is not its own
         own = Features.of(*features, normalize=est.normalize)
         further = None if extra is None else Features.of(extra, normalize=est.normalize)
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
-    graph = torch.is_grad_enabled()
-    return Given(keys, own, directions, tau, further, positions, encoder, facts, graph, choices, momentum, weight)
+    return Given(
+        keys, own, directions, tau, further, positions, encoder, facts, policy, values, of_extra, momentum, weight
+    )
+
+
+def _check_keys(est: Called, asked: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
+    """Check the names of the samples: ``index`` and, if given, ``index2`` and ``labels``."""
+    keys = {"index": est._index(asked["index"], batch)}
+    if asked["index2"] is not None:
+        if est.mode == "unimodal":
+            raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
+        keys["index2"] = inputs.check_vector("index2", asked["index2"], batch)
+    if (value := inputs.one_name(asked["labels"], asked["group"])) is not None:
+        keys["labels"] = inputs.check_vector("labels" if asked["group"] is None else "group", value, batch)
+    return keys
 
 
 def check_cached(
@@ -258,7 +208,7 @@ def check_cached(
     with est._engine.handshake.guard():
         check_given(z1, z2, est.mode, least=0)
         if extra is not None:
-            check_extra(extra, extra_index, z1 if z2 is not None else z1[0])
+            inputs.check_extra(extra, extra_index, z1 if z2 is not None else z1[0])
 
 
 def check_options(mode: str, directions: str, normalize: bool, multiply_tau: bool) -> None:
@@ -292,9 +242,9 @@ def check_policy(
 def check_given(z1: Tensor, z2: Tensor | None, mode: str, least: int) -> tuple[Tensor, ...]:
     """Check the features of a call, and return the tensors that have them: two, or one with all views."""
     if z2 is None:
-        check_views(z1, mode, least)
+        inputs.check_views(z1, mode, least)
         return (z1,)
-    check_features(z1, z2, least)
+    inputs.check_features(z1, z2, least)
     return z1, z2
 
 
@@ -307,9 +257,9 @@ def _check_extra(
             raise TypeError("extra_index= has the positions of extra=, which is None")
         return None
     est.normalizer.check_extra()
-    _, positions = check_extra(extra, extra_index, like)
+    _, positions = inputs.check_extra(extra, extra_index, like)
     if positions is not None and "index2" not in keys:
-        check_range("extra_index", positions, est._engine.groups.n)
+        inputs.check_range("extra_index", positions, est._engine.groups.n)
     return positions
 
 
@@ -328,68 +278,55 @@ def _check_momentum(
             f"leave one of them out"
         )
     with full_precision(like.device):
-        return torch.stack(_units(check_momentum(features, like), like, est.normalize))
+        return torch.stack(_units(inputs.check_momentum(features, like), like, est.normalize))
 
 
-def _check_choices(
-    policy: PairPolicy | None,
-    normalize: bool,
-    given: Mapping[str, Any],
-    keys: Mapping[str, Tensor],
-    like: Tensor,
-    views: int,
-    extra: Tensor | None,
-) -> Choices | None:
-    """Check what the policy of pairs asks for, and return it: nothing may be missing, and nothing given in vain."""
-    asks = set() if policy is None else policy.asks
+def _refuse_arguments(
+    policy: PairPolicy | None, given: Mapping[str, Any], labelled: bool, batch: int, more: int | None
+) -> None:
+    """Refuse a call in which something is missing that the policy asks for, or given in vain."""
     for name, option in OPTIONS.items():
-        if (given[name] is not None) != (name in asks):
-            raise _refused(name, option, name in asks)
-    if policy is None:
-        return None
-    _check_rows(policy, keys, len(like), extra)
-    choices, more = Choices(policy), None if extra is None else len(extra)
-    if policy.guided:
-        _add_guide(choices, given["guide"], policy, normalize, like, views, more)
-    if policy.within:
-        checked = check_within(given["within"], len(like), more)
-        choices.add("within", 1, [accelerator.to_device(key, like.device) for key in checked])
-    if policy.targets is not None:
-        classes = isinstance(policy.targets, str)
-        features = check_teacher(given["teacher"], len(like), classes, views)
-        choices.add("teacher", views, _units(features, like, normalize and not classes))
-    if policy.prior == "given":
-        shares = check_prior(given["prior"], len(like), working_dtype(like.dtype))
-        choices.add("prior", 1, [accelerator.to_device(shares, like.device)])
-    return choices
-
-
-def _check_rows(policy: PairPolicy, keys: Mapping[str, Tensor], batch: int, extra: Tensor | None) -> None:
-    """Refuse a batch whose labels are missing, or whose further candidates are not those of its anchors."""
-    if policy.positives == "labels" and "labels" not in keys:
+        wanted = policy is not None and name in policy.asks
+        if wanted and given[name] is None:
+            raise ValueError(f"{name} is missing, which PairPolicy({option}) asks for; pass {name}= in every call")
+        if given[name] is not None and not wanted:
+            remedy = f"give the estimator or this call pairs=PairPolicy({option}, ...)"
+            raise ValueError(f"{name}= has no effect here: {remedy}")
+    if policy is not None and policy.positives == "labels" and not labelled:
         raise ValueError('labels is missing, which PairPolicy(positives="labels") asks for; pass labels= in every call')
-    if policy.asks_for_owners and extra is not None and (len(extra) % batch if batch else len(extra)):
+    if policy is not None and policy.asks_for_owners and more and (more % batch if batch else True):
         raise ValueError(
-            f"extra must have the same number of rows for each of {batch} anchors with {policy}, got "
-            f"{len(extra)} rows; pass torch.cat of columns of {batch} rows"
+            f"extra must have the same number of rows for each of {batch} anchors with {policy}, got {more} rows; pass "
+            f"torch.cat of columns of {batch} rows"
         )
 
 
-def _refused(name: str, option: str, missing: bool) -> ValueError:
-    """Return the refusal of a call without an argument that its policy asks for, or with one that it does not."""
-    if missing:
-        return ValueError(f"{name} is missing, which PairPolicy({option}) asks for; pass {name}= in every call")
-    return ValueError(f"{name}= has no effect here: give the estimator or this call pairs=PairPolicy({option}, ...)")
-
-
-def _add_guide(
-    choices: Choices, guide: Any, policy: PairPolicy, normalize: bool, like: Tensor, views: int, more: int | None
-) -> None:
-    """Check a guide's features; further candidates that are spared have any."""
-    features = check_guide(guide, views, len(like), None if policy.spare_extra else more)
-    if policy.spare_extra and more is not None:
-        features.append(features[0].new_zeros(more, features[0].shape[1]))
-    choices.add("guide", views, _units(features, like, normalize))
+def _check_asked(
+    policy: PairPolicy, normalize: bool, given: Mapping[str, Any], like: Tensor, views: int, more: int | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors that the policy asks for, those of the batch and those of ``more`` further candidates."""
+    found: dict[str, Sequence[Tensor]] = {}
+    if policy.guided:
+        features = inputs.check_guide(given["guide"], views, len(like), None if policy.spare_extra else more)
+        if policy.spare_extra and more is not None:  # candidates that are spared have any
+            features.append(features[0].new_zeros(more, features[0].shape[1]))
+        found["guide"] = _units(features, like, normalize)
+    if policy.within:
+        checked = inputs.check_within(given["within"], len(like), more)
+        found["within"] = [accelerator.to_device(key, like.device) for key in checked]
+    if policy.targets is not None:
+        classes = isinstance(policy.targets, str)
+        features = inputs.check_teacher(given["teacher"], len(like), classes, views)
+        found["teacher"] = _units(features, like, normalize and not classes)
+    if policy.prior == "given":
+        shares = inputs.check_prior(given["prior"], len(like), working_dtype(like.dtype))
+        found["prior"] = [accelerator.to_device(shares, like.device)]
+    values, of_extra = {}, {}
+    for name, tensors in found.items():
+        count = views if name in ("guide", "teacher") else 1
+        values |= {f"{name}{number}": value for number, value in enumerate(tensors[:count], start=1)}
+        of_extra |= dict(zip((name,), tensors[count:], strict=False))
+    return values, of_extra
 
 
 def _units(features: Sequence[Tensor], like: Tensor, normalize: bool) -> list[Tensor]:

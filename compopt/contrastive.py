@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,30 +24,24 @@ from compopt.arguments import (
 from compopt.batch import Batch, with_mean_one
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_tangents
+from compopt.curation import ScoreKeeper
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.base import Estimator, fixed
-from compopt.estimator.call import Call, Setting
-from compopt.estimator.component import Component, Normalizer, Temperature
+from compopt.estimator.component import Call, Component, Normalizer, Setting, Temperature
 from compopt.estimator.engine import Engine
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
+from compopt.estimator.options import with_arguments_of
 from compopt.estimator.reader import ROW_KEYS
-from compopt.estimator.score_keeper import ScoreKeeper
-from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.features import Encode, with_gradients, zero_or_nan
-from compopt.kernel.fused import FusedGatheredPairs, FusedPairs, unknown_option
-from compopt.kernel.local import Pairs
-from compopt.kernel.momentum import MomentumPairs
+from compopt.kernel.joined import Source
 from compopt.kernel.pairs import PairOptions, PairStatistics
 from compopt.kernel.policies import swept
-from compopt.kernel.selection import Selection
-from compopt.kernel.source import Source
-from compopt.kernel.targets import Targets
 from compopt.objective import Objective
 from compopt.pairs import NO_POLICY, PairPolicy
 from compopt.stores import Offload
 from compopt.stores.table import Placement
 from compopt.summary import Summary
-from compopt.tiles.choice import BACKENDS, Backend, precision_of, reason_for_torch
+from compopt.tiles.choice import BACKENDS, Backend
 
 
 class ContrastiveEstimator(Estimator):
@@ -172,8 +165,6 @@ class ContrastiveEstimator(Estimator):
         self.pairs = pairs = None if pairs == NO_POLICY else pairs
         for part in parts.values():
             part.keep_edits()
-        placement = Placement(process_group, offload, offload_dir, shard)
-        groups = None if sample_groups is None else as_groups(sample_groups)
         count = len(DIRECTIONS[directions])
         # checkpoints of before have neither
         more: dict[str, str] = {} if directions == "both" else {"directions": directions}
@@ -183,8 +174,8 @@ class ContrastiveEstimator(Estimator):
             mode=mode,
             dtype=dtype,
             directions=count,
-            placement=placement,
-            sample_groups=groups,
+            placement=Placement(process_group, offload, offload_dir, shard),
+            sample_groups=None if sample_groups is None else as_groups(sample_groups),
             options={"normalize": normalize, "multiply_tau": multiply_tau, **more},
             row_keys=self._row_keys,
         )
@@ -326,67 +317,31 @@ class ContrastiveEstimator(Estimator):
             >>> tuple(views.grad.shape)
             (4, 8, 16)
         """
-        asked = {"guide": guide, "within": within, "teacher": teacher, "prior": prior}
+        asked: dict[str, Any] = {"index": index, "index2": index2, "group": group, "labels": labels, "encode": encode}
+        asked |= {"tau": tau, "extra": extra, "extra_index": extra_index, "anchors": anchors, "pairs": pairs}
+        asked |= {"guide": guide, "within": within, "teacher": teacher, "prior": prior}
         asked |= {"momentum_features": momentum_features, "sample_weight": sample_weight}
-        given = check_call(
-            self,
-            z1,
-            z2,
-            index,
-            index2,
-            group,
-            encode,
-            tau,
-            labels,
-            extra,
-            extra_index,
-            anchors,
-            pairs,
-            asked,
-        )
+        given = check_call(self, z1, z2, asked)
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
             hyper = self._hyper("temperature", batch)
             temperature = self._temperature(batch, given.tau, hyper)  # perhaps with a graph
             with torch.no_grad():
-                tau = batch.values.get("tau", temperature)
-                tau = tau.detach() if isinstance(tau, Tensor) else tau
-                statistics = self._pairs(batch, given, tau, temperature)  # log-sum-exp per anchor
-                call = self._call(batch, statistics, tau, given)
+                used = batch.values.get("tau", temperature)
+                used = used.detach() if isinstance(used, Tensor) else used
+                call = self._call(batch, self._pairs(batch, given, used, temperature), used, given)  # log-sum-exps
                 estimate = self.normalizer.estimate(call)  # alpha, proposed rows; a network learns here
-                rho = self.temperature.rho(hyper)
-                objective = Objective(batch, statistics, estimate, tau, rho, self.multiply_tau, len(batch.sizes))
+                objective = Objective(call, estimate, self.temperature.rho(hyper), self.multiply_tau)
                 value = self._value(objective, given)
                 if batch.depositing:
                     self._propose(call, hyper, objective)  # new rows and temperatures, until step()
                 gradients = self._gradients(objective, given, temperature)
-        self._last = Summary.of(objective)
-        self._shown = estimate.metrics
+        self._last, self._shown = Summary.of(objective), estimate.metrics
         return with_gradients(batch.nan_if_bad(value), gradients)
 
     @outside_of_graphs
-    def feature_gradients(
-        self,
-        z1: Tensor,
-        z2: Tensor | None = None,
-        index: Tensor | None = None,
-        index2: Tensor | None = None,
-        group: Tensor | None = None,
-        encode: Encode | None = None,
-        *,
-        tau: Tensor | float | None = None,
-        labels: Tensor | None = None,
-        extra: Tensor | None = None,
-        extra_index: Tensor | None = None,
-        anchors: int | None = None,
-        guide: Sequence[Tensor] | None = None,
-        within: Tensor | tuple[Tensor, Tensor] | None = None,
-        teacher: Tensor | Sequence[Tensor] | None = None,
-        prior: Tensor | None = None,
-        pairs: PairPolicy | None = None,
-        momentum_features: Sequence[Tensor] | None = None,
-        sample_weight: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+    @with_arguments_of(__call__)
+    def feature_gradients(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
         """Loss and its gradients with respect to ``z1``, ``z2`` (or views) and ``extra``, for cached features.
 
         Encode the whole window without a graph, call this once on all of it (the whole window then serves as
@@ -394,11 +349,8 @@ class ContrastiveEstimator(Estimator):
         call. The gradients of :meth:`parameters` are added to their ``.grad``, as a backward pass would do.
 
         Args:
-            z1, z2, index, index2, group, labels, extra, extra_index, anchors, guide, within, teacher, prior, pairs: as
-                in a call.
-            momentum_features, sample_weight: as in a call.
-            encode: refused: its features would get no gradient.
-            tau: as in a call, without a graph.
+            given: the arguments of a call, in its order or by name: ``z1``, ``z2``, ``index``, ... All are as there but
+                ``encode``, which is refused: its features would get no gradient; and ``tau``, which has no graph.
 
         Returns:
             ``(loss, g1, g2)``, of a tensor of views ``(loss, g)``, and with ``extra`` its gradient too; detached, the
@@ -409,16 +361,13 @@ class ContrastiveEstimator(Estimator):
 
         Communicates: as a call.
         """
-        check_cached(self, z1, z2, encode, tau, extra, extra_index)
+        checked = map(given.get, ("z1", "z2", "encode", "tau", "extra", "extra_index"))
+        check_cached(self, *checked)
         with torch.enable_grad():
-            given = [None if z is None else _leaf(z) for z in (z1, z2, extra)]
-            leaves = [z for z in given if z is not None]
-            call = partial(self, leaves[0], given[1], index, index2, group, tau=tau, labels=labels, anchors=anchors)
-            call = partial(call, guide=guide, within=within, teacher=teacher, prior=prior, pairs=pairs)
-            call = partial(call, momentum_features=momentum_features, sample_weight=sample_weight)
-            loss = call(extra=given[2], extra_index=extra_index)
-            loss.backward(inputs=[*leaves, *(p for p in self.parameters() if p.requires_grad)])
-        return loss.detach(), *(z.grad for z in leaves if z.grad is not None)
+            leaves = {name: _leaf(given[name]) for name in ("z1", "z2", "extra") if given.get(name) is not None}
+            loss = self(**{**given, **leaves})
+            loss.backward(inputs=[*leaves.values(), *(p for p in self.parameters() if p.requires_grad)])
+        return loss.detach(), *(z.grad for z in leaves.values() if z.grad is not None)
 
     # -- the steps of a call -----------------------------------------------------------------------------------
 
@@ -429,8 +378,7 @@ class ContrastiveEstimator(Estimator):
             values["tau"] = given.tau.detach().to(given.own.unit.device)
         if given.sample_weight is not None:
             values["sample_weight"] = given.sample_weight
-        if given.choices is not None:
-            values |= given.choices.values
+        values |= given.values
         if given.momentum is not None:
             values |= zip(("k1", "k2"), given.momentum, strict=True)
         more = 0 if given.extra is None else given.extra.unit.shape[1]
@@ -455,46 +403,25 @@ class ContrastiveEstimator(Estimator):
 
     def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, temperature: float | Tensor) -> PairStatistics:
         """Sweep all pairs of the batch, or, with several ranks, those of this rank's anchors."""
-        extra, policy = given.gather_extra(batch, self._engine.ranks), given.policy
+        policy, own = given.policy, given.own.unit
         options = PairOptions(
             distinct=batch.distinct,
             directions=given.anchors,
-            extra=extra,
+            extra=given.gather_extra(batch, self._engine.ranks),
             unimodal=self.mode == "unimodal",
             bounded=self.normalize,
             chunk_size=self.chunk_size,
             moments=self.temperature.learns or given.wants(temperature),  # for the derivative with respect to it
-            selection=Selection.of(policy, batch.values, extra) if policy is not None and policy.selects else None,
+            policy=policy if policy is not None and policy.selects else None,
+            guide=[value for name, value in batch.values.items() if name.startswith("guide")],
+            key=batch.values.get("within1"),
+            held=given.momentum is not None,
         )
-        pairs = self._swept(batch, given, tau, options)
+        own = own if given.momentum is None else torch.cat([own, given.momentum])
+        pairs = swept(Source(own, tau, batch, self._engine.ranks, self.backend), options, policy)
         if self.temperature.learns and pairs.negatives:  # a warning may be an error; nothing is proposed yet
             self.temperature.look_at_negatives(pairs.negatives + self.normalizer.outside)
         return pairs
-
-    def _swept(self, batch: Batch, given: Given, tau: float | Tensor, options: PairOptions) -> PairStatistics:
-        """Sweep the pairs, as the policy asks for."""
-        ranks, keys, own, policy = self._engine.ranks, list(batch.keys.values()), given.own.unit, given.policy
-
-        def build(own: Tensor, everyone: Sequence[Tensor], tau: float | Tensor, options: PairOptions) -> PairStatistics:
-            local, gathered = Pairs, GatheredPairs
-            unknown = "momentum_features=" if options.held else unknown_option(options.selection)
-            if reason_for_torch(self.backend, own, unknown) is None:
-                local, gathered = FusedPairs, FusedGatheredPairs
-                options = options._replace(precision=precision_of(tau))
-            if ranks.size == 1:
-                return local(own, tau, keys, options)
-            return gathered(own, everyone, tau, keys, options, ranks, batch.sizes)
-
-        gather = lambda values: ranks.gather([values], batch.sizes)[0]  # noqa: E731
-        everyone = (*batch.features, *batch.momentum)
-        own = own if given.momentum is None else torch.cat([own, given.momentum])
-        source = Source(own, everyone, batch.own, tau, build, gather)
-        if given.momentum is not None:
-            return MomentumPairs(source, options)
-        if policy is None:
-            return source.pairs(options)
-        targets = Targets.of(policy, batch.values, batch.keys) if policy.expects else None
-        return swept(source, options, policy, targets, batch.values.get("prior1"))
 
     def _call(self, batch: Batch, pairs: PairStatistics, tau: float | Tensor, given: Given | None) -> Call:
         """Return what the normalizer is shown; without arguments of a call for a diagnostic."""
@@ -504,17 +431,15 @@ class ContrastiveEstimator(Estimator):
 
     def _value(self, objective: Objective, given: Given) -> Tensor:
         """Return the value, NaN if a feature is bad, of which the user is warned."""
-        pairs, unit = objective.pairs, given.own.unit
-        value = objective.value()
-        value = value if value.dtype == unit.dtype else value.to(unit.dtype)
+        pairs, batch, unit = objective.pairs, objective.batch, given.own.unit
+        value = objective.value().to(unit.dtype)
         if pairs.extra is not None or pairs.may_lack_negatives or given.momentum is not None:
             # a sample may be in no pair, as z2 is with one direction and momentum; a network's alpha sees no extra
             more = () if pairs.extra is None else (pairs.extra.everyone,)
-            guide = () if pairs.selection is None else pairs.selection.guides
-            value = value + zero_or_nan(*objective.batch.features, *objective.batch.momentum, *more, *guide)
+            value = value + zero_or_nan(*batch.features, *batch.momentum, *more, *pairs.options.guides)
         encoded = None if given.encoder is None else given.encoder.encoded
         units = [features.unit for features in (given.extra, encoded) if features is not None]
-        units += [] if given.choices is None else given.choices.guides
+        units += given.guides
         units += [] if given.momentum is None else [given.momentum]
         # a warning may be an error, and this call counts from here on
         self._engine.async_checks.watch_features(value, unit, *units)

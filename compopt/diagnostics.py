@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compopt import checks
-from compopt.arguments import DIRECTIONS
+from compopt.arguments import DIRECTIONS, check_options
 from compopt.batch import Batch
 from compopt.checks import Directions, Mode
 from compopt.checks.inputs import check_features, check_tau
@@ -342,10 +342,7 @@ def _about(est: ContrastiveEstimator, z1: Tensor, z2: Tensor) -> tuple[Batch, fl
 def _check(
     z1: Tensor, z2: Tensor, tau: float | Tensor, mode: str, views: str, chunk_size: int, directions: str
 ) -> float | Tensor:
-    checks.one_of("mode", mode, get_args(Mode))
-    checks.one_of("directions", directions, DIRECTIONS)
-    if directions == "forward" and mode == "unimodal":
-        raise ValueError('directions="forward" is for two modalities, got mode="unimodal"')
+    check_options(mode, directions, normalize=True, multiply_tau=True)
     checks.one_of("views", views, get_args(Views))
     checks.count("chunk_size", chunk_size)
     check_features(z1, z2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import shutil
 import socket
@@ -118,11 +117,6 @@ class Lock:
         self.path, self.descriptor = path, descriptor
         weakref.finalize(self, _unlock, path, descriptor, os.getpid())
 
-    @property
-    def valid(self) -> bool:
-        """True while the file is in its place."""
-        return _is_file(self.path, self.descriptor)
-
 
 def _unlock(path: Path, descriptor: int, pid: int) -> None:
     if os.getpid() != pid:
@@ -134,6 +128,7 @@ def _unlock(path: Path, descriptor: int, pid: int) -> None:
 
 
 def _is_file(path: Path, descriptor: int) -> bool:
+    """Return True while a file is in its place."""
     with suppress(OSError):
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     return False
@@ -160,9 +155,10 @@ def lock(path: Path, what: Path, remedy: str) -> Lock | None:
     """
     if sys.platform == "win32":
         raise RuntimeError(f"{what}: Windows lacks POSIX file operations; save est.state_dict(), keep rows in memory")
+    path = path.absolute()
     with _guard:
-        held = _locks.get(path.absolute())
-        return held if held is not None and held.valid else _acquire(path.absolute(), what, remedy)
+        held = _locks.get(path)
+        return held if held is not None and _is_file(path, held.descriptor) else _acquire(path, what, remedy)
 
 
 def _acquire(path: Path, what: Path, remedy: str) -> Lock | None:
@@ -177,15 +173,17 @@ def _acquire(path: Path, what: Path, remedy: str) -> Lock | None:
             return held
         holder = _holder(descriptor)
         os.close(descriptor)
-        if refused is not None and refused.errno not in (errno.EACCES, errno.EAGAIN):
+        if refused is None:  # its holder has just removed the file
+            continue
+        if refused.errno not in (errno.EACCES, errno.EAGAIN):
             warnings.warn(
                 f"{what}: the file system has no locks ({refused.strerror}), so two runs that write there go unnoticed",
                 stacklevel=4,
             )
             return None
-        if refused is not None and time.monotonic() > end:
+        if time.monotonic() > end:
             raise RuntimeError(f"{what} is in use by {holder}: {remedy}")
-        time.sleep(0.05 if refused is not None else 0)
+        time.sleep(0.05)
 
 
 def _flock(descriptor: int) -> OSError | None:
@@ -199,18 +197,15 @@ def _flock(descriptor: int) -> OSError | None:
 def _sign(descriptor: int) -> None:
     """Write the holder into the lock file, if there is room on the disk."""
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
     with suppress(OSError):
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode(), 0)
 
 
 def _holder(descriptor: int) -> str:
-    try:
-        found = json.loads(os.pread(descriptor, 1 << 12, 0))
-        return f"process {found['pid']} on {found['host']} since {found['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
+    with suppress(OSError):
+        return os.pread(descriptor, 1 << 12, 0).decode(errors="replace") or "another process"
+    return "another process"
 
 
 def _close_in_child() -> None:

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from compopt.tiles.choice import BACKENDS, PRECISIONS, Backend, Precision, precision_of, reason_for_torch
-from compopt.tiles.operands import ranked
-from compopt.tiles.sweep import log_sums
+from compopt.tiles.sweep import log_sums, ranked
 
 Scalar = float | Tensor
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compopt import functional as F
-from compopt.batch import Batch
-from compopt.estimator.call import Estimate
+from compopt.estimator.component import Call, Estimate
 from compopt.functional import Scalar
 from compopt.kernel.features import Features
-from compopt.kernel.pairs import PairStatistics
-
-V = TypeVar("V", bound=Scalar)
 
 
 @dataclass
@@ -27,24 +23,20 @@ class Objective:
     those of what is the same on all ranks survive an average as they are.
 
     Attributes:
-        batch: the samples of all ranks.
-        pairs: the statistics of all their pairs.
+        call: the samples of all ranks, the statistics of their pairs, and the temperatures.
         estimate: what the normalizer made of them.
-        tau: temperatures of the global batch, without a graph: a number, 0-d, ``(B, 1)`` or ``(B, A)``.
         rho: radius of the KL constraint, per anchor or the same for all.
         multiply_tau: ``False``: the mean of ``alpha_i``, whose weights are ``w / tau``.
-        ranks: number of ranks.
     """
 
-    batch: Batch
-    pairs: PairStatistics
+    call: Call
     estimate: Estimate
-    tau: Scalar
     rho: Scalar
     multiply_tau: bool
-    ranks: int
 
     def __post_init__(self) -> None:
+        self.batch, self.pairs, self.tau = self.call.batch, self.call.pairs, self.call.tau
+        self.ranks = len(self.batch.sizes)
         self.alpha = self._per_anchor(self.estimate.alpha)  # log-normalizers, (B, A)
         self._level = self.alpha if isinstance(self.rho, float) and self.rho == 0 else self.alpha + self.rho
 
@@ -67,8 +59,8 @@ class Objective:
         """The objective, 0-d."""
         return self._of_sample(self.pairs.real(self.tau * self._level if self.multiply_tau else self.alpha)).mean()
 
-    def _of_sample(self, value: V) -> V | Tensor:
-        """Multiply what is per anchor by the weights of the samples."""
+    def _of_sample(self, value: Any) -> Any:
+        """Multiply what is per anchor by the weights of the samples; without any a number stays one."""
         weight = self.batch.sample_weight
         return value if weight is None else value * weight
 

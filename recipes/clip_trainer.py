@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 import compopt
 from compopt.data import ShardBatches, ShardIndex, indexed_reader, shard_list
-from compopt.data.shard_files import check_files
+from compopt.data.shards import check_files
 from compopt.files import lock
 from compopt.integrations import accelerate as integration
 from compopt.integrations.open_clip.options import DECIDED, METHODS, MODEL

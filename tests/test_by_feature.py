@@ -1,6 +1,7 @@
 """The recipes that people copy: each is short, trains, and resumes bit for bit."""
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -68,13 +69,10 @@ def test_a_resumed_run_ends_in_the_same_weights(name, tmp_path, capsys):
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
 
 
-def launched(name: str, folder: Path, *options: str) -> list[str]:
-    """Two processes that train one model; -> what they printed about epochs, sorted."""
-    pytest.importorskip(name.removeprefix("with_"))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    if name == "with_lightning":  # its own
-        launcher, options = [], ("--devices", "2", *options)
-    command = [sys.executable, *launcher, "-m", f"recipes.by_feature.{name}", *SMALL, "--folder", str(folder), *options]
+def launched(name: str, *runs: list[str], own: bool = False) -> list[str]:
+    """Two processes that train one model, once or several times; -> what they print about epochs, sorted."""
+    launcher = [] if own else ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, *launcher, "-m", "tests.several", f"recipes.by_feature.{name}", json.dumps(runs)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     # with DeepSpeed both print, and two processes may end up on one line
@@ -86,7 +84,15 @@ def launched(name: str, folder: Path, *options: str) -> list[str]:
 @pytest.mark.usefixtures("deepspeed_compiled")
 @pytest.mark.parametrize("name", [name for name in features() if name.startswith("with_")])
 def test_two_processes_train_and_resume(name, tmp_path):
-    whole = launched(name, tmp_path / "whole", "--epochs", "2")
-    first = launched(name, tmp_path / "parts", "--epochs", "1")
-    assert sorted([*first, *launched(name, tmp_path / "parts", "--epochs", "2", "--resume")]) == whole
-    assert len(whole) == len(set(whole)) == (4 if name == "with_deepspeed" else 2)  # one group, not two runs
+    pytest.importorskip(name.removeprefix("with_"))
+    devices = ["--devices", "2"] if name == "with_lightning" else []
+    whole, first, second = (
+        [*SMALL, "--folder", str(tmp_path / folder), "--epochs", epochs, *devices, *more]
+        for folder, epochs, *more in (("whole", "2"), ("parts", "1"), ("parts", "2", "--resume"))
+    )
+    if devices:  # it starts processes itself, for one run
+        said = launched(name, whole, own=True) + launched(name, first, second)
+    else:
+        said = launched(name, whole, first, second)
+    each = 2 if name == "with_deepspeed" else 1  # what a process says
+    assert {said.count(line) for line in said} == {2} and len(said) == 4 * each  # one group, not two runs

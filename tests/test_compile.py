@@ -82,6 +82,7 @@ def compiled(backend):
     return lambda function: torch.compile(function, backend=backend)
 
 
+@pytest.mark.covering()
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ESTIMATORS)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compopt import functional
-from compopt.tiles import choice, dense, launch
+from compopt.tiles import choice, sweep
 from tests.helpers import near
 
 B, D, TAU = 9, 4, 0.05
@@ -40,6 +40,18 @@ def test_a_second_derivative_is_refused_whatever_the_first_is_of():
     z1, z2 = features()
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(functional.contrastive_sums(z1, z2, TAU).sum(), z1, create_graph=True)
+
+
+def test_a_compiled_graph_is_whole_and_has_the_same_bits():
+    found = []
+    compiled = torch.compile(functional.contrastive_sums, fullgraph=True, backend="aot_eager")
+    for function in (functional.contrastive_sums, compiled):
+        z1, z2 = features()
+        tau = torch.full((B, 2), TAU, requires_grad=True)
+        sums = function(z1, z2, tau, torch.tensor([0, *range(B - 1)]))
+        sums.sum().backward()
+        found.append(torch.cat([side.flatten() for side in (sums.detach(), z1.grad, z2.grad, tau.grad)]))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -97,8 +109,7 @@ def test_no_matrix_of_all_pairs_is_made():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sums_of_a_wave_are_merged_before_the_next_but_one(backend, monkeypatch):
     """The parts of all waves, one per tile and anchor, would be a matrix again."""
-    room = dense if backend == "torch" else launch
-    one_wave, parts, alive = room.sums, [], []
+    one_wave, parts, alive = getattr(sweep, f"{backend}_sums"), [], []
 
     def spy(o, wave):
         alive.append(sum(part() is not None for part in parts))
@@ -106,7 +117,7 @@ def test_sums_of_a_wave_are_merged_before_the_next_but_one(backend, monkeypatch)
         parts.extend(weakref.ref(side.total) for side in found)
         return found
 
-    monkeypatch.setattr(room, "sums", spy)
+    monkeypatch.setattr(sweep, f"{backend}_sums", spy)
     z1, z2 = features()
     functional.contrastive_sums(z1, z2, TAU, backend=backend, wave=1)
     assert len(alive) == B and max(alive) <= 2

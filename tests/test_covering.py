@@ -2,7 +2,7 @@
 
 from itertools import combinations, product
 
-from tests.covering import cover
+from tests.covering import cover, sample
 
 AXES = {"entry": "abcdefghijkl", "mode": "bu", "ranks": "1234", "dtype": "sd"}
 CASES = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
@@ -32,3 +32,23 @@ def test_cases_that_are_missing_are_not_wanted():
     """A product of which some cases do not exist, as where a twin takes no small temperature."""
     some = [case for case in CASES if case["entry"] != "a" or case["mode"] == "u"]
     assert {some[k]["mode"] for k in cover(some, [("entry", "mode")]) if some[k]["entry"] == "a"} == {"u"}
+
+
+def test_the_sample_has_the_pairs_that_the_daily_cases_leave_out():
+    daily = cover(CASES, pairs=[])
+    more = sample(CASES, daily, most=100)
+    assert len(more) == len({*more, *daily}) - len(daily)
+    for a, b in combinations(AXES, 2):
+        assert met([*daily, *more], a, b) == set(product(AXES[a], AXES[b]))
+    few = sample(CASES, daily, most=24)
+    assert len(few) == 24 and few == more[:24]
+    assert len(met(few, "entry")) > 6 and len(met(few, "mode", "ranks", "dtype")) > 8  # no corner of the product
+
+
+def test_after_all_pairs_come_triples():
+    daily = cover(CASES)
+    more = sample(CASES, daily, most=12)
+    new = met(more, "entry", "mode", "ranks") - met(daily, "entry", "mode", "ranks")
+    assert len(more) == 12 and len(new) >= 6
+    everything = [*daily, *sample(CASES, daily, most=len(CASES))]
+    assert met(everything, "entry", "mode", "ranks") == set(product(*list(AXES.values())[:3]))

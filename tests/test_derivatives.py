@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad, functional
 
 import compopt
-from compopt.kernel.features import lower_bound
+from compopt.temperatures.fixed import lower_bound
 from tests.database import BY_NAME, DATABASE, MODES
 from tests.helpers import assert_same_bits, batches, features, make, near, run, snapshot
 

@@ -38,13 +38,7 @@ def careless(load, est, path):
         raise
 
 
-@pytest.mark.parametrize(
-    "loading, wrong",
-    [
-        (silent, "not noticed"),
-        (careless, "estimator changed"),
-    ],
-)
+@pytest.mark.parametrize("loading, wrong", [(silent, "not noticed"), (careless, "estimator changed")])
 def test_what_goes_wrong_is_told(tmp_path, monkeypatch, loading, wrong):
     load = compopt.load
     monkeypatch.setattr(compopt, "load", lambda est, path: loading(load, est, path))

@@ -54,15 +54,19 @@ REDUCTIONS = {"DDP": 1, "Accelerate": 1, "Scaler": 1, "ByHand": 0, "FSDP2": 5, "
 REDUCTIONS |= {"ZeRO0": 1, "ZeRO1": 1, "ZeRO2": 4, "ZeRO3": 4}
 
 
+SOME_FEATURES = "pair", "tau", "labels", "negatives", "frozen", "adapters", "checkpointed"
+
+
 def cases():
     """Frameworks x features, x estimators, x ranks."""
     torch_only = ["DDP", "FSDP2", "Accelerate", "Scaler"]
     features = [feature for feature in FEATURES if feature != "compiled"]
-    found = [(framework, "sogclr", feature, 2) for framework in torch_only for feature in features]
+    found = [(framework, "sogclr", feature, 2) for framework in torch_only[:2] for feature in features]
+    found += [(framework, "sogclr", feature, 2) for framework in torch_only[2:] for feature in SOME_FEATURES]
     found += [("ByHand", "sogclr", "pair", 2), ("ByHand", "isogclr", "negatives", 3)]
     found += [(framework, "sogclr", "compiled", 2) for framework in ("DDP", "FSDP2")]
     found += [(framework, kind, "pair", 2) for framework in ("DDP", "FSDP2") for kind in ESTIMATORS if kind != "sogclr"]
-    found += [(framework, "sogclr", feature, 3) for framework in ("DDP", "FSDP2") for feature in features]
+    found += [("DDP", "sogclr", feature, 3) for feature in features]
     found += [(framework, "isogclr", feature, 3) for framework in torch_only[2:] for feature in ("pair", "negatives")]
     return [*found, ("StaticDDP", "sogclr", "pair", 2)]
 
@@ -84,12 +88,9 @@ def test_frameworks_of_torch(case):
         assert {reduced for *_, reduced in results} == {REDUCTIONS[framework]}
 
 
-ZERO_FEATURES = "pair", "tau", "labels", "negatives", "frozen", "adapters", "checkpointed"
-
-
 def deepspeed_cases():
-    stages = [f"ZeRO{stage}" for stage in range(4)]
-    found = [(stage, "sogclr", feature, 2) for stage in stages for feature in ZERO_FEATURES]
+    found = [(stage, "sogclr", feature, 2) for stage in ("ZeRO2", "ZeRO3") for feature in SOME_FEATURES]
+    found += [(stage, "sogclr", feature, 2) for stage in ("ZeRO0", "ZeRO1") for feature in SOME_FEATURES[:2]]
     found += [("ZeRO3", kind, "pair", 2) for kind in ESTIMATORS if kind != "sogclr"]
     found += [("ZeRO3", "isogclr", "negatives", 3)]
     return found + [(f"Accelerate{stage}", "sogclr", "pair", 2) for stage in ("ZeRO2", "ZeRO3")]

@@ -411,14 +411,7 @@ def test_memory_is_not_taken(case, tmp_path):
         sparse(file, GIB)
         match = f"manifest.json is damaged.*{GIB} bytes"
     elif case == "a million entries":
-        entry = {
-            "name": "rows.safetensors",
-            "bytes": 1,
-            "checksum": "0" * 64,
-            "first": 0,
-            "stride": 1,
-            "spans": [],
-        }
+        entry = {"name": "rows.safetensors", "bytes": 1, "checksum": "0" * 64, "first": 0, "stride": 1, "spans": []}
         edit(path, lambda c: c.update(files=[entry] * 10**6))
         match = "manifest.json is damaged.*bytes"
     elif case == "spans":

@@ -11,7 +11,7 @@ from compopt import files
 from compopt.checkpoint import manifest
 from tests.fixtures.make import ESTIMATORS, HERE, N, known, train
 from tests.helpers import assert_same_bits, snapshot
-from tests.test_incremental import sogclr, visit
+from tests.test_sparse_saves import sogclr, visit
 
 FORMATS = {"0.1.0": 2, "0.2.0": 3}  # of directories
 REDEFINED = {("memory", "effective_negatives")}  # counts the memory's since

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 import compopt
-from compopt.estimator.options import CommonOptions, Options
+from compopt.presets.options import CommonOptions, Options
 
 PRESETS = [
     (compopt.DCLEstimator, {}),

@@ -39,32 +39,29 @@ def cache(tmp_path_factory):
 
 def recipe(cache, output, *options, launcher=("recipes.train_clip",), steps=STEPS):
     """Carry out a short run of ``train_clip``; -> its record in metrics.json."""
-    # limit: 6 updates of two batches of 16; the one-cycle schedule's first step sizes are small
-    arguments = [
-        "--limit",
-        "192",
-        "--batch-size",
-        "16",
-        "--accumulate",
-        "2",
-        "--epochs",
-        "1",
-        "--max-steps",
-        str(steps),
-    ]
-    return carry_out(cache, output, launcher, *arguments, *options)
+    return carry_out(launcher, short(cache, output, *options, steps=steps))[0]
 
 
-def carry_out(cache, output, launcher, *options):
-    """Carry out a run; -> its record in metrics.json."""
-    arguments = ["--eval-every", "1", "--threads", "1", "--no-plots", "--no-progress"]
-    arguments += ["--cache-dir", str(cache), "--output-dir", str(output), *options]
-    code, out, err = finish([sys.executable, "-m", *launcher, *arguments])
+def short(cache, output, *options, steps=STEPS):
+    """Arguments for 6 updates of two batches of 16; the one-cycle schedule's first step sizes are small."""
+    size = f"--limit 192 --batch-size 16 --accumulate 2 --epochs 1 --max-steps {steps}"
+    return common(cache, output, *size.split(), *options)
+
+
+def common(cache, output, *options):
+    quiet = ["--eval-every", "1", "--threads", "1", "--no-plots", "--no-progress"]
+    return [*options, *quiet, "--cache-dir", str(cache), "--output-dir", str(output)]
+
+
+def carry_out(launcher, *runs):
+    """Carry out runs, several in the same processes; -> their records in metrics.json, of each folder the last one."""
+    command = launcher if len(runs) == 1 else (*launcher[:-1], "tests.several", launcher[-1])
+    code, out, err = finish([sys.executable, "-m", *command, *(runs[0] if len(runs) == 1 else [json.dumps(runs)])])
     assert code == 0, err[-4000:]
-    assert out.count("wrote ") == 1  # by the main process alone
-    record = json.loads((output / "metrics.json").read_text())
-    assert record["processes"] == (1 if len(launcher) == 1 else 2)
-    return record["runs"][0]
+    assert out.count("wrote ") == len(runs)  # by the main process alone
+    records = [json.loads((Path(run[-1]) / "metrics.json").read_text()) for run in runs]
+    assert {record["processes"] for record in records} == {1 if len(launcher) == 1 else 2}
+    return [record["runs"][0] for record in records]
 
 
 def finish(command):
@@ -192,11 +189,10 @@ def test_all_processes_learn_of_a_signal_at_the_same_step():
 @pytest.mark.launch
 def test_torchrun_and_resume(cache, single, tmp_path):
     """Rows in a file, split over the ranks, fetched ahead; stopped after one update and continued."""
-    options = ("--offload", "disk", "--shard", "--prefetch")
-    whole = recipe(cache, tmp_path / "whole", *options, launcher=launched(TORCHRUN))
+    options, part = ("--offload", "disk", "--shard", "--prefetch"), tmp_path / "part"
+    runs = short(cache, tmp_path / "whole", *options), short(cache, part, *options, steps=1)
+    whole, _, resumed = carry_out(launched(TORCHRUN), *runs, short(cache, part, *options, "--resume"))
     assert_like(whole, single)
-    recipe(cache, tmp_path / "part", *options, launcher=launched(TORCHRUN), steps=1)
-    resumed = recipe(cache, tmp_path / "part", *options, "--resume", launcher=launched(TORCHRUN))
     assert losses(resumed) == losses(whole) and resumed["final"] == whole["final"]
 
 
@@ -217,15 +213,18 @@ def test_lars_with_augmented_views_and_resume(tmp_path):
     options = ("--data", "folder", "--folder", str(tmp_path / "images"), "--views", "4", "--anchors", "2")
     options += ("--optimizer", "lars", "--schedule", "cosine", "--warmup", "1", "--batch-size", "8", "--epochs", "3")
 
-    def train(name, *more, launcher=(*TORCHRUN, "recipes.train_simclr")):
-        record = carry_out(tmp_path, tmp_path / name, launcher, *options, *more)
-        saved = checkpoints.latest(tmp_path / name / "sogclr-seed0" / "checkpoints") / "model.safetensors"
-        return losses(record), saved.read_bytes()
+    def run(name, *more):
+        return common(tmp_path, tmp_path / name, *options, *more)
 
-    single, whole = train("single", launcher=("recipes.train_simclr",))[0], train("whole")
-    assert whole[0] == pytest.approx(single, abs=1e-4)
-    train("part", "--max-steps", "3")
-    assert train("part", "--resume") == whole
+    def weights(name):
+        saved = checkpoints.latest(tmp_path / name / "sogclr-seed0" / "checkpoints") / "model.safetensors"
+        return saved.read_bytes()
+
+    (single,) = carry_out(("recipes.train_simclr",), run("single"))
+    runs = run("whole"), run("part", "--max-steps", "3"), run("part", "--resume")
+    whole, _, resumed = carry_out((*TORCHRUN, "recipes.train_simclr"), *runs)
+    assert losses(whole) == pytest.approx(losses(single), abs=1e-4)
+    assert losses(resumed) == losses(whole) and weights("part") == weights("whole")
 
 
 @pytest.mark.launch

@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from tests.helpers import near
-from tests.reference import (
-    BatchReference,
-    DualReference,
-    FixedReference,
-    MovingAverageReference,
-    Reference,
-)
+from tests.reference import BatchReference, DualReference, FixedReference, MovingAverageReference, Reference
 
 TAU = 0.5
 DUAL = {"rho": 0.4, "lr": 0.1, "tau_init": TAU, "tau_min": 0.05, "tau_max": 1.0, "max_grad": 5.0}

@@ -17,7 +17,7 @@ import compopt
 from compopt.checkpoint import manifest
 from tests.helpers import assert_same_bits, snapshot
 from tests.pool import the_pool
-from tests.test_incremental import CHUNK, PIECE, PLACEMENTS, N, placed, sogclr, visit
+from tests.test_sparse_saves import CHUNK, PIECE, PLACEMENTS, N, placed, sogclr, visit
 
 
 @pytest.fixture(autouse=True)

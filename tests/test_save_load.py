@@ -173,7 +173,7 @@ def loaded_while_pruned(group, directory, newer, options):
 def test_ranks_load_the_newest_beside_a_run_that_prunes(options, tmp_path):
     newest = trained(steps=4)
     compopt.save(newest, tmp_path / "newer")
-    newer = compopt.save(newest, tmp_path / "newer", incremental=False)
+    newer = compopt.save(newest, tmp_path / "newer")
     compopt.save(trained(), tmp_path / "c")
     for state, t in the_pool().run(loaded_while_pruned, 2, str(tmp_path / "c"), str(newer), options):
         assert t == 4
@@ -306,7 +306,7 @@ def test_a_load_beside_a_run_that_prunes_takes_the_newest(owner, name, tmp_path,
 
     def go_on():
         train(est, batches(N, 1, seed=est.t, dtype=torch.float32))
-        compopt.save(est, tmp_path, keep=1, incremental=False)
+        compopt.save(est, tmp_path, keep=1)
 
     prune_beside(monkeypatch, owner, name, go_on, times=3)
     other = trained(seed=9)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import compopt
-from compopt.kernel.sigmoid import SigmoidPairs
+from compopt.normalizers.sigmoid import SigmoidPairs
 from tests.helpers import features, generator, near
 from tests.pool import the_pool
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import compopt
-from compopt.stores import DiskStore, MemoryStore, WriteBehind
+from compopt.stores import DiskStore, RowStore, WriteBehind
 from compopt.stores.layout import to_device_words
 from compopt.stores.snapshot import Snapshot
 from tests.devices import DEVICE, PRETEND, marked, needs_accelerator, quiet
@@ -41,7 +41,7 @@ def random_rows(n, count, g):
 def make_store(kind, n, words, directory):
     if kind == "disk":
         return DiskStore(directory, "rows", n, words)
-    return MemoryStore(n, words, on_host=kind == "host")
+    return RowStore(n, words, on_host=kind == "host")
 
 
 class Slow:
@@ -78,15 +78,15 @@ class Slow:
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_stores_agree(kind, words, tmp_path):
     g, n = generator(words), 500
-    store, twin = make_store(kind, n, words, tmp_path), MemoryStore(n, words)
+    store, twin = make_store(kind, n, words, tmp_path), RowStore(n, words)
     for step in range(40):
         rows = random_rows(store.n, 300, g)
         block = random_block(rows, words, g)
         store.scatter(rows, block)
         twin.scatter(rows, block)
         if step % 10 == 9:
-            store.grow(store.n + 77)
-            twin.grow(twin.n + 77)
+            store.resize(store.n + 77)
+            twin.resize(twin.n + 77)
         wanted = random_rows(store.n, 400, g)
         assert bits(store.gather(wanted)) == bits(twin.gather(wanted))
     block = random_block(torch.arange(100), words, g)
@@ -128,7 +128,7 @@ def test_a_snapshot_reads_rows_as_they_were(kind, seed, tmp_path, monkeypatch):
 
 
 def test_a_snapshot_whose_log_cannot_be_kept_fails_and_the_commit_does_not(monkeypatch):
-    store = MemoryStore(10, 1)
+    store = RowStore(10, 1)
     snapshot, gather = Snapshot(store), store.gather
 
     def full(rows):
@@ -152,12 +152,12 @@ def test_rows_start_unseen_and_stay_on_the_host(tmp_path):
 def test_more_rows_than_memory():
     for n in (10**14, 10**19):
         with pytest.raises(MemoryError, match=f"n={n} rows.*offload_dir="):
-            MemoryStore(n, 1, on_host=True)
+            RowStore(n, 1, on_host=True)
 
 
 def test_memory_is_claimed_when_it_is_written():
     start = time.perf_counter()
-    store = MemoryStore(10**8, 2, on_host=True)  # 3.2 GB, which take seconds to write
+    store = RowStore(10**8, 2, on_host=True)  # 3.2 GB, which take seconds to write
     store.scatter(torch.tensor([10**8 - 1]), torch.ones(1, 2, dtype=torch.complex128))
     assert time.perf_counter() - start < 1
     assert store._table.data_ptr() % 64 == 0
@@ -172,7 +172,7 @@ def test_offloaded_equals_direct(kind, seed, tmp_path):
     """Random reads, tickets in any order, commits, drops, settling: each take() sees every commit before it."""
     g, n = generator(seed), 60
     choose = random.Random(seed)
-    rows, direct = WriteBehind(Slow(make_store(kind, n, 1, tmp_path), g)), MemoryStore(n, 1)
+    rows, direct = WriteBehind(Slow(make_store(kind, n, 1, tmp_path), g)), RowStore(n, 1)
     tickets = []
     for _ in range(250):
         action = choose.choice(["fetch", "prefetch", "prefetch", "take", "take", "commit", "commit", "drop", "settle"])
@@ -191,7 +191,7 @@ def test_offloaded_equals_direct(kind, seed, tmp_path):
             rows.commit(changed, block)
             direct.commit(changed, block)
         elif action == "drop" and tickets:
-            tickets.pop(0)[0].drop()
+            tickets.pop(0)
         elif action == "settle" and choose.random() < 0.1:
             rows.settle()
     rows.settle()
@@ -203,7 +203,7 @@ def test_offloaded_equals_direct(kind, seed, tmp_path):
 def test_offloaded_on_a_device_equals_direct_and_never_synchronises(kind, tmp_path):
     """Commits computed on the device, behind a queue of work; the writer slow; nothing in the loop may wait."""
     device, g, n = DEVICE, generator(0), 500
-    rows, direct = WriteBehind(Slow(make_store(kind, n, 1, tmp_path), g)), MemoryStore(n, 1)
+    rows, direct = WriteBehind(Slow(make_store(kind, n, 1, tmp_path), g)), RowStore(n, 1)
     direct.to(device)
     busy = torch.randn(*([100, 100] if PRETEND else [2000, 2000]), device=device)
     batches = [random_rows(n, 300, g) for _ in range(60)]
@@ -226,7 +226,7 @@ def test_offloaded_on_a_device_equals_direct_and_never_synchronises(kind, tmp_pa
     assert bits(rows.store.block(0, n)) == bits(direct.block(0, n))
 
 
-class Gated(MemoryStore):
+class Gated(RowStore):
     """Writes wait until a gate opens; can be told to fail."""
 
     def __init__(self, n):
@@ -275,7 +275,7 @@ def test_a_failed_write_is_raised_by_the_next_call_and_does_not_hang():
 
 
 def test_a_failed_read_is_raised_where_it_is_taken():
-    rows = WriteBehind(MemoryStore(5, 1, on_host=True))
+    rows = WriteBehind(RowStore(5, 1, on_host=True))
     ticket = rows.prefetch(torch.tensor([7]), CPU)
     with pytest.raises(IndexError):
         ticket.take()
@@ -284,7 +284,7 @@ def test_a_failed_read_is_raised_where_it_is_taken():
 
 
 def test_tickets_cost_nothing_when_forgotten():
-    rows = WriteBehind(MemoryStore(5, 1, on_host=True))
+    rows = WriteBehind(RowStore(5, 1, on_host=True))
     dropped = [weakref.ref(rows.prefetch(torch.tensor([2]), CPU)) for _ in range(20)]  # as after a break
     gc.collect()
     assert not any(ref() for ref in dropped)
@@ -292,7 +292,7 @@ def test_tickets_cost_nothing_when_forgotten():
 
 def test_tickets_of_two_threads_see_every_commit(switch_often):
     """With shards a background thread asks for tickets while the main thread takes and commits."""
-    rows, issued = WriteBehind(MemoryStore(5, 1, on_host=True)), []
+    rows, issued = WriteBehind(RowStore(5, 1, on_host=True)), []
 
     def prefetch():
         for _ in range(300):
@@ -311,7 +311,7 @@ def test_tickets_of_two_threads_see_every_commit(switch_often):
 
 
 def test_a_ticket_from_before_a_load_sees_it():
-    rows = WriteBehind(MemoryStore(5, 1, on_host=True))
+    rows = WriteBehind(RowStore(5, 1, on_host=True))
     ticket = rows.prefetch(torch.tensor([2]), CPU)
     rows.settle()
     rows.store.scatter(torch.arange(5), torch.full((5, 1), 9, dtype=torch.complex128))
@@ -319,8 +319,8 @@ def test_a_ticket_from_before_a_load_sees_it():
 
 
 def test_copies_are_independent_and_complete():
-    rows = WriteBehind(Slow(MemoryStore(5, 1, on_host=True), generator(0)))
-    rows.store = MemoryStore(5, 1, on_host=True)
+    rows = WriteBehind(Slow(RowStore(5, 1, on_host=True), generator(0)))
+    rows.store = RowStore(5, 1, on_host=True)
     commit_value(rows, 3)
     for twin in (copy.deepcopy(rows), pickle.loads(pickle.dumps(rows))):
         assert value_of(twin.fetch(torch.tensor([2]))) == 3
@@ -331,7 +331,7 @@ def test_copies_are_independent_and_complete():
 
 def test_threads_end_with_the_object():
     before = set(threading.enumerate())
-    rows = WriteBehind(MemoryStore(5, 1, on_host=True))
+    rows = WriteBehind(RowStore(5, 1, on_host=True))
     rows.prefetch(torch.tensor([2]), CPU).take()
     commit_value(rows, 3)
     started = set(threading.enumerate()) - before

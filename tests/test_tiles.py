@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import compopt
 from compopt import functional
 from compopt.tiles import choice
-from compopt.tiles.operands import ranked
+from compopt.tiles.sweep import ranked
 from tests.helpers import near
 
 B, D = 9, 4

@@ -77,7 +77,7 @@ def test_some_networks(name, views, anchors):
 
 
 @pytest.mark.full
-@pytest.mark.covering(all=True)
+@pytest.mark.covering()
 @pytest.mark.parametrize("chunk_size", [None, 3])
 @pytest.mark.parametrize("anchors", [None, 2, 1])
 @pytest.mark.parametrize("views", [2, 3, 5])

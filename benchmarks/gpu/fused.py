@@ -6,7 +6,7 @@ Its table decides what ``backend="auto"`` means (compopt/tiles/choice.py).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,29 +14,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import compopt
-from benchmarks.gpu.losses import CLIP, COMPILED, TAU, backward, clip_loss, cross_entropy_both_ways, estimator, gradient
-from benchmarks.gpu.machine import Action, Machine, with_peaks
+from benchmarks.gpu.losses import (
+    CLIP,
+    COMPILED,
+    TAU,
+    Loss,
+    Precision,
+    Size,
+    backward,
+    by_precision,
+    clip_loss,
+    cross_entropy_both_ways,
+    estimator,
+    features,
+    relative_errors,
+)
+from benchmarks.gpu.machine import Action, Machine
 from compopt.functional import contrastive_sums
 from compopt.tiles.choice import reason_for_torch
 
-# float32 features; what torch.set_float32_matmul_precision asks for in each row
-PRECISIONS = {"TF32": "high", "bf16": "medium"}
+PRECISIONS: dict[str, Precision] = {"TF32": ("high", torch.float32), "bf16": ("medium", torch.float32)}
 DENSE = 32768  # above, not even one matrix and its gradient fit
 CHUNKED = 65536  # from here on the torch path takes blocks
 LOSSES: dict[str, dict[str, Any]] = {
     "InfoNCE": {},  # one exponential for both directions
     "CLIP (learned tau)": {"learn_tau": True, "multiply_tau": False},  # one for each, and moments
 }
-
-
-@contextlib.contextmanager
-def precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(PRECISIONS[name])
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def by_sums(z1: Tensor, z2: Tensor) -> Tensor:
@@ -47,9 +50,9 @@ def by_sums(z1: Tensor, z2: Tensor) -> Tensor:
     return (torch.logaddexp(sums, positive) - positive).mean()
 
 
-def peers() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+def peers() -> dict[str, Loss]:
     """CLIP's loss of other packages with kernels of their own, where they are installed."""
-    found: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+    found: dict[str, Loss] = {}
     with contextlib.suppress(ImportError):
         from memeff import MemoryEfficientCLIPLoss
 
@@ -65,18 +68,17 @@ def peers() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     return found
 
 
-def contenders(machine: Machine, B: int, d: int) -> dict[str, Action]:
-    generator = torch.Generator().manual_seed(B)
-    z1, z2 = (z.requires_grad_() for z in torch.randn(2, B, d, generator=generator).to(machine.device).unbind())
-    index = torch.randperm(4 * B, generator=generator)[:B]
-    chunks = {"torch": 4096 if B >= CHUNKED else None, "triton": None}
+def contenders(machine: Machine, size: Size, dtype: torch.dtype) -> dict[str, Action]:
+    """Return one call of each loss; the chunks are those of the torch path."""
+    z1, z2, index = features(machine.device, size.B, size.d, dtype)
+    chunks = {"torch": size.chunk or None, "triton": None}
     made = {}
     for name, options in LOSSES.items():
         for backend, chunk in chunks.items():
             est = compopt.InfoNCEEstimator(TAU, chunk_size=chunk, backend=backend, **options)
             made[f"{name}, {backend}"] = estimator(est, z1, z2, index)
     made["contrastive_sums"] = backward(by_sums, z1, z2)
-    if B <= DENSE:
+    if size.B <= DENSE:
         made[CLIP] = backward(clip_loss()[1], z1, z2)
         torch._dynamo.reset()
         made[COMPILED] = backward(torch.compile(cross_entropy_both_ways, dynamic=False), z1, z2)
@@ -93,33 +95,15 @@ def measure(machine: Machine, seconds: float) -> dict[str, Any]:
         return {}
     sizes = [(96, 32)] if machine.small else [(B, 512) for B in (1024, 4096, 16384, 65536, 131072)]
     sizes += [] if machine.small else [(16384, 768), (16384, 1024)]
-    results = []
-    for B, d in sizes:
-        for name in PRECISIONS:
-            what = f"fused kernel, B = {B:,}, d = {d}, {name}"
-            if machine.time_is_up(what):
-                continue
-            with precision(name):
-                runs = contenders(machine, B, d)
-                found = with_peaks(machine, runs, seconds / (2 * len(sizes)), 3 if machine.small else 20, what)
-                del runs
-            machine.forget()
-            results.append({"B": B, "d": d, "precision": name, "rows": found})
-    return {"times": results, "errors": errors(machine)}
+    chosen = [Size(B, d, 4096 if B >= CHUNKED else 0) for B, d in sizes]
+    times = by_precision(machine, "fused kernel", chosen, PRECISIONS, partial(contenders, machine), seconds, 20)
+    return {"times": times, "errors": errors(machine)}
 
 
 def errors(machine: Machine) -> list[dict[str, Any]]:
-    """Relative error of both feature gradients of one batch, against cross-entropy in float64 on the CPU."""
-    B, d = (64, 32) if machine.small else (1024, 512)
-    z1, z2 = torch.randn(2, B, d, generator=torch.Generator().manual_seed(B)).to(machine.device).unbind()
-    exact = gradient(cross_entropy_both_ways, z1.cpu().double(), z2.cpu().double())
-    results = []
-    for name in PRECISIONS:
-        losses = {"contrastive_sums": by_sums} | peers()
-        for backend in ("torch", "triton"):
-            est = compopt.InfoNCEEstimator(TAU, multiply_tau=False, backend=backend)
-            losses[f"InfoNCE, {backend}"] = lambda a, b, est=est: est(a, b)
-        with precision(name):
-            rows = {key: float((gradient(loss, z1, z2) - exact).norm() / exact.norm()) for key, loss in losses.items()}
-        results.append({"precision": name, "B": B, "d": d, "rows": rows})
-    return results
+    """Return relative errors of the gradients, see :func:`relative_errors`."""
+    losses = {"contrastive_sums": by_sums} | peers()
+    for backend in ("torch", "triton"):
+        est = compopt.InfoNCEEstimator(TAU, multiply_tau=False, backend=backend)
+        losses[f"InfoNCE, {backend}"] = lambda a, b, est=est: est(a, b)
+    return relative_errors(machine, PRECISIONS, losses)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,21 +19,76 @@ from benchmarks.gpu.machine import Action, Machine, with_peaks
 TAU = 0.07
 PRODUCTS, CLIP, COMPILED = "three products", "ClipLoss", "ClipLoss, compiled"
 COMPILED_SIZES = (64, 4096, 16384)  # compiling takes seconds each
-PRECISIONS = {"float32": ("highest", torch.float32), "TF32": ("high", torch.float32), "bf16": ("high", torch.bfloat16)}
+Precision = tuple[str, torch.dtype]  # of float32 products, and the dtype of features
+PRECISIONS: dict[str, Precision] = {
+    "float32": ("highest", torch.float32),
+    "TF32": ("high", torch.float32),
+    "bf16": ("high", torch.bfloat16),
+}
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @contextlib.contextmanager
-def precision(name: str) -> Iterator[torch.dtype]:
-    """Products of float32 in this precision; what features are given in."""
+def precision(products: str) -> Iterator[None]:
+    """Set the precision of float32 products."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(PRECISIONS[name][0])
+    torch.set_float32_matmul_precision(products)
     try:
-        yield PRECISIONS[name][1]
+        yield
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def clip_loss() -> tuple[str, Callable[[Tensor, Tensor], Tensor]]:
+@dataclass(frozen=True)
+class Size:
+    """Samples of a batch, dimension of their features, anchors of a block (0: all)."""
+
+    B: int
+    d: int
+    chunk: int = 0
+
+
+def by_precision(
+    machine: Machine,
+    what: str,
+    sizes: Sequence[Size],
+    precisions: Mapping[str, Precision],
+    contenders: Callable[[Size, torch.dtype], dict[str, Action]],
+    seconds: float,
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Measure time and peak memory of contenders at every size, in every precision."""
+    results = []
+    for size, (name, (products, dtype)) in itertools.product(sizes, precisions.items()):
+        case = f"{what}, B = {size.B:,}, d = {size.d}, {name}"
+        if machine.time_is_up(case):
+            continue
+        with precision(products):
+            runs = contenders(size, dtype)
+            each = seconds / (len(sizes) * len(precisions))
+            found = with_peaks(machine, runs, each, 3 if machine.small else rounds, case)
+            del runs
+        machine.forget()
+        results.append({**asdict(size), "precision": name, "rows": found})
+    return results
+
+
+def relative_errors(
+    machine: Machine, precisions: Mapping[str, Precision], losses: Mapping[str, Loss]
+) -> list[dict[str, Any]]:
+    """Return relative errors of both feature gradients of one batch, against cross-entropy in float64 on the CPU."""
+    B, d = (64, 32) if machine.small else (1024, 512)
+    results = []
+    for name, (products, dtype) in precisions.items():
+        z1, z2, _ = features(machine.device, B, d, dtype)
+        exact = gradient(cross_entropy_both_ways, z1.cpu().double(), z2.cpu().double())
+        with precision(products):
+            rows = {key: float((gradient(loss, z1, z2) - exact).norm() / exact.norm()) for key, loss in losses.items()}
+        results.append({"precision": name, "B": B, "d": d, "rows": rows})
+    return results
+
+
+def clip_loss() -> tuple[str, Loss]:
     """open_clip's, or, where it is not installed, the same written out; with which of the two it is."""
     try:
         from open_clip.loss import ClipLoss
@@ -82,82 +140,55 @@ def estimator(est: compopt.ContrastiveEstimator, z1: Tensor, z2: Tensor, index: 
     return run
 
 
-def contenders(machine: Machine, B: int, d: int, dtype: torch.dtype, chunk: int, compiled: bool) -> dict[str, Action]:
-    """One call of each; in blocks of ``chunk`` anchors, if that is not 0."""
-    z1, z2, index = features(machine.device, B, d, dtype)
-    blocks, words = ({"chunk_size": chunk}, f", blocks of {chunk:,}") if chunk else ({}, "")
+def contenders(machine: Machine, size: Size, dtype: torch.dtype) -> dict[str, Action]:
+    """Return one call of each loss."""
+    z1, z2, index = features(machine.device, size.B, size.d, dtype)
+    blocks, words = ({"chunk_size": size.chunk}, f", blocks of {size.chunk:,}") if size.chunk else ({}, "")
     loss = clip_loss()[1]
     made: dict[str, Action] = {}
-    if 4 * B * B * 4 < 40e9:  # else not even one matrix and its gradient fit
+    if 4 * size.B**2 * 4 < 40e9:  # else not even one matrix and its gradient fit
         made[PRODUCTS], made[CLIP] = products(z1, z2), backward(loss, z1, z2)
-    if compiled:
+    if not size.chunk and size.B in COMPILED_SIZES and not machine.pretends:
         torch._dynamo.reset()
         made[COMPILED] = backward(torch.compile(loss, dynamic=False), z1, z2)
-    made |= {
+    return made | {
         f"InfoNCE{words}": estimator(compopt.InfoNCEEstimator(TAU, **blocks), z1, z2, index),
-        f"SogCLR{words}": estimator(compopt.SogCLREstimator(4 * B, tau=TAU, **blocks), z1, z2, index),
-        f"iSogCLR{words}": estimator(compopt.ISogCLREstimator(4 * B, tau_init=TAU, rho=1.0, **blocks), z1, z2, index),
+        f"SogCLR{words}": estimator(compopt.SogCLREstimator(4 * size.B, tau=TAU, **blocks), z1, z2, index),
+        f"iSogCLR{words}": estimator(
+            compopt.ISogCLREstimator(4 * size.B, tau_init=TAU, rho=1.0, **blocks), z1, z2, index
+        ),
     }
-    return made
 
 
 def measure(machine: Machine, seconds: float) -> list[dict[str, Any]]:
-    """Time and peak memory, by precision and batch size."""
+    """Measure time and peak memory, by precision and batch size."""
     sizes = [(64, 0), (96, 32)] if machine.small else [(1024, 0), (4096, 0), (16384, 0), (16384, 4096), (65536, 4096)]
-    d = 32 if machine.small else 512
-    results = []
-    for B, chunk in sizes:
-        for name in PRECISIONS:
-            what = f"loss, B = {B:,}, {name}"
-            if machine.time_is_up(what):
-                continue
-            with precision(name) as dtype:
-                runs = contenders(
-                    machine, B, d, dtype, chunk, not chunk and B in COMPILED_SIZES and not machine.pretends
-                )
-                found = with_peaks(machine, runs, seconds / (3 * len(sizes)), 3 if machine.small else 30, what)
-                del runs
-            machine.forget()
-            results.append({"B": B, "d": d, "precision": name, "chunk": chunk, "rows": found})
-    return results
+    chosen = [Size(B, 32 if machine.small else 512, chunk) for B, chunk in sizes]
+    return by_precision(machine, "loss", chosen, PRECISIONS, partial(contenders, machine), seconds, 30)
 
 
 def largest(machine: Machine, seconds: float) -> list[dict[str, Any]]:
-    """One batch that no B x B matrix fits into: B = 131,072."""
-    B, d, chunk = (256, 32, 64) if machine.small else (131072, 512, 4096)
-    results = []
-    for name in ("TF32", "float32"):
-        what = f"loss, B = {B:,}, {name}"
-        if machine.time_is_up(what):
-            continue
-        with precision(name) as dtype:
-            z1, z2, index = features(machine.device, B, d, dtype)
-            runs = {
-                "InfoNCE": estimator(compopt.InfoNCEEstimator(TAU, chunk_size=chunk), z1, z2, index),
-                "SogCLR": estimator(compopt.SogCLREstimator(4 * B, tau=TAU, chunk_size=chunk), z1, z2, index),
-            }
-            found = with_peaks(machine, runs, seconds / 2, 3, what)
-        results.append({"B": B, "d": d, "precision": name, "chunk": chunk, "rows": found})
-    return results
+    """Measure one batch that no B x B matrix fits into: B = 131,072."""
+    size = Size(256, 32, 64) if machine.small else Size(131072, 512, 4096)
+
+    def two(size: Size, dtype: torch.dtype) -> dict[str, Action]:
+        z1, z2, index = features(machine.device, size.B, size.d, dtype)
+        return {
+            "InfoNCE": estimator(compopt.InfoNCEEstimator(TAU, chunk_size=size.chunk), z1, z2, index),
+            "SogCLR": estimator(compopt.SogCLREstimator(4 * size.B, tau=TAU, chunk_size=size.chunk), z1, z2, index),
+        }
+
+    precisions = {name: PRECISIONS[name] for name in ("TF32", "float32")}
+    return by_precision(machine, "loss", [size], precisions, two, seconds, 3)
 
 
 def errors(machine: Machine) -> list[dict[str, Any]]:
-    """Relative error of the gradients of one batch, against cross-entropy in float64 on the CPU."""
-    B, d = (64, 32) if machine.small else (1024, 512)
-    results = []
-    for name in PRECISIONS:
-        with precision(name) as dtype:
-            z1, z2, index = features(machine.device, B, d, dtype)
-            exact = gradient(cross_entropy_both_ways, z1.detach().cpu().double(), z2.detach().cpu().double())
-            est = compopt.InfoNCEEstimator(TAU)
-            theirs = gradient(clip_loss()[1], z1, z2)
-            ours = gradient(lambda a, b, est=est, index=index: est(a, b, index), z1, z2) / TAU  # tau times theirs
-            rows = {key: float((g - exact).norm() / exact.norm()) for key, g in ((CLIP, theirs), ("InfoNCE", ours))}
-        results.append({"precision": name, "B": B, "d": d, "rows": rows})
-    return results
+    """Return relative errors of the gradients, see :func:`relative_errors`."""
+    ours = compopt.InfoNCEEstimator(TAU, multiply_tau=False)
+    return relative_errors(machine, PRECISIONS, {CLIP: clip_loss()[1], "InfoNCE": lambda a, b: ours(a, b)})
 
 
-def gradient(loss: Callable[[Tensor, Tensor], Tensor], z1: Tensor, z2: Tensor) -> Tensor:
+def gradient(loss: Loss, z1: Tensor, z2: Tensor) -> Tensor:
     """Both feature gradients in float64 on the CPU."""
     a, b = (z.detach().clone().requires_grad_() for z in (z1, z2))
     loss(a, b).backward()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import compopt
-from benchmarks.gpu.losses import clip_loss, precision
+from benchmarks.gpu.losses import PRECISIONS, clip_loss, precision
 from benchmarks.gpu.machine import Action, Machine, with_peaks
 
 
@@ -92,6 +92,6 @@ def measure(machine: Machine, seconds: float) -> dict[str, Any]:
         return lambda: training.step(loss)
 
     runs = {name: one(loss) for name, loss in losses(training.n, training.d).items()}
-    with precision("TF32"):
+    with precision(PRECISIONS["TF32"][0]):
         found = with_peaks(machine, runs, seconds, 3 if machine.small else 30, "steps")
     return {"B": training.B, "d": training.d, "n": training.n, "rows": found}

@@ -156,17 +156,20 @@ def _may_have_rows_of(file: File, table: RowTable) -> bool:
 
 
 def _read_rows(table: RowTable, source: Checkpoint, found: list[File]) -> None:
-    """Fill this process's rows from file after file, in the order of the manifest, whatever ranks wrote them."""
-    with table.overwriting(), _HOST:
-        for file in found:
-            if file.spans and _may_have_rows_of(file, table):
-                opened = {name: _open(source.path / file.name).get_slice(name) for name in table.layout.offsets}
-                numbers = (
-                    torch.cat([torch.arange(start, stop) for start, stop in file.spans]) * file.stride + file.first
-                )
-                for start in range(0, file.rows, manifest.PIECE_ROWS):  # a file of version 2 may have more
-                    at = slice(start, start + manifest.PIECE_ROWS)
-                    table.write(numbers[at], {name: column[at] for name, column in opened.items()})
+    """Fill this process's rows, whatever ranks wrote them."""
+    with _HOST:
+        table.load(_parts(table, source, found))
+
+
+def _parts(table: RowTable, source: Checkpoint, found: list[File]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Yield row numbers and columns of file after file, in the order of the manifest."""
+    for file in found:
+        if file.spans and _may_have_rows_of(file, table):
+            opened = {name: _open(source.path / file.name).get_slice(name) for name in table.layout.offsets}
+            local = torch.cat([torch.arange(start, stop) for start, stop in file.spans])
+            for start in range(0, file.rows, manifest.PIECE_ROWS):  # a file of version 2 may have more
+                at = slice(start, start + manifest.PIECE_ROWS)
+                yield local[at] * file.stride + file.first, {name: column[at] for name, column in opened.items()}
 
 
 def _open(path: Path, framework: str = "pt") -> Any:
@@ -278,25 +281,14 @@ def _read_state(est: Estimator, path: Path, file: File) -> _State:
     """Return state that is not rows, by role; it is checked as by ``load_state_dict``, its sizes before it is read."""
     _check_size(path, file)
     parts = est._engine.parts
-    for role, forms in by_role(est, path, _forms(path)).items():
+    for role, forms in states.by_role(est._engine, path, _forms(path)).items():
         with _named(path):
             parts[role].check_form(forms)
     _check_sum(path, file)
     with _HOST:
         opened = _open(path)
-        extra = by_role(est, path, {name: opened.get_tensor(name) for name in list(opened.keys())})
+        extra = states.by_role(est._engine, path, {name: opened.get_tensor(name) for name in list(opened.keys())})
     for role, state in extra.items():
         with _named(path):
             parts[role].check_state(state)
     return extra
-
-
-def by_role(est: Estimator, where: Path | str, tensors: Mapping[str, Tensor]) -> _State:
-    """Divide the state of a file by the part that it belongs to."""
-    found: _State = {role: {} for role in est._engine.parts}
-    for key, value in tensors.items():
-        role, _, name = key.partition(".")
-        if role not in found:
-            raise ValueError(f"{where} has {key!r}, which this estimator has not; load another checkpoint")
-        found[role][name] = value
-    return found

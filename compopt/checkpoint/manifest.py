@@ -8,8 +8,7 @@
             state.safetensors                 state that is not rows
             manifest.json                     written last: a directory without it does not count
 
-A row that is in no file has only zeros: it was never visited. A file may be a hard link to an equal one of the
-checkpoint before.
+A row that is in no file has only zeros: it was never visited.
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ STATE = "state.safetensors"
 PIECE_ROWS = 1 << 18  # rows of a file at most; several copies of so many are in memory
 CHUNK_ROWS = 1 << 13  # rows that are left out of a file where all of them are zero
 KEPT = "earlier checkpoints are as they were"  # said with errors of a save
-_LOOKS = 8  # listings beside a run that saves and prunes
-
 _MOST = 1 << 25  # bytes of a manifest
 _DIRECTORY = re.compile(r"checkpoint-(\d{8})-t(\d+)-([0-9a-f]{8})")
 # The kinds of what is in a manifest, and of each file in it: types, patterns of strings, lists of one kind.
@@ -120,18 +117,13 @@ def checkpoint_at(path: Path) -> Checkpoint | None:
 def checkpoints(directory: Path) -> list[Checkpoint]:
     """Return all checkpoints of a run, complete or not, oldest first; links to those of other runs do not count."""
     paths = directory.iterdir() if directory.is_dir() else ()
-    found = [checkpoint_at(path) for path in paths if path.is_dir() and not path.is_symlink()]
-    return sorted((c for c in found if c is not None), key=lambda c: c.number)
+    found = (checkpoint_at(path) for path in paths if path.is_dir() and not path.is_symlink())
+    return sorted(filter(None, found), key=lambda c: c.number)
 
 
 def complete(directory: Path) -> list[Checkpoint]:
     """Return the complete checkpoints of a run, oldest first."""
-    for _ in range(_LOOKS):
-        listed = checkpoints(directory)
-        found = [c for c in listed if c.complete]
-        if found or checkpoints(directory) == listed:
-            break  # else a run that saves meanwhile has removed all that were listed
-    return found
+    return [c for c in checkpoints(directory) if c.complete]
 
 
 def prepare(directory: Path, config: Mapping[str, Any]) -> None:
@@ -145,12 +137,14 @@ def prepare(directory: Path, config: Mapping[str, Any]) -> None:
     except (IndexError, ValueError):  # nothing there, or a damaged one, which says nothing
         return
     common = min(len(found.get("n", [])), len(config["n"]))  # groups may have been added since, or not yet
-    found, config = ({**c, "n": list(c.get("n", []))[:common]} for c in (found, config))
-    for key in ("mode", "method", "options", "n"):
-        if found.get(key, config[key]) != config[key]:  # early versions did not keep the options
+    for key in ("mode", "method", "options", "n"):  # early versions did not keep the options
+        there, here = found.get(key, config[key]), config[key]
+        if key == "n":
+            there, here = list(there)[:common], here[:common]
+        if there != here:
             raise ValueError(
-                f"{directory} holds checkpoints of another estimator: {key} is {found.get(key)!r} there and "
-                f"{config[key]!r} here; use another directory"
+                f"{directory} holds checkpoints of another estimator: {key} is {there!r} there and {here!r} here; use "
+                f"another directory"
             )
 
 
@@ -189,7 +183,7 @@ def choose(directory: Path, t: int | None) -> Checkpoint:
     if not directory.is_dir():
         problem = "is a file" if directory.exists() else "does not exist"
         raise FileNotFoundError(f"{directory} {problem}; pass the directory that was given to save()")
-    found = complete(directory)
+    found = complete(directory) or complete(directory)  # a run that saves meanwhile may have removed all that it listed
     wanted = [c for c in found if t is None or c.t == t]
     if not wanted:
         what = "no complete checkpoint" if t is None else f"no complete checkpoint with t={t}"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -34,40 +33,30 @@ CLAIMS = 4  # directories of an estimator that stay claimed; some trainers name 
 
 
 @overload
-def save(
-    est: Estimator, directory: os.PathLike[str], keep: int = ..., incremental: bool = ..., blocking: Literal[True] = ...
-) -> Path: ...
+def save(est: Estimator, directory: os.PathLike[str], keep: int = ..., blocking: Literal[True] = ...) -> Path: ...
 
 
 @overload
-def save(
-    est: Estimator, directory: StrPath, keep: int = ..., incremental: bool = ..., blocking: Literal[True] = ...
-) -> Path | str: ...
+def save(est: Estimator, directory: StrPath, keep: int = ..., blocking: Literal[True] = ...) -> Path | str: ...
 
 
 @overload
-def save(
-    est: Estimator, directory: StrPath, keep: int = ..., incremental: bool = ..., *, blocking: Literal[False]
-) -> SaveHandle: ...
+def save(est: Estimator, directory: StrPath, keep: int = ..., *, blocking: Literal[False]) -> SaveHandle: ...
 
 
-def save(
-    est: Estimator, directory: StrPath, keep: int = 2, incremental: bool = True, blocking: bool = True
-) -> Path | str | SaveHandle:
+def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = True) -> Path | str | SaveHandle:
     """Write a new checkpoint of everything committed; pending deposits are not part of it.
 
     Every rank writes the rows that it holds, in files of at most 2^18 rows, and holds a few copies of one file in
     memory. A new directory is made for every save and its manifest comes last, so that a process killed at any moment
     leaves the previous checkpoint or the new one. ``state_dict`` pre-hooks run.
 
-    Every save reads and hashes all rows. Chunks of 8,192 rows that were never visited are not written. A file that is
-    equal to the one at its place in the newest checkpoint of the same directory becomes a hard link to it. That helps
-    where few pieces of 2^18 rows change between two saves, as in large data sets that are read shard by shard. Each
-    checkpoint is complete by itself: earlier ones may be removed.
+    Every save reads and writes all rows but chunks of 8,192 that were never visited. Each checkpoint is complete by
+    itself: earlier ones may be removed.
 
     *URLs.* ``directory`` may be a URL that fsspec knows, such as ``s3://bucket/run``; it takes ``pip install -e
     ".[remote]"`` and the driver that fsspec names. Each file is written to the local temporary directory, put and
-    removed there, the manifest last; all rows are put at every save.
+    removed there, the manifest last.
 
     *Beside training.* With ``blocking=False`` the call returns once the device has done what it was given and the state
     that is not rows is copied; a thread of each rank writes. What is committed meanwhile is not part of the checkpoint:
@@ -85,8 +74,6 @@ def save(
         directory: of the run's checkpoints, a path or URL that all ranks see; created if need be. It serves one
             estimator of one run; another one may go on there once it was loaded from it.
         keep: complete checkpoints to keep, the new one included; older and unfinished ones are removed.
-        incremental: ``False``: write everything anew. A file that several checkpoints share is one file on the disk:
-            damage to it is damage to all of them.
         blocking: ``False``: write beside training. Equal on all ranks.
 
     Returns:
@@ -105,8 +92,7 @@ def save(
         Exception: whatever the save before raised beside training, if nobody was told; this one was not made.
 
     Warns:
-        UserWarning: equal files cannot be linked, so that all rows are written; the file system has no locks, so that
-            nobody notices two runs that save there.
+        UserWarning: the file system has no locks, so that nobody notices two runs that save there.
         RuntimeWarning: at a later commit, that a save beside training failed.
 
     Communicates: collective; a few small messages. Beside training they travel over a process group of their own, which
@@ -128,7 +114,7 @@ def save(
     with doing("compopt.save()", est.t):
         root = engine.ranks.agree(lambda: _begin(est, directory))
         with engine.copying(), root.naming():
-            job = _prepare(est, root, keep, incremental, blocking)
+            job = _prepare(est, root, keep, blocking)
             if blocking:
                 return job.run()
             abandon = None if job.snapshot is None else job.snapshot.release  # not of the job, which has the directory
@@ -158,35 +144,30 @@ def _begin(est: Estimator, directory: StrPath) -> Directory:
     return root
 
 
-def _prepare(est: Estimator, root: Directory, keep: int, incremental: bool, blocking: bool) -> _Job:
+def _prepare(est: Estimator, root: Directory, keep: int, blocking: bool) -> _Job:
     """Make the directory of the new save and take a snapshot of the state. Collective."""
     engine = est._engine
     ranks, table = engine.ranks, engine.table
     modes = ranks.gather_objects(blocking)
     if len(set(modes)) > 1:
         raise ValueError(f"blocking= must be the same on all ranks; by rank: {modes}")
-    content = ranks.agree(lambda: _describe(est))
-    state = ranks.agree(lambda: _copy_state(est))
+    content, state = ranks.agree(lambda: _state(est))
     if table is not None:
         ranks.agree(table.at_rest)
     writers = ranks if blocking else _ranks_beside(engine)
     made = ranks.agree(lambda: _make(est, root, content["config"]) if ranks.rank == 0 else None)
     target = root.of_first_rank(ranks, made)
-    snapshot = None if table is None else table.snapshot()
-    return _Job(target, root, writers, content, state, table, snapshot, keep, incremental)
+    return _Job(target, root, writers, content, state, table, None if table is None else table.snapshot(), keep)
 
 
-def _describe(est: Estimator) -> dict[str, Any]:
-    """Return what the manifest says of the estimator; refuse what could not be loaded again."""
-    est._engine.groups.check()
-    content = {"config": states.config(est._engine), "sample_groups": est._engine.groups.saved()}
-    return content if est.data_fingerprint is None else {**content, "data_fingerprint": est.data_fingerprint}
-
-
-def _copy_state(est: Estimator) -> dict[str, Tensor]:
-    """Return state that is not rows, by role and name; collective where ranks split it."""
-    saved = {role: part.saved_state() for role, part in est._engine.parts.items()}
-    return {f"{role}.{name}": value.detach().cpu() for role, own in saved.items() for name, value in own.items()}
+def _state(est: Estimator) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return what the manifest says of the estimator, and state that is not rows; collective where ranks split it."""
+    est._engine.groups.check()  # else it could not be loaded again
+    saved = states.rest(est._engine)
+    content = {key: saved[key] for key in ("config", "sample_groups")}
+    if est.data_fingerprint is not None:
+        content["data_fingerprint"] = est.data_fingerprint
+    return content, states.flat(saved["extra"])
 
 
 def _make(est: Estimator, root: Directory, config: dict[str, Any]) -> Checkpoint:
@@ -233,24 +214,17 @@ class _Job:
     table: RowTable | None
     snapshot: Snapshot | None
     keep: int
-    incremental: bool
-    base: Path = Path()  # the checkpoint before this one
-    known: set[File] = field(default_factory=set)  # files of that
 
     @property
     def place(self) -> Path | str:
         return self.root.at(self.target.path)
-
-    def release(self) -> None:
-        if self.snapshot is not None:
-            self.snapshot.release()
 
     def run(self) -> Path | str:
         """Write this rank's files, then on rank 0 the manifest; on return the checkpoint is complete. Collective."""
         ranks, is_first = self.ranks, self.ranks.rank == 0
         with doing("compopt.save()", self.target.t):
             try:
-                own = ranks.agree(self._write_files)
+                own = ranks.agree(lambda: list(self._write_files()))
                 everyone = [file for each in ranks.gather_objects(own) for file in each]
                 ranks.agree(lambda: self._write_manifest(everyone) if is_first else None)
             except Exception:  # on every rank: nobody writes any more
@@ -259,65 +233,43 @@ class _Job:
                         self.root.remove(self.target)
                 raise
             finally:
-                self.release()
+                self._release()
             ranks.agree(lambda: self._prune() if is_first else None)
         return self.place
 
-    def _write_files(self) -> list[File]:
-        if self.incremental and self.root.shared:
-            before = manifest.complete(self.root.local)
-            with suppress(IndexError, OSError, ValueError):  # there is none; it was removed, or is damaged
-                self.base, self.known = before[-1].path, set(manifest.read(before[-1])[1])
-        own: list[File] = []
+    def _release(self) -> None:
+        if self.snapshot is not None:
+            self.snapshot.release()
+
+    def _write_files(self) -> Iterator[File]:
         if self.table is not None and self.snapshot is not None:
-            table, rows = self.table, self.table.store.n
-            for number, start in enumerate(range(0, rows, manifest.PIECE_ROWS)):
-                if table.sharded or number % self.ranks.size == self.ranks.rank:
+            rows, every = self.table.store.n, 1 if self.table.sharded else self.ranks.size
+            for start in range(0, rows, manifest.PIECE_ROWS):
+                if start // manifest.PIECE_ROWS % every == self.ranks.rank % every:
                     block = self.snapshot.read(start, min(start + manifest.PIECE_ROWS, rows))
-                    own += self._write_rows(table, number, start, block)
-        self.release()
-        return [*own, self._write(STATE, self.state)] if self.ranks.rank == 0 else own
+                    yield from self._write_rows(self.table, start, block)
+        self._release()
+        if self.ranks.rank == 0:
+            yield self._write(STATE, self.state)
 
-    def _write_rows(self, table: RowTable, number: int, start: int, block: Tensor) -> list[File]:
+    def _write_rows(self, table: RowTable, start: int, block: Tensor) -> Iterator[File]:
         spans = manifest.nonzero_spans(block)
-        if not spans:
-            return []
-        if spans != [(0, len(block))]:
-            block = torch.cat([block[low:high] for low, high in spans])
-        name = f"rows-{table.first:05d}of{table.stride:05d}-{number:05d}.safetensors"
-        local = tuple((start + low, start + high) for low, high in spans)
-        return [self._write(name, table.layout.unpack(block), first=table.first, stride=table.stride, spans=local)]
+        if spans:
+            number = start // manifest.PIECE_ROWS
+            name = f"rows-{table.first:05d}of{table.stride:05d}-{number:05d}.safetensors"
+            block = block if spans == [(0, len(block))] else torch.cat([block[low:high] for low, high in spans])
+            local = tuple((start + low, start + high) for low, high in spans)
+            yield self._write(name, table.layout.unpack(block), table.first, table.stride, local)
 
-    def _write(self, name: str, tensors: Mapping[str, Tensor], **place: Any) -> File:
-        """Write one file, or link it to an equal one of the checkpoint before."""
+    def _write(self, name: str, tensors: Mapping[str, Tensor], *place: Any) -> File:
         from safetensors.torch import save as to_bytes
 
         content = to_bytes({key: value.contiguous() for key, value in tensors.items()})
-        file = File(name, len(content), hashlib.sha256(content).hexdigest(), **place)
         path = self.target.path / name
         with files.named(path, manifest.KEPT):
-            if file not in self.known or not self._link(file, path):
-                files.write_file(path, content)
+            files.write_file(path, content)
         self.root.put(path)
-        return file
-
-    def _link(self, file: File, path: Path) -> bool:
-        source = os.path.realpath(self.base / file.name)  # the file, not a symbolic link to it
-        try:
-            if os.stat(source).st_size != file.bytes:
-                return False
-            os.link(source, path)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            self.known.clear()
-            warnings.warn(
-                f"{self.root.local}: files of an earlier checkpoint could not be linked there, so that every save "
-                f"writes all rows; keep checkpoints on a file system with hard links",
-                stacklevel=6,
-            )
-            return False
-        return True
+        return File(name, len(content), hashlib.sha256(content).hexdigest(), *place)
 
     def _write_manifest(self, everyone: list[File]) -> None:
         manifest.write(self.target, everyone, self.content)
@@ -345,11 +297,10 @@ def note_load(est: Estimator, checkpoint: Checkpoint) -> None:
 
 def _check_rows(est: Estimator, directory: Path | str, newest: Checkpoint) -> None:
     """Refuse a directory whose newest checkpoint has rows of another estimator of this process."""
-    if newest.save_id in _had.get(est, ()):
+    if newest.save_id in _had.get(est, ()) or newest.save_id not in _writers:
         return
-    if _writers.get(newest.save_id) is not None:
-        gc.collect()  # one that nothing uses any more may be part of a cycle
-    if _writers.get(newest.save_id) is not None:
+    gc.collect()  # one that nothing uses any more may be part of a cycle
+    if newest.save_id in _writers:
         raise RuntimeError(
             f"{directory} has checkpoints of another {type(est).__name__} of this process, whose rows a load would "
             f"give to this one and the other way round: save into another directory; or, if this estimator goes on "
@@ -359,14 +310,12 @@ def _check_rows(est: Estimator, directory: Path | str, newest: Checkpoint) -> No
 
 def _lock(est: Estimator, directory: Path) -> None:
     """Keep other processes from saving into a directory until the estimator is collected."""
-    own = _locks.setdefault(est, {})
-    lock = own.pop(directory, None)
-    if lock is None or not lock.valid:  # somebody may have removed the lock file
-        path = lock_file(directory)
-        with files.named(path, manifest.KEPT):
-            remedy = "two runs that save there remove each other's checkpoints"
-            lock = files.lock(path, directory, f"{remedy}; end that one, or save into another directory")
-    own[directory] = lock
+    own, path = _locks.setdefault(est, {}), lock_file(directory)
+    remedy = "two runs that save there remove each other's checkpoints; end that one, or save into another directory"
+    with files.named(path, manifest.KEPT):
+        lock = files.lock(path, directory, remedy)
+    own.pop(directory, None)
+    own[directory] = lock  # as the latest
     while len(own) > CLAIMS:
         del own[next(iter(own))]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TypeVar, cast
 
@@ -115,3 +116,11 @@ def _callers() -> Iterator[tuple[str | None, str]]:
 def in_backward() -> bool:
     """Return whether this thread is inside a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def warn(message: str) -> None:
+    """Warn with the user's own line."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("compopt.", "torch.")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

@@ -167,58 +167,49 @@ def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Ten
 
 def check_momentum(features: Any, like: Tensor) -> list[Tensor]:
     """Return a momentum copy's features of both modalities or views, ``(B, d)`` each, as the features ``like``."""
-    if not isinstance(features, tuple | list) or len(features) != 2:
-        raise ValueError(
-            f"momentum_features must be a pair, the copy's features of the samples of z1 and of z2, got "
-            f"{_count(features)}"
-        )
-    for number, z in enumerate(features):
-        name = f"momentum_features[{number}]"
-        if not isinstance(z, Tensor) or z.dtype not in _FLOATS:
-            raise TypeError(f"{name} must be a floating-point tensor, got {getattr(z, 'dtype', type(z).__name__)}")
-        _check_dense(name, z)
-        if z.shape != like.shape:
-            raise ValueError(f"{name} must have the shape of z1, {tuple(like.shape)}, got {tuple(z.shape)}")
+    wanted = "a pair, the copy's features of the samples of z1 and of z2"
+    checked = _check_matrices("momentum_features", features, [len(like)] * 2, wanted, like.shape[1])
+    for number, z in enumerate(checked):
         if z.device != like.device:
-            raise ValueError(f"{name} must be on the device of z1, got {z.device} and {like.device}")
-    return list(features)
+            raise ValueError(
+                f"momentum_features[{number}] must be on the device of z1, got {z.device} and {like.device}"
+            )
+    return checked
 
 
 def check_guide(guide: Any, views: int, batch: int, more: int | None) -> list[Tensor]:
     """Return the guide's features, ``(B, g)`` of each modality or view, and ``(M, g)`` of ``more`` candidates."""
-    sizes = [batch] * views if more is None else [*[batch] * views, more]
-    if not isinstance(guide, tuple | list) or len(guide) != len(sizes):
-        wanted = "one per modality or view" + (
-            "" if more is None else ", and of extra (or PairPolicy(spare_extra=True))"
-        )
-        raise ValueError(f"guide must be {len(sizes)} tensors of features, {wanted}, got {_count(guide)}")
-    for number, (z, size) in enumerate(zip(guide, sizes, strict=True)):
-        if not isinstance(z, Tensor) or z.dtype not in _FLOATS:
-            raise TypeError(f"guide[{number}] must be a floating-point tensor, got {getattr(z, 'dtype', type(z))}")
-        _check_dense(f"guide[{number}]", z)
-        if z.dim() != 2 or z.shape != (size, guide[0].shape[-1]):
-            raise ValueError(f"guide[{number}] must have shape ({size}, g), one g for all, got {tuple(z.shape)}")
-    return list(guide)
+    sizes = [batch] * views + ([] if more is None else [more])
+    also = "" if more is None else ", and of extra (or PairPolicy(spare_extra=True))"
+    wanted = f"{len(sizes)} tensors of features, one per modality or view{also}"
+    return _check_matrices("guide", guide, sizes, wanted)
 
 
 def check_teacher(teacher: Any, batch: int, classes: bool, views: int = 2) -> list[Tensor]:
     """Return a teacher's features of all modalities or views, ``(B, g)`` each, or one matrix of soft labels."""
-    given = [teacher] if classes else teacher
-    if not isinstance(given, tuple | list) or len(given) != (1 if classes else views):
+    if not classes:
         of = "of z1 and of z2" if views == 2 else "one per view"
-        raise ValueError(f"teacher must be {views} tensors of features, {of}, got {_count(given)}")
-    for z in given:
-        if not isinstance(z, Tensor) or z.dtype not in _FLOATS:
-            wanted = "a floating-point tensor (B, C)" if classes else "floating-point tensors (B, g)"
-            raise TypeError(f"teacher must be {wanted}, got {getattr(z, 'dtype', type(z).__name__)}")
-        _check_dense("teacher", z)
-        if z.dim() != 2 or z.shape != (batch, given[0].shape[-1]):
-            raise ValueError(f"teacher must have {batch} rows of one length, got shape {tuple(z.shape)}")
-        if classes and z.device.type == "cpu" and bool((z < 0).any()):
-            raise ValueError(f"teacher must hold shares >= 0 of classes, got {z.min().item():.6g}")
-        if classes and z.device.type == "cpu" and bool((z.sum(1) == 0).any()):
-            sample = int((z.sum(1) == 0).nonzero()[0])
-            raise ValueError(f"teacher has no class for sample {sample}, whose row is 0; give it one, such as its own")
+        return _check_matrices("teacher", teacher, [batch] * views, f"{views} tensors of features, {of}")
+    _check_floats("teacher", teacher, " (B, C)")
+    if teacher.dim() != 2 or len(teacher) != batch:
+        raise ValueError(f"teacher must have shape ({batch}, C), got {tuple(teacher.shape)}")
+    if teacher.device.type == "cpu" and bool((teacher < 0).any()):
+        raise ValueError(f"teacher must hold shares >= 0 of classes, got {teacher.min().item():.6g}")
+    if teacher.device.type == "cpu" and bool((none := teacher.sum(1) == 0).any()):
+        sample = int(none.nonzero()[0])
+        raise ValueError(f"teacher has no class for sample {sample}, whose row is 0; give it one, such as its own")
+    return [teacher]
+
+
+def _check_matrices(name: str, given: Any, sizes: list[int], wanted: str, width: int | None = None) -> list[Tensor]:
+    """Return floating-point matrices of these numbers of rows, of ``width`` columns or (``None``) equally many."""
+    if not isinstance(given, tuple | list) or len(given) != len(sizes):
+        raise ValueError(f"{name} must be {wanted}, got {_count(given)}")
+    for number, (z, size) in enumerate(zip(given, sizes, strict=True)):
+        _check_floats(f"{name}[{number}]", z)
+        if z.dim() != 2 or z.shape != (size, given[0].shape[-1] if width is None else width):
+            shape = f"shape ({size}, g), one g for all" if width is None else f"the shape of z1, ({size}, {width})"
+            raise ValueError(f"{name}[{number}] must have {shape}, got {tuple(z.shape)}")
     return list(given)
 
 
@@ -238,10 +229,7 @@ def check_sample_weight(weight: Any, batch: int, dtype: torch.dtype) -> Tensor:
 
 def _check_per_sample(name: str, value: Any, batch: int, dtype: torch.dtype) -> Tensor:
     """Return one floating-point number for each sample, ``(B,)``, detached and in a dtype."""
-    if not isinstance(value, Tensor) or value.dtype not in _FLOATS:
-        kind = getattr(value, "dtype", type(value).__name__)
-        raise TypeError(f"{name} must be a floating-point tensor (B,), got {kind}")
-    _check_dense(name, value)
+    _check_floats(name, value, " (B,)")
     if value.shape != (batch,):
         raise ValueError(f"{name} must have shape ({batch},), one for each sample, got {tuple(value.shape)}")
     return value.detach().to(dtype)
@@ -257,8 +245,10 @@ def _valid(value: Tensor, valid: Tensor, message: str) -> Tensor:
     return value
 
 
-def _check_dense(name: str, z: Tensor) -> None:
-    """Refuse tensors without values, without columns, or with another layout."""
+def _check_floats(name: str, z: Any, shape: str = "") -> None:
+    """Refuse what is no floating-point tensor, or has no values, no columns, or another layout."""
+    if not isinstance(z, Tensor) or z.dtype not in _FLOATS:
+        raise TypeError(f"{name} must be a floating-point tensor{shape}, got {getattr(z, 'dtype', type(z).__name__)}")
     if z.layout != torch.strided or z.is_meta:
         raise TypeError(f"{name} must be a dense tensor with values, got {z.layout} on {z.device}")
     if z.dim() == 2 and z.shape[1] == 0:
@@ -269,9 +259,8 @@ def check_within(within: Any, batch: int, more: int | None) -> list[Tensor]:
     """Return keys of the batch, ``(B,)`` int64, and of ``more`` further candidates."""
     keys = list(within) if isinstance(within, tuple | list) else [within]
     if len(keys) != (1 if more is None else 2):
-        wanted = (
-            "one tensor of keys (B,)" if more is None else "a pair of tensors of keys, (B,) and those of extra (M,)"
-        )
+        pair = "a pair of tensors of keys, (B,) and those of extra (M,)"
+        wanted = "one tensor of keys (B,)" if more is None else pair
         raise ValueError(f"within must be {wanted}, got {_count(within)}")
     sizes = {"within": batch} if more is None else {"within[0]": batch, "within[1]": more}
     return [check_vector(name, key, size, "{} of them") for (name, size), key in zip(sizes.items(), keys, strict=True)]

@@ -3,8 +3,7 @@
 from compopt.data.indexed import Indexed, KeyIndex, SampleIndex, UidIndex, key_index
 from compopt.data.prefetch_loader import PrefetchLoader
 from compopt.data.shard_batches import ShardBatches
-from compopt.data.shard_files import shard_list
-from compopt.data.shards import ShardIndex, indexed_reader
+from compopt.data.shards import ShardIndex, indexed_reader, shard_list
 
 __all__ = [
     "Indexed",

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from compopt import checks
-from compopt.data.shard_files import shard_list
-from compopt.data.shards import ShardIndex
+from compopt.data.shards import ShardIndex, shard_list
 from compopt.rng import fold
 
 Sample = dict[str, Any]

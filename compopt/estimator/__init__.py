@@ -2,8 +2,7 @@
 
 from compopt.checks.values import Range
 from compopt.estimator.base import Estimator
-from compopt.estimator.call import Call, Estimate, Setting
-from compopt.estimator.component import Component, Normalizer, Temperature
+from compopt.estimator.component import Call, Component, Estimate, Normalizer, Setting, Temperature
 from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.stores.layout import Column
 

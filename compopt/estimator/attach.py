@@ -1,23 +1,32 @@
-"""Commit after every real update of a torch optimizer, whoever wraps it."""
+"""Commit after every real update of a torch optimizer, whoever wraps it, and warnings of loops that forget it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any, Protocol
-from weakref import WeakMethod, ref
+from weakref import WeakMethod, WeakSet, ref
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from compopt.checks.context import drops_entries, makes_optimizer_state, outside_of_graphs
+from compopt.checks.context import drops_entries, makes_optimizer_state, outside_of_graphs, warn
+from compopt.estimator.reader import AsyncChecks
 
 Commit = Callable[[Tensor | None], None]
 
 KEY = "compopt"
 LIMIT = 1 << 30  # bytes of a state that goes into an optimizer's: a copy in memory, and in every file
+UPDATES = 3  # of the model without a commit, where no attached optimizer could still commit
+# Calls without a commit, where no update is seen (an optimizer may run no hooks), if that is also so many times the
+# longest window so far (accumulation may be long)
+PATIENCE, WINDOWS = 256, 8
+POSITIONS, BATCHES = 100, 2  # calls with index 0 .. B - 1, and how many batches the data set must have at least
 
 
 class HasOptimizer(Protocol):
@@ -75,61 +84,6 @@ def commit_after_step(optimizer: Any, commit: Commit) -> RemovableHandle:
     return handle
 
 
-class Entry:
-    """An estimator's state as an entry of an optimizer's; its hooks have the id of the handle, which removes them too.
-
-    The saved parameter groups say that there is an entry: an optimizer that is loaded without these hooks ignores the
-    entry, but keeps its groups, so that attaching later finds out.
-    """
-
-    def __init__(self, est: Any, optimizer: torch.optim.Optimizer, handle: RemovableHandle) -> None:
-        families = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")
-        tables: Any = [getattr(optimizer, f"_optimizer_{family}_hooks") for family in families]
-        others = [getattr(hook, "__self__", None) for hook in tables[0].values()]
-        taken = {other.key for other in others if isinstance(other, Entry) and other.est() is not None}
-        self.est: ref[Any] = ref(est)
-        self.loading: Any = None
-        self.key: str = next(key for number in count() if (key := f"{KEY}.{number}" if number else KEY) not in taken)
-        for table, hook in zip(tables, (self.save, self.take, self.load), strict=True):
-            table[handle.id] = hook
-        handle.extra_dict_ref += tuple(ref(table) for table in tables)
-        if optimizer.param_groups[0].pop(self.key, False):
-            warnings.warn(
-                f"{type(optimizer).__name__} was loaded before attach(checkpoint=True), and the entry {self.key!r} of "
-                f"that state, an estimator's, was dropped; attach before optimizer.load_state_dict(state), or load it "
-                f"now with est.load_state_dict(state[{self.key!r}])",
-                stacklevel=4,
-            )
-
-    def save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Put the entry into a state that the optimizer made."""
-        est = self.est()
-        if est is not None:
-            if drops_entries():
-                refuse_entry(est, "torch.distributed takes parameters and groups from that, and drops the rest")
-            state_dict[self.key] = est.state_dict()
-            state_dict["param_groups"][0][self.key] = True
-
-    def take(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Keep the entry until the optimizer has loaded its own state, a copy without it."""
-        groups = [{k: v for k, v in group.items() if k != self.key} for group in state_dict["param_groups"]]
-        state_dict = {**state_dict, "param_groups": groups}
-        self.loading, est = state_dict.pop(self.key, None), self.est()
-        if self.loading is None and est is not None:
-            warnings.warn(
-                f"the state that {type(optimizer).__name__} loads has no entry {self.key!r}: the {type(est).__name__} "
-                f"stays as it is; load it with compopt.load() or est.load_state_dict()",
-                stacklevel=5,
-            )
-        return state_dict
-
-    def load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Load what :meth:`take` has kept."""
-        est, state, self.loading = self.est(), self.loading, None
-        if est is not None and state is not None:
-            est.load_state_dict(state)
-
-
 def refuse_entry(est: Any, why: str) -> None:
     """Raise: the state of an estimator cannot be an entry of the optimizer's."""
     raise ValueError(
@@ -158,7 +112,12 @@ def check_entry(est: Any, optimizer: Any, inner: torch.optim.Optimizer) -> None:
 
 
 class Attached:
-    """Optimizer that commits an estimator's deposits, held weakly."""
+    """Optimizer that commits an estimator's deposits, held weakly, and perhaps carries its state.
+
+    The state is an entry of the optimizer's, whose hooks have the id of the handle, which removes them too. The saved
+    parameter groups say that there is an entry: an optimizer that is loaded without these hooks ignores the entry, but
+    keeps its groups, so that attaching later finds out.
+    """
 
     def __init__(self, given: Any, inner: torch.optim.Optimizer, commit: Commit) -> None:
         self.kind, self.optimizer, self.handle = type(inner).__name__, ref(inner), commit_after_step(inner, commit)
@@ -166,6 +125,8 @@ class Attached:
         counting = [each for each in _chain(given) if isinstance(getattr(each, "skipped_steps", None), int)]
         self._engine = ref(counting[0]) if counting else None
         self._skipped: int = counting[0].skipped_steps if counting else 0
+        self.est: ref[Any] | None = None  # whose state it carries
+        self._loading: Any = None
 
     def skipped(self) -> bool:
         """Return whether the engine has skipped an update since the last call of this method."""
@@ -179,12 +140,83 @@ class Attached:
         hooked = optimizer is not None and self.handle.id in optimizer._optimizer_step_post_hooks
         return optimizer if hooked else None
 
+    def carry(self, est: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Make the state of an estimator an entry of the optimizer's."""
+        families = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+        tables: Any = [getattr(optimizer, f"_optimizer_{family}_hooks") for family in families]
+        if self.handle.id in tables[0]:
+            return
+        others = [getattr(hook, "__self__", None) for hook in tables[0].values()]
+        taken = {other.key for other in others if isinstance(other, Attached) and other.est and other.est() is not None}
+        self.est = ref(est)
+        self.key: str = next(key for number in count() if (key := f"{KEY}.{number}" if number else KEY) not in taken)
+        for table, hook in zip(tables, (self._save, self._take, self._load), strict=True):
+            table[self.handle.id] = hook
+        self.handle.extra_dict_ref += tuple(ref(table) for table in tables)
+        if optimizer.param_groups[0].pop(self.key, False):
+            warnings.warn(
+                f"{type(optimizer).__name__} was loaded before attach(checkpoint=True), and the entry {self.key!r} of "
+                f"that state, an estimator's, was dropped; attach before optimizer.load_state_dict(state), or load it "
+                f"now with est.load_state_dict(state[{self.key!r}])",
+                stacklevel=4,
+            )
+
+    def _carried(self) -> Any:
+        return None if self.est is None else self.est()
+
+    def _save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Put the entry into a state that the optimizer made."""
+        est = self._carried()
+        if est is not None:
+            if drops_entries():
+                refuse_entry(est, "torch.distributed takes parameters and groups from that, and drops the rest")
+            state_dict[self.key] = est.state_dict()
+            state_dict["param_groups"][0][self.key] = True
+
+    def _take(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Keep the entry until the optimizer has loaded its own state, a copy without it."""
+        groups = [{k: v for k, v in group.items() if k != self.key} for group in state_dict["param_groups"]]
+        state_dict = {**state_dict, "param_groups": groups}
+        self._loading, est = state_dict.pop(self.key, None), self._carried()
+        if self._loading is None and est is not None:
+            warnings.warn(
+                f"the state that {type(optimizer).__name__} loads has no entry {self.key!r}: the {type(est).__name__} "
+                f"stays as it is; load it with compopt.load() or est.load_state_dict()",
+                stacklevel=5,
+            )
+        return state_dict
+
+    def _load(self, optimizer: torch.optim.Optimizer) -> None:
+        """Load what :meth:`_take` has kept."""
+        est, state, self._loading = self._carried(), self._loading, None
+        if est is not None and state is not None:
+            est.load_state_dict(state)
+
 
 class Attachments:
-    """Optimizers that commit an estimator's deposits."""
+    """Optimizers that commit an estimator's deposits, and warnings, once each, of loops in which something is missing.
+
+    *No commit*: ``step()`` never runs, or the attached optimizer is not the one that updates the model.
+    *A learned temperature that no optimizer has*: it gets gradients and keeps its value.
+    *Batch positions for an index*: every batch has 0 .. B - 1, so that a few rows are shared by all samples.
+
+    None of them waits for a device.
+
+    Attributes:
+        stepped: since the last call, by the id of each optimizer of the process, if updates of the model are counted.
+        unsure_of_positions: no index of something else than positions in the batch has come.
+        unsure_of_optimizer: learned parameters may have gradients and no optimizer.
+    """
 
     def __init__(self) -> None:
         self._attached: dict[int, Attached] = {}  # by the optimizer's id
+        self._updates = 0  # of the model, since the first call of this window
+        self.stepped: dict[int, bool] | None = None
+        self._longest = 0  # calls of the longest window that was committed
+        self._said_pending = False
+        self.unsure_of_positions, self._positions = True, 0  # and the calls with batch positions so far
+        self.unsure_of_optimizer, self._calls = True, 0  # and the calls so far
+        self._before: list[Tensor] = []  # learned parameters at the first of them
 
     def add(self, optimizer: Any, commit: Commit, carried: Any = None) -> RemovableHandle:
         """Attach once; see :meth:`Estimator.attach`. ``carried``: the estimator, where its state is to travel."""
@@ -194,8 +226,8 @@ class Attachments:
         attached = self._attached.get(id(inner))
         if attached is None or attached.listening() is not inner:
             attached = self._attached[id(inner)] = Attached(optimizer, inner, commit)
-        if carried is not None and attached.handle.id not in inner._optimizer_state_dict_post_hooks:
-            Entry(carried, inner, attached.handle)
+        if carried is not None:
+            attached.carry(carried, inner)
         return attached.handle
 
     def skipped(self) -> bool:
@@ -205,26 +237,131 @@ class Attachments:
 
     def listening(self) -> str | None:
         """Return the kind of a living optimizer that has the hook, or ``None``."""
-        return next((type(optimizer).__name__ for optimizer in self._listening()), None)
+        return next((each.kind for each in self._attached.values() if each.listening() is not None), None)
 
     def gone(self) -> str | None:
         """Return the kind of the last optimizer that was attached, if no attached one is alive; else ``None``."""
         alive = any(each.optimizer() is not None for each in self._attached.values())
         return None if alive else next((each.kind for each in reversed(self._attached.values())), None)
 
-    def have(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether attached optimizers have all of these in their groups."""
-        return {id(parameter) for parameter in parameters} <= {id(parameter) for parameter in self._parameters()}
+    # -- no commit ---------------------------------------------------------------------------------------------
 
-    def scalars_without_gradient(self) -> list[Tensor]:
-        """Return parameters of one number that require a gradient and have none, beside others that have one."""
-        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        if all(parameter.grad is None for parameter in parameters):  # taken away already
-            return []
-        return [parameter for parameter in parameters if parameter.grad is None and parameter.numel() == 1]
+    def committed(self, window: int) -> None:
+        """Note that a window of this many calls was committed."""
+        self._longest = max(self._longest, window)
+        self._watch(False)
 
-    def _listening(self) -> Iterator[torch.optim.Optimizer]:
-        return (optimizer for each in self._attached.values() if (optimizer := each.listening()) is not None)
+    def pending(self, calls: int) -> None:
+        """Warn once when so many calls wait for a commit that somebody must have forgotten it."""
+        if self._said_pending:
+            return
+        if calls == 1:
+            by_hand = self._longest > 0 and self.gone() is None  # such a loop may take its time
+            self._watch(not by_hand and self.listening() is None)
+        known = dict(self.stepped or {})  # a copy: an optimizer may step in another thread
+        if known and all(known.values()):  # which of them has the model is not known
+            self._updates += 1
+            self.stepped = dict.fromkeys(known, False)
+        patient = calls < max(PATIENCE, WINDOWS * self._longest)
+        if patient and (self._updates < UPDATES or self.listening() is not None):
+            return
+        meanwhile = f" in {self._updates} updates of the model" if self._updates else ""
+        self._say_pending(f"{calls} calls have deposited{meanwhile} and none was committed: ")
 
-    def _parameters(self) -> Iterator[Tensor]:
-        return (p for optimizer in self._listening() for group in optimizer.param_groups for p in group["params"])
+    def saving(self, t: int, calls: int) -> None:
+        """Warn once when a state is saved that knows nothing, although there were calls."""
+        if t == 0 and calls > 1 and not self._said_pending:
+            self._say_pending(f"{calls} calls have deposited and none was committed; what is saved has none of them: ")
+
+    def _say_pending(self, fact: str) -> None:
+        self._said_pending = True
+        gone, silent = self.gone(), self.listening()
+        if gone is not None:
+            remedy = f"the {gone} that est.attach() was given is gone; attach the optimizer that took its place"
+        elif silent is not None:
+            remedy = (
+                f"the attached {silent} has not run step() meanwhile; attach the optimizer whose step() updates the "
+                f"model (after deepspeed.initialize or prepare), or call est.step() after each update"
+            )
+        else:
+            remedy = (
+                "call est.step() after optimizer.step(), or est.attach(optimizer); the trainers of transformers, "
+                "sentence-transformers and Lightning need the EstimatorCallback of compopt.integrations"
+            )
+        warn(fact + remedy)
+
+    def _watch(self, on: bool) -> None:
+        """Start or stop counting updates of the model, by the steps of all optimizers of the process."""
+        self._updates, self.stepped = 0, {} if on else None
+        if on:
+            _watching.add(self)
+        if on and not _hooks:  # once for all optimizers; it must not be removed while another thread runs it
+            _hooks.append(register_optimizer_step_post_hook(_note))
+
+    # -- a learned temperature ---------------------------------------------------------------------------------
+
+    def learned(self, parameters: Sequence[Parameter], async_checks: AsyncChecks) -> None:
+        """Watch, at a call, the parameters that the user's optimizer should learn."""
+        self._calls += 1
+        if self._calls == 1:
+            self._before = [parameter.detach().clone() for parameter in parameters]
+        if parameters and self._calls < max(PATIENCE, WINDOWS * self._longest):
+            return
+        calls, self.unsure_of_optimizer = self._calls, False
+        # an optimizer that has them may have taken their gradients away by now; without one nobody does
+        if not parameters or any(parameter.grad is None for parameter in parameters):
+            return
+        optimizers = [optimizer for each in self._attached.values() if (optimizer := each.listening()) is not None]
+        owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        if owned.issuperset(map(id, parameters)):  # a learning rate of 0 is a choice
+            return
+
+        def tell(idle: int) -> None:
+            if idle:
+                warn(
+                    f"the learned temperature has had gradients in {calls} calls and kept its value: no optimizer has "
+                    f"it; give [*model.parameters(), *est.parameters()] to the optimizer, or let the model own it "
+                    f"(compopt.as_module)"
+                )
+
+        pairs = zip(parameters, self._before, strict=True)
+        idle = torch.stack([(p.grad != 0).any() & (p == before.to(p.device)).all() for p, before in pairs]).any()
+        async_checks.watch(idle.to(torch.int32), tell)
+
+    # -- batch positions ---------------------------------------------------------------------------------------
+
+    def positions(self, index: Tensor, n: int | None, remembered: bool) -> None:
+        """Watch for an index of positions in the batch, as this rank gave it.
+
+        Args:
+            index: ``(b,)``.
+            n: number of rows; ``None``: there are none.
+            remembered: samples of earlier batches are known by their index, rows or not.
+        """
+        if len(index) == 0:
+            return
+        large = remembered if n is None else n >= BATCHES * len(index)  # without n the data set may be of any size
+        possible = large and index.device.type == "cpu" and int(index[-1]) == len(index) - 1
+        self.unsure_of_positions = possible and np.array_equal(index.numpy(), np.arange(len(index)))
+        self._positions += 1
+        if not self.unsure_of_positions or self._positions < POSITIONS:
+            return
+        self.unsure_of_positions = False
+        harm = f"all samples share {len(index)} rows" if n else f"a part of the memory is taken for these {len(index)}"
+        warn(
+            f"index was 0 .. {len(index) - 1} in each of the first {POSITIONS} calls{f', while n={n}' if n else ''}: "
+            f"these look like positions in the batch, and {harm}; pass positions in the data set, see "
+            f"compopt.data.Indexed{'' if n else ', or none where no sample repeats'}"
+        )
+
+
+_watching: WeakSet[Attachments] = WeakSet()
+_hooks: list[Any] = []
+
+
+@outside_of_graphs
+def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for attachments in tuple(_watching):
+        stepped = attachments.stepped  # read once: another thread may commit and end the watch meanwhile
+        if stepped is not None:
+            stepped[id(optimizer)] = True

@@ -212,10 +212,10 @@ class Estimator:
             if engine.attachments.skipped():
                 self.discard()
             with engine.handshake.guard():  # a warning may be an error
-                if engine.forgotten.unsure_of_positions:
-                    engine.forgotten.positions(keys["index"], self.n, self._remembers_index)
-                if engine.forgotten.unsure_of_optimizer:
-                    engine.forgotten.learned(list(self.parameters()), engine.attachments, engine.async_checks)
+                if engine.attachments.unsure_of_positions:
+                    engine.attachments.positions(keys["index"], self.n, self._remembers_index)
+                if engine.attachments.unsure_of_optimizer:
+                    engine.attachments.learned(list(self.parameters()), engine.async_checks)
         progress = {"depositing": int(depositing), "t": engine.t, "pending": engine.pending, **(facts or {})}
         batch = engine.reader.read(keys, values, depositing, progress, self._identity, least, more)
         if depositing:
@@ -338,11 +338,11 @@ class Estimator:
         elif not any(part.has_pending_state for part in engine.parts.values()):
             return  # a stateless estimator has nothing to commit
         engine.pending += 1
-        engine.forgotten.pending(engine.pending, engine.attachments)
+        engine.attachments.pending(engine.pending)
 
     def _begin_saving(self) -> None:
         engine = self._facts
-        engine.forgotten.saving(self.t, engine.pending, engine.attachments)
+        engine.attachments.saving(self.t, engine.pending)
         self._run("state_dict_pre")
 
     @outside_of_graphs
@@ -366,8 +366,6 @@ class Estimator:
             engine.saving.warn()
         if engine.attachments.skipped():  # an attached engine has skipped the update
             self.discard()
-        if engine.forgotten.unsure_of_optimizer:
-            engine.forgotten.updated(list(self.parameters()))
         if not engine.pending:
             return
         if found_inf is not None:
@@ -382,10 +380,9 @@ class Estimator:
                 engine.table.commit(found_inf)
             for part in engine.parts.values():
                 part.commit_state(found_inf)
-            engine.forgotten.committed(engine.pending)
+            engine.attachments.committed(engine.pending)
             engine.pending = 0
             engine.t += 1
-        engine.forgotten.scale(engine.attachments)
         self._run("step_post", (), {})
 
     @outside_of_graphs

@@ -1,29 +1,139 @@
-"""Parts of which an estimator is composed: normalizers and temperatures."""
+"""Parts of which an estimator is composed, normalizers and temperatures, and what it hands to them."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import warnings
-from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from compopt.distributed.collectives import ProcessGroup
+from compopt import accelerator, checks
+from compopt.batch import Batch
+from compopt.checks import values
+from compopt.checks.values import Range
+from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator.base import Estimator
-from compopt.estimator.call import Call, Estimate, Setting
-from compopt.estimator.engine import FIRST_USE, Alone, Engine, PartHooks, check_dtype
-from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.estimator.engine import FIRST_USE, Alone, Engine, check_dtype
+from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups, as_groups, plain
+from compopt.functional import Scalar, all_finite
+from compopt.kernel.features import Encoder
+from compopt.kernel.pairs import PairStatistics, SampledPairs
 from compopt.pairs import PairPolicy
 from compopt.stores import Offload
+from compopt.stores.layout import Column
 from compopt.stores.table import Placement
 
 
-class Component(PartHooks, Estimator):
+@dataclass
+class Call:
+    """One forward pass, as a component sees it.
+
+    Attributes:
+        batch: the samples of all ranks, their features ``(B, d)`` each and their committed rows.
+        pairs: the statistics of all pairs of anchor and negative, ``(B, A)`` each: ``log_ghat``, ``log_sum`` (in nats),
+            ``positive``, ...; ``A`` directions of anchors, or ordered pairs of more than two views.
+        tau: temperatures of this call, a number, 0-d, ``(B, 1)`` or, of two views, ``(B, A)``, without a graph.
+        hyper: the component's hyper-parameters for these rows.
+        chunk_size: anchors that may be held at a time, or ``None``.
+        encoder: features of samples outside the batch, if the caller can give them.
+        t: commits so far.
+        window: calls since the last commit.
+        unimodal: rows are shared by both views.
+        policy: of pairs, or ``None``.
+    """
+
+    batch: Batch
+    pairs: PairStatistics
+    tau: float | Tensor
+    hyper: Hyper
+    chunk_size: int | None
+    encoder: Encoder | None
+    t: int
+    window: int
+    unimodal: bool
+    policy: PairPolicy | None = None
+
+    @property
+    def rows(self) -> Mapping[str, Tensor]:
+        """Committed columns by name, ``(B, 2)``, or ``(B, 1)`` in unimodal mode and with one direction."""
+        return self.batch.columns
+
+    @property
+    def count(self) -> Tensor:
+        """Visits so far, int32, in the shape of the columns."""
+        return self.batch.count
+
+    def unseen(self, column: str) -> Tensor:
+        """Return where the part that keeps a column was never visited, in the shape of the columns."""
+        return self.batch.unseen(column)
+
+    @property
+    def training(self) -> bool:
+        """True if proposals may be committed."""
+        return self.batch.depositing
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Facts of the estimator that a component becomes a part of.
+
+    Attributes:
+        owner: the estimator.
+        mode: ``"bimodal"``, ``"unimodal"`` or ``"single"``.
+        dtype: of the rows.
+        normalize: features are L2-normalised.
+        ranks: whose batches form the global batch.
+        directions: how many have anchors: 1, or 2 (of unimodal mode: views).
+    """
+
+    owner: object
+    mode: str
+    dtype: torch.dtype
+    normalize: bool
+    ranks: Ranks
+    directions: int = 2
+
+
+@dataclass
+class Estimate:
+    """Result of a normalizer.
+
+    Attributes:
+        alpha: log-normalizers, ``(B, A)`` for ``A`` directions of anchors, or ``(B, 1)``.
+        proposals: new values of its columns.
+        target: ``log(eps + ghat)``, ``(B, A)``, where ``alpha`` is no average of it and the gradient ``G`` of a
+            temperature depends on how far it is away.
+        weight_alpha: what stands for ``alpha`` in the weights of the pairs, where candidates from outside the batch
+            have a share of an anchor's weights.
+        outside_wh: ``sum w h`` over candidates from outside the batch, ``(B, A)``; for the gradient of temperatures.
+        weights: of the pairs, where they are not ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
+        positive_weight: of each anchor's positive, a number or ``(B, A)``, where it is not ``sum_j w_ij``.
+        through_alpha: from the derivative of the value with respect to ``alpha``, ``(B, A)``, to gradients of the whole
+            batch's features, ``(B, d)`` each or ``(V, B, d)``; ``None``: ``alpha`` is held constant.
+        learned: parameters of the normalizer, 0-d, and the derivatives of ``alpha`` with respect to them, ``(B, A)``.
+        metrics: 0-d tensors to show, or what computes them when somebody asks (it must be picklable).
+    """
+
+    alpha: Tensor
+    proposals: dict[str, Tensor] = field(default_factory=dict)
+    target: Tensor | None = None
+    weight_alpha: Tensor | None = None
+    outside_wh: Tensor | None = None
+    weights: SampledPairs | None = None
+    positive_weight: Scalar | None = None
+    through_alpha: Callable[[Tensor], Tensor | tuple[Tensor, ...]] | None = None
+    learned: Sequence[tuple[Tensor, Tensor]] = ()
+    metrics: Mapping[str, Tensor | Callable[[], Tensor]] = field(default_factory=dict)
+
+
+class Component(Estimator, ABC):
     """One part of an estimator, or an estimator by itself: hyper-parameters, columns, and state that is not rows.
 
     *As part* of a :class:`~compopt.ContrastiveEstimator` its columns are in the one table of that owner.
@@ -40,9 +150,18 @@ class Component(PartHooks, Estimator):
             :class:`~compopt.ContrastiveEstimator`. With a placement the rows are made here, so that a subclass calls
             this last.
 
-    State: the columns of :meth:`columns` and the tensors of ``state``. A part does not keep its owner alive.
+    Attributes:
+        role: name of this kind of part, in state dicts and in prefixes of hyper-parameters.
+        state: tensors by name, committed, that are not rows.
+        learnable: module with the parameters that the user's own optimizer learns, always read from it, since wrappers
+            may replace them; their names are those of :meth:`saved_state`.
 
-    Communicates: as :class:`~compopt.Estimator`.
+    State: the columns of :meth:`columns` and the tensors of ``state``, which follow the rule of rows: a forward pass in
+    training mode works on a pending copy (:meth:`deposit_state`) that later passes of the window continue; only
+    :meth:`commit_state` makes it the state. A part does not keep its owner alive.
+
+    Communicates: as :class:`~compopt.Estimator`. The hooks that a subclass defines (:meth:`check` to
+    :meth:`restore_state`) are called in the thread of the estimator's call, and communicate nothing unless they say so.
 
     Raises:
         TypeError: ``n`` is neither an integer nor a list of mappings; a value that is no hyper-parameter.
@@ -51,6 +170,9 @@ class Component(PartHooks, Estimator):
     """
 
     mode: str = "single"
+    role = "part"
+    learnable: torch.nn.Module | None = None
+    state_grows = False  # some of it is made later, so that its names are saved too
     _owner: ref[Estimator] | None = None
 
     def __init__(
@@ -65,10 +187,47 @@ class Component(PartHooks, Estimator):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._placement, self.dtype = Placement(process_group, offload, offload_dir, shard), check_dtype(dtype)
-        Estimator.__init__(self, None)
-        PartHooks.__init__(self, n, defaults)
+        super().__init__(None)
+        self.own_defaults = plain(defaults)
+        self.state: dict[str, Tensor] = {}
+        self._pending_state: dict[str, Tensor] | None = None
+        self.own_groups: Groups = []
+        for number, given in enumerate([] if n is None else as_groups(n)):
+            checks.known_keys(f"sample group {number}", given, {"n", *self.own_defaults})
+            group = plain({**self.own_defaults, **given})
+            self.check(group)
+            self.own_groups.append(group)
+        self.check(self.own_defaults)
         if self._placement != Placement():
             self._engine.open()
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Refuse a bad hyper-parameter of one group, by the part's own names; ``None`` means "filled by mode"."""
+
+    def fill(self, group: dict[str, Any], mode: str) -> None:
+        """Replace ``None`` by the default of the mode (``"bimodal"``, ``"unimodal"`` or ``"single"``), in place."""
+
+    def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
+        """Return the columns of this part, none by default: ``directions`` values each, floats in ``dtype``."""
+        return []
+
+    def structure(self) -> dict[str, Any]:
+        """Return further plain values, by name, that decide the meaning of the state; a load refuses others."""
+        return {}
+
+    def described(self) -> dict[str, Any]:
+        """Return facts that ``repr`` shows beside hyper-parameters, by name."""
+        return self.structure()
+
+    def learned(self) -> Iterator[torch.nn.Parameter]:
+        """Yield the parameters that the user's own optimizer learns."""
+        return iter(()) if self.learnable is None else self.learnable.parameters()
+
+    def _learned_by_name(self) -> dict[str, Tensor]:
+        return {} if self.learnable is None else dict(self.learnable.named_parameters())
 
     # -- alone, or part of an owner ----------------------------------------------------------------------------
 
@@ -137,8 +296,8 @@ class Component(PartHooks, Estimator):
             else:
                 self.own_groups.append({**raw, **edited})
 
-    def belong(self, owner: object) -> None:
-        assert isinstance(owner, Estimator)
+    def belong(self, owner: Estimator) -> None:
+        """Become a part of ``owner``; called at construction of the owner and of its copies."""
         if self._core is not None and self._core.t:
             warnings.warn(
                 f"this {type(self).__name__} was used alone before it became a part: its rows of {self._core.t} "
@@ -148,6 +307,7 @@ class Component(PartHooks, Estimator):
         self._core, self._owner = None, ref(owner)
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
+        """Make the state whose shape depends on the estimator: at construction of the owner, or at the first use."""
         if setting.owner is not None:
             self.belong(setting.owner)
 
@@ -183,6 +343,126 @@ class Component(PartHooks, Estimator):
             return super().__repr__()
         except RuntimeError as error:  # the owner is gone, or another part stands between
             return f"{type(self).__name__} ({error})"
+
+    # -- moving between compositions ---------------------------------------------------------------------------
+
+    def meaning(self) -> dict[str, Any]:
+        """Return facts of the composition that this part's columns depend on, stored with a part's state."""
+        return {}
+
+    def check_meaning(self, state: Mapping[str, Any]) -> None:
+        """Refuse, with a ``ValueError``, a part's state of another composition that would mean something else here.
+
+        ``state`` has the ``"sample_groups"`` and the ``"meaning"`` of that composition.
+        """
+
+    def adapt_rows(self, rows: Mapping[str, Tensor], hyper: Hyper) -> None:
+        """Change columns, in place, where a load of a part has changed the number of visits of the owner's rows.
+
+        Args:
+            rows: a block of all columns, with this part's own visits as ``"count"``, and the owner's as ``"visits"``.
+            hyper: this part's hyper-parameters for these rows.
+        """
+
+    # -- state that is not rows --------------------------------------------------------------------------------
+
+    @property
+    def has_state(self) -> bool:
+        """True if committed state that is not rows is kept."""
+        return bool(self.state)
+
+    @property
+    def split_state(self) -> bool:
+        """True if ranks hold different parts of this state, so that :meth:`saved_state` is collective."""
+        return False
+
+    @property
+    def has_pending_state(self) -> bool:
+        """True if a pending copy waits for :meth:`commit_state`."""
+        return self._pending_state is not None
+
+    def working_state(self, training: bool) -> dict[str, Tensor]:
+        """Return the pending copy if there is one (training), else the committed state."""
+        return self._pending_state if training and self._pending_state is not None else self.state
+
+    def deposit_state(self, **tensors: Tensor) -> None:
+        """Deposit new values of entries of :attr:`state`; if any is not finite, none changes."""
+        before = self.working_state(True)
+        finite = all_finite(torch.cat([value.flatten() for value in tensors.values() if value.is_floating_point()]))
+        accepted = {name: torch.where(finite, value, before[name]) for name, value in tensors.items()}
+        self._pending_state = {**before, **accepted}
+
+    def commit_state(self, found_inf: Tensor | None) -> None:
+        """Commit the pending copy; where the 0-d flag ``found_inf`` is positive, the state stays."""
+        for name, new in (self._pending_state or {}).items():
+            if found_inf is not None:
+                new = torch.where(found_inf.to(new.device) > 0, self.state[name], new)
+            self.state[name] = new
+        self._pending_state = None
+
+    def discard_state(self) -> None:
+        """Drop the pending copy."""
+        self._pending_state = None
+
+    def move(self, device: torch.device) -> None:
+        """Move committed state and learned parameters to the features' device; dtypes stay."""
+        self.state = {name: accelerator.state_to_device(value, device) for name, value in self.state.items()}
+        if self.learnable is not None and any(p.device != device for p in self.learnable.parameters()):
+            self.learnable.to(device)  # parameters stay the same objects, as the user's optimizer has them
+
+    def saved_state(self) -> dict[str, Tensor]:
+        """Return a copy of the committed state and of learned parameters; collective where ranks split it."""
+        return {name: value.detach().clone() for name, value in (self.state | self._learned_by_name()).items()}
+
+    def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return meta tensors of the names, shapes and dtypes that ``state`` must have to be restored here."""
+        return {name: value.to("meta") for name, value in self.saved_state().items()}
+
+    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
+        """Return the values that some of the saved entries ``names`` may hold: finite ones, if they are learned."""
+        return dict.fromkeys(self._learned_by_name(), values.FINITE)
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse saved state that does not fit, before anything is written: a ``TypeError`` or a ``ValueError``."""
+        kind = type(self).__name__
+        values.mapping(f"state of {kind}", state)
+        expected = self.expected_state(state)
+        for name, value in state.items():
+            values.dense(f"{name} of {kind}", value, like=expected.get(name))
+        self.check_form(state)
+        for name, allowed in self.state_values(state).items():
+            outside = allowed.outside(state[name])
+            if outside is not None and outside.any():
+                found = state[name][outside][0].item()
+                raise ValueError(f"{name} of {kind} must be {allowed.describe(state[name].dtype)}, got {found}")
+
+    def check_form(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse other names, shapes or dtypes; tensors may be on the meta device."""
+        kind, expected = type(self).__name__, self.expected_state(state)
+        if set(state) != set(expected):
+            raise ValueError(
+                f"the state of {kind} must have the entries {sorted(expected)}, the checkpoint has {sorted(state)}"
+            )
+        for name, needed in expected.items():
+            differs, given = f"{name} of {kind} differs: the checkpoint has", state[name]
+            if given.shape != needed.shape:
+                raise ValueError(f"{differs} shape {tuple(given.shape)}, expected {tuple(needed.shape)}")
+            if given.dtype != needed.dtype:
+                raise ValueError(f"{differs} {given.dtype}, expected {needed.dtype}; it is not converted")
+
+    def take_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore copies of checked state; the caller's tensors may be a mapped file."""
+        with torch.inference_mode(False), torch.no_grad():  # state made inside it could not be changed outside
+            self.restore_state({name: value.detach().clone() for name, value in state.items()})
+
+    def restore_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore checked state, whose tensors are this part's; dtype and device stay."""
+        learned = self._learned_by_name()
+        for name, value in state.items():
+            if name in learned:
+                learned[name].copy_(value)
+            else:
+                self.state[name] = value.to(self.state[name])
 
 
 class Normalizer(Component):

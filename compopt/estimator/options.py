@@ -1,4 +1,4 @@
-"""Options that constructors pass on to their base class, spelled once."""
+"""Options that constructors pass on to their base class, and arguments that methods share, spelled once."""
 
 from __future__ import annotations
 
@@ -6,18 +6,12 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypedDict, TypeVar, cast
 
 import torch
 
-from compopt.checks import Directions, Mode
 from compopt.distributed.ranks import ProcessGroup
-from compopt.pairs import PairPolicy
 from compopt.stores import Offload
-from compopt.tiles.choice import Backend
-
-if TYPE_CHECKING:
-    from compopt.estimator.score_keeper import ScoreKeeper
 
 
 class PlacementOptions(TypedDict, total=False):
@@ -30,25 +24,8 @@ class PlacementOptions(TypedDict, total=False):
     dtype: torch.dtype
 
 
-class CommonOptions(PlacementOptions, total=False):
-    """Keywords of :class:`~compopt.ContrastiveEstimator` that every preset takes; type checkers read them here."""
-
-    mode: Mode
-    directions: Directions
-    normalize: bool
-    chunk_size: int | None
-    scores: ScoreKeeper | None
-    pairs: PairPolicy | None
-    backend: Backend
-
-
-class Options(CommonOptions, total=False):
-    """Keywords of presets that leave the form of the objective to the user."""
-
-    multiply_tau: bool
-
-
 Init = TypeVar("Init", bound=Callable[..., None])
+E, P, R = TypeVar("E"), ParamSpec("P"), TypeVar("R")
 
 
 def takes_options(base: type | tuple[type, ...], kind: Any) -> Callable[[Init], Init]:
@@ -80,5 +57,23 @@ def takes_options(base: type | tuple[type, ...], kind: Any) -> Callable[[Init], 
 
         checked.__signature__ = signature  # type: ignore[attr-defined]
         return cast(Init, checked)
+
+    return decorate
+
+
+def with_arguments_of(
+    call: Callable[Concatenate[E, P], Any],
+) -> Callable[[Callable[[E, dict[str, Any]], R]], Callable[Concatenate[E, P], R]]:
+    """Give a method the signature of another one, whose arguments it gets by name."""
+    signature = inspect.signature(call)
+
+    def decorate(method: Callable[[E, dict[str, Any]], R]) -> Callable[Concatenate[E, P], R]:
+        @functools.wraps(method)
+        def called(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
+            _, *given = signature.bind(self, *args, **kwargs).arguments.items()
+            return method(self, dict(given))
+
+        called.__signature__ = signature.replace(return_annotation=inspect.signature(method).return_annotation)  # type: ignore[attr-defined]
+        return called
 
     return decorate

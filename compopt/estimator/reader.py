@@ -39,11 +39,9 @@ class AsyncChecks:
         """Call ``react(int(value))`` as soon as that is free: now on the CPU, at a later :meth:`poll` elsewhere."""
         if value.device.type == "cpu":
             react(int(value))
-        elif accelerator.has_streams(value.device):
-            host = accelerator.to_host(value)
-            self._waiting.append((accelerator.event(value.device), host, react))
         else:
-            self._waiting.append((None, value, react))
+            value = accelerator.to_host(value) if accelerator.has_streams(value.device) else value
+            self._waiting.append((accelerator.event(value.device), value, react))
 
     def poll(self) -> None:
         """Run the callbacks of everything that has arrived; one that raises is not run again."""

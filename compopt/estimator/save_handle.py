@@ -28,13 +28,12 @@ class SaveHandle:
         self, path: Path | str, write: Callable[[], object], abandon: Callable[[], None] | None = None
     ) -> None:
         self.path, self._abandon, self._pid = path, abandon, os.getpid()
-        self._ended = threading.Event()
         self._result: list[BaseException | None] = []  # empty until the save has ended
         self._told: list[str] = []  # how the user learnt of an error: "raised", "warned"
         weakref.finalize(self, _warn, path, self._result, self._told)  # also at the interpreter's end
-        thread = threading.Thread(target=self._run, args=(write,), name="compopt-save")
+        self._thread = threading.Thread(target=self._run, args=(write,), name="compopt-save")
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError:  # no more threads can be had; other ranks wait for what this one writes
             self._run(write)
 
@@ -44,14 +43,12 @@ class SaveHandle:
             self._result.append(None)
         except BaseException as error:
             self._result.append(error)
-        finally:
-            self._ended.set()
 
     @property
     def done(self) -> bool:
         """True if the save has ended, well or with an error."""
         self._leave_to_parent()
-        return self._ended.is_set()
+        return bool(self._result)
 
     def wait(self, timeout: float | None = None) -> Path | str:
         """Wait until the checkpoint is complete.
@@ -70,8 +67,8 @@ class SaveHandle:
 
         Communicates: nothing.
         """
-        self._leave_to_parent()
-        if not self._ended.wait(timeout):
+        self.settle(timeout)
+        if not self._result:
             raise TimeoutError(f"{self.path} is not complete after {timeout} s; its save goes on")
         (error,) = self._result
         self._told.append("raised")
@@ -79,10 +76,10 @@ class SaveHandle:
             raise error
         return self.path
 
-    def settle(self) -> None:
+    def settle(self, timeout: float | None = None) -> None:
         """Wait until the save has ended, well or with an error."""
-        self._leave_to_parent()
-        self._ended.wait()
+        if not self.done:
+            self._thread.join(timeout)
 
     def raise_untold(self) -> None:
         """Wait, and raise what went wrong unless somebody was told."""
@@ -97,12 +94,7 @@ class SaveHandle:
 
     def _leave_to_parent(self) -> None:
         """In a forked process, end the save as far as this process is concerned: it has no such thread."""
-        if os.getpid() == self._pid:
-            return
-        self._pid = os.getpid()
-        self._ended = threading.Event()  # that of the parent may be locked for ever
-        self._ended.set()
-        if not self._result:
+        if os.getpid() != self._pid and not self._result:
             self._result.append(RuntimeError(f"{self.path} is written by the process of which this one is a fork"))
             self._told.append("raised")
             if self._abandon is not None:

@@ -58,6 +58,22 @@ def rest(engine: Engine) -> dict[str, Any]:
     }
 
 
+def flat(extra: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return state that is not rows by role and name in one, on the CPU."""
+    return {f"{role}.{name}": value.detach().cpu() for role, own in extra.items() for name, value in own.items()}
+
+
+def by_role(engine: Engine, where: object, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return the inverse of :func:`flat`."""
+    found: dict[str, dict[str, Tensor]] = {role: {} for role in engine.parts}
+    for key, value in tensors.items():
+        role, _, name = key.partition(".")
+        if role not in found:
+            raise ValueError(f"{where} has {key!r}, which this estimator has not; load another checkpoint")
+        found[role][name] = value
+    return found
+
+
 def load_state_dict(
     engine: Engine, state: Mapping[str, Any], load_rows: Callable[[RowTable], None] | None = None
 ) -> None:

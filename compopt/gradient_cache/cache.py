@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from compopt import checks
 from compopt.checks.context import outside_of_graphs
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.collectives import doing
+from compopt.distributed.ranks import Ranks
 from compopt.gradient_cache.fitting import fit, with_trials
-from compopt.gradient_cache.inputs import Sizes, lengths
-from compopt.gradient_cache.replay import kept
-from compopt.gradient_cache.towers import BatchNorm, Column, Encode, Tower, new_towers, pad, running_statistics
-from compopt.gradient_cache.wrappers import BOUNDARY, check_reduced, without_reduction
+from compopt.gradient_cache.towers import BOUNDARY, SYNC, Column, Encode, Sizes, Tower, kept, lengths, new_towers
 from compopt.kernel.features import with_gradients
 from compopt.pairs import PairPolicy
 
@@ -34,7 +34,7 @@ def gradient_cache(
     encode: Encode | None = None,
     backward: Callable[[Tensor], Any] | None = None,
     reduce: bool = True,
-    batch_norm: BatchNorm = "refuse",
+    batch_norm: Literal["refuse", "update_once"] = "refuse",
     group: Tensor | None = None,
     tau: Tensor | float | None = None,
     labels: Tensor | None = None,
@@ -131,51 +131,56 @@ def gradient_cache(
     checks.one_of("batch_norm", batch_norm, ("refuse", "update_once"))
     checks.flag("reduce", reduce)
     with est._engine.handshake.guard():  # other ranks do not wait for one that refuses its arguments
-        towers = new_towers(model, batch, micro_batch_size, encode)
-        statistics = running_statistics(towers, batch_norm)
+        towers = new_towers(model, batch, micro_batch_size, encode, batch_norm == "update_once")
         tried = with_trials(towers)
     with doing("a trial of compopt.FittingSize", est.t):
         fit(est._engine.ranks, towers, tried)
     with doing("compopt.gradient_cache()", est.t):
-        pad(est._engine.ranks, towers)
-    features, further, temperature = _arrange([column for tower in towers for column in tower.encode_all()])
-    _check_samples(towers[0], features[0])
+        _pad(est._engine.ranks, towers)
+    columns = [column for tower in towers for column in tower.encode_all()]
+    z1, z2, extra, tau = _arguments(columns, extra, tau)
+    _check_samples(towers[0], z1)
     torch.clear_autocast_cache()  # weights that were cast without a graph would have none in the second pass
-    tau, extra = _either("tau", temperature, tau), _either("extra", further, extra)
-    z1, z2 = features[0], features[1] if features[1:] else None
     call = functools.partial(est, z1, z2, index, index2, group, tau=tau, labels=labels, anchors=anchors)
     call = functools.partial(call, guide=guide, within=within, teacher=teacher, prior=prior, pairs=pairs)
     call = functools.partial(call, momentum_features=momentum_features, sample_weight=sample_weight)
     loss: Tensor = call(extra=extra, extra_index=extra_index)
     if torch.is_grad_enabled():
         others = [x for x in (tau, extra, *est.parameters()) if isinstance(x, Tensor)]
-        with kept(statistics):
-            _back_propagate(loss, towers, others, backward, reduce)
+        shared = _differentiate(loss, columns, others)
+        with kept(buffer for tower in towers for buffer in tower.statistics):
+            _back_propagate(loss.detach(), towers, shared, backward, reduce)
     return loss.detach()
 
 
-def _back_propagate(
-    loss: Tensor,
-    towers: list[Tower],
-    others: list[Tensor],
-    backward: Callable[[Tensor], Any] | None,
-    reduce: bool,
-) -> None:
-    """Give all micro-batches, and with the last one other tensors, their gradients."""
-    shared = _differentiate(loss, [column for tower in towers for column in tower.columns], others)
-    jobs = [(tower, number) for tower in towers if tower.trained for number in range(tower.count)]
-    final = {wrapper: k for k, (tower, _) in enumerate(jobs) for wrapper in tower.wrappers}
-    ran = False
-    for k, (tower, number) in enumerate(jobs):
-        held = [wrapper for wrapper in tower.wrappers if not reduce or final[wrapper] != k]
-        with without_reduction(held):
-            pairs = [*tower.encode_again(number), *(shared if k + 1 == len(jobs) else ())]
-            ran |= _backward(with_gradients(loss.detach().clone(), pairs), tower.wrappers, held, backward)
-    check_reduced(final if reduce else ())
-    if not jobs:
-        ran = _backward(with_gradients(loss.detach().clone(), shared), [], [], backward)
-    if not ran:
-        raise ValueError("nothing requires a gradient: no parameter of model, nor tau, extra, or est.parameters()")
+def _pad(ranks: Ranks, towers: list[Tower]) -> None:
+    """Let every rank encode as often as the one with the most micro-batches."""
+    if ranks.size > 1 and any(tower.wrappers for tower in towers):
+        everyone = ranks.gather_objects([tower.count for tower in towers])
+        for tower, counts in zip(towers, zip(*everyone, strict=True), strict=True):
+            tower.count = max(counts)
+
+
+def _arguments(columns: list[Column], extra: Tensor | None, tau: Any) -> tuple[Tensor, Tensor | None, Any, Any]:
+    """Return ``z1, z2, extra, tau`` of the call, from all outputs in their order and from what was given."""
+    features = [column.leaf for column in columns if not column.is_tau]
+    temperatures = [column.leaf for column in columns if column.is_tau]
+    if not 1 <= len(features) <= 3 or len(temperatures) > 1:
+        raise ValueError(f"model must return z1, z2 and perhaps extra and tau, got {len(columns)} outputs")
+    for name, made, given in (("tau", temperatures, tau), ("extra", features[2:], extra)):
+        if made and given is not None:
+            raise ValueError(f"{name} comes from model and as {name}=; give one of them")
+    z1, z2, further = [*features, None, None][:3]
+    return z1, z2, extra if further is None else further, temperatures[0] if temperatures else tau
+
+
+def _check_samples(tower: Tower, z1: Tensor) -> None:
+    samples = sum(length for part in tower.parts for length in lengths(part))
+    if z1.shape[-2] != samples:
+        raise ValueError(
+            f"z1 has {z1.shape[-2]} rows for inputs of {samples} samples; a list has one entry per sample, so that "
+            f"several inputs, [images, texts], must be a tuple"
+        )
 
 
 def _differentiate(loss: Tensor, columns: list[Column], others: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -190,6 +195,29 @@ def _differentiate(loss: Tensor, columns: list[Column], others: list[Tensor]) ->
     return [(x, g) for x, g in zip(others, gradients[len(columns) :], strict=True) if g is not None]
 
 
+def _back_propagate(
+    value: Tensor,
+    towers: list[Tower],
+    shared: list[tuple[Tensor, Tensor]],
+    backward: Callable[[Tensor], Any] | None,
+    reduce: bool,
+) -> None:
+    """Back-propagate all micro-batches, and with the last one other tensors with their gradients."""
+    jobs = [(tower, number) for tower in towers if tower.trained for number in range(tower.count)]
+    final = {wrapper: k for k, (tower, _) in enumerate(jobs) for wrapper in tower.wrappers}
+    ran = False
+    for k, (tower, number) in enumerate(jobs):
+        held = [wrapper for wrapper in tower.wrappers if not reduce or final[wrapper] != k]
+        with without_reduction(held):
+            pairs = [*tower.encode_again(number), *(shared if k + 1 == len(jobs) else ())]
+            ran |= _backward(with_gradients(value.clone(), pairs), tower.wrappers, held, backward)
+    check_reduced(final if reduce else ())
+    if not jobs:
+        ran = _backward(with_gradients(value.clone(), shared), [], [], backward)
+    if not ran:
+        raise ValueError("nothing requires a gradient: no parameter of model, nor tau, extra, or est.parameters()")
+
+
 def _backward(value: Tensor, wrappers: list[Any], held: list[Any], backward: Callable[[Tensor], Any] | None) -> bool:
     """Back-propagate a micro-batch by the framework's own method; return False if it has no graph."""
     if not value.requires_grad:  # a callable without a module, whose outputs need no gradient
@@ -201,25 +229,36 @@ def _backward(value: Tensor, wrappers: list[Any], held: list[Any], backward: Cal
     return True
 
 
-def _arrange(columns: list[Column]) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-    """Return features, further candidates, and a temperature, from all outputs in their order."""
-    features = [column.leaf for column in columns if not column.is_tau]
-    temperatures = [column.leaf for column in columns if column.is_tau]
-    if not 1 <= len(features) <= 3 or len(temperatures) > 1:
-        raise ValueError(f"model must return z1, z2 and perhaps extra and tau, got {len(columns)} outputs")
-    return features[:2], features[2] if features[2:] else None, temperatures[0] if temperatures else None
+# -- modules that reduce gradients between ranks ---------------------------------------------------------------------
 
 
-def _check_samples(tower: Tower, z1: Tensor) -> None:
-    samples = sum(length for part in tower.parts for length in lengths(part))
-    if z1.shape[-2] != samples:
-        raise ValueError(
-            f"z1 has {z1.shape[-2]} rows for inputs of {samples} samples; a list has one entry per sample, so that "
-            f"several inputs, [images, texts], must be a tuple"
-        )
+@contextmanager
+def without_reduction(wrappers: Iterable[Any]) -> Iterator[None]:
+    """Let gradients add up on each rank."""
+    with ExitStack() as stack:
+        for wrapper in wrappers:
+            if hasattr(wrapper, BOUNDARY):
+                before = getattr(wrapper, "_is_gradient_accumulation_boundary", None)
+                stack.callback(getattr(wrapper, BOUNDARY), before)
+                getattr(wrapper, BOUNDARY)(False)
+            elif hasattr(wrapper, SYNC):
+                stack.callback(getattr(wrapper, SYNC), True)
+                getattr(wrapper, SYNC)(False)
+            elif not _in_first_static_backward(wrapper):
+                stack.enter_context(wrapper.no_sync())
+        yield
 
 
-def _either(name: str, made: Tensor | None, given: Any) -> Any:
-    if made is not None and given is not None:
-        raise ValueError(f"{name} comes from model and as {name}=; give one of them")
-    return given if made is None else made
+def check_reduced(wrappers: Iterable[Any]) -> None:
+    """Raise if DDP still waits for a gradient; it would raise in its next pass, after a step with wrong gradients."""
+    for wrapper in wrappers:
+        if isinstance(wrapper, DistributedDataParallel) and wrapper.require_backward_grad_sync:
+            wrapper._check_reducer_finalized()
+
+
+def _in_first_static_backward(wrapper: Any) -> bool:
+    """Return True before the first backward pass of DDP with ``static_graph``, which must reduce.
+
+    What has been averaged is averaged again with the rest, and stays as it is.
+    """
+    return getattr(wrapper, "static_graph", False) and not wrapper._static_graph_delay_allreduce_enqueued

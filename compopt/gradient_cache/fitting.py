@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,11 +12,9 @@ from torch import nn
 
 from compopt import checks
 from compopt.distributed.ranks import Ranks
-from compopt.gradient_cache.inputs import amount, equal_sizes, lengths
-from compopt.gradient_cache.replay import kept, random_state, replayed
-from compopt.gradient_cache.towers import Tower, outputs_of
-from compopt.gradient_cache.wrappers import RESET, gathered, holds_a_module
+from compopt.gradient_cache.towers import BOUNDARY, SYNC, Tower, equal_sizes, holds_a_module, lengths
 
+RESET = "reset_iter_state"  # of FSDP2, since torch 2.13
 # What is said without torch.OutOfMemoryError: by other devices, and by CUDA libraries beside torch's allocator. The
 # first three are those of accelerate's should_reduce_batch_size.
 OUT_OF_MEMORY = (
@@ -98,54 +97,46 @@ class FittingSize:
         self.size //= 2
 
 
-Trial = tuple[Tower, FittingSize]
-
-
-def with_trials(towers: list[Tower]) -> list[Trial]:
+def with_trials(towers: list[Tower]) -> list[tuple[Tower, FittingSize]]:
     """Return the towers that begin with a trial; refuse those whose trial other ranks would take part in."""
     sized = [(tower, tower.size) for tower in towers if isinstance(tower.size, FittingSize)]
     due = [(tower, size) for tower, size in sized if size.due and torch.is_grad_enabled()]
     for tower, _ in due:
-        _check(tower)
+        if tower.module is None:
+            raise ValueError("FittingSize needs a module as model; give that, or a number as micro_batch_size")
+        layers: list[Any] = [m for m in tower.module.modules() if isinstance(m, nn.SyncBatchNorm) and m.training]
+        layers += [w for w in tower.wrappers if not hasattr(w, RESET) and not (w is tower.model and holds_a_module(w))]
+        if layers:
+            raise ValueError(
+                f"FittingSize would leave other ranks waiting in {type(layers[0]).__name__}, which communicates in "
+                f"every pass; give a number as micro_batch_size, or as model DDP, an engine of DeepSpeed, or FSDP2 of "
+                f"torch 2.13 or newer"
+            )
     return due
 
 
-def _check(tower: Tower) -> None:
-    if tower.module is None:
-        raise ValueError("FittingSize needs a module as model; give that, or a number as micro_batch_size")
-    layers: list[Any] = [m for m in tower.module.modules() if isinstance(m, nn.SyncBatchNorm) and m.training]
-    layers += [w for w in tower.wrappers if not hasattr(w, RESET) and not (w is tower.model and holds_a_module(w))]
-    if layers:
-        raise ValueError(
-            f"FittingSize would leave other ranks waiting in {type(layers[0]).__name__}, which communicates in every "
-            f"pass; give a number as micro_batch_size, or as model DDP, an engine of DeepSpeed, or FSDP2 of torch 2.13 "
-            f"or newer"
-        )
-
-
-def fit(ranks: Ranks, towers: list[Tower], tried: list[Trial]) -> None:
+def fit(ranks: Ranks, towers: list[Tower], tried: list[tuple[Tower, FittingSize]]) -> None:
     """Halve sizes until the largest micro-batches of all ranks pass a trial."""
+
+    def fails() -> bool:
+        failed = any(_fails(*trial) for trial in tried)
+        for tower in towers if failed else ():
+            tower.split()
+        return failed
+
     again = bool(tried)
     while again:
         with gathered(wrapper for tower, _ in tried for wrapper in tower.wrappers):
-            failed = ranks.agree(lambda: _round_fails(towers, tried))
+            failed = ranks.agree(fails)
         again = any(ranks.gather_objects(failed))
     for size in {size for _, size in tried}:
         size.calls += 1
 
 
-def _round_fails(towers: list[Tower], tried: list[Trial]) -> bool:
-    """Return True if a trial fails, and cut the inputs of all towers for the next one."""
-    failed = any(_fails(*trial) for trial in tried)
-    for tower in towers if failed else ():
-        tower.split()
-    return failed
-
-
 def _fails(tower: Tower, size: FittingSize) -> bool:
     """Return True, and halve the size, if the memory does not suffice for the largest micro-batch."""
     try:
-        _try(tower)
+        tower.try_largest()
         return False
     except RuntimeError as error:
         if not isinstance(error, torch.cuda.OutOfMemoryError) and not any(x in str(error) for x in OUT_OF_MEMORY):
@@ -159,11 +150,51 @@ def _fails(tower: Tower, size: FittingSize) -> bool:
     return True
 
 
-def _try(tower: Tower) -> None:
-    """Encode the largest micro-batch with a graph and compute gradients of parameters, without adding them up."""
-    inside = tower.model.module if holds_a_module(tower.model) else tower.model
-    with replayed(random_state(tower.devices), tower.devices), kept(tower.statistics):
-        made = [z for z in outputs_of(inside, tower.encode, max(tower.parts, key=amount)) if z.requires_grad]
-        learned = [p for p in tower.parameters() if p.requires_grad]
-        if made and learned:
-            torch.autograd.grad(made, learned, [torch.zeros_like(z) for z in made], allow_unused=True)
+@contextmanager
+def gathered(wrappers: Iterable[Any]) -> Iterator[None]:
+    """Hold all parameters of FSDP2 and ZeRO 3 on each rank, so that passes communicate nothing."""
+    with ExitStack() as stack:
+        for wrapper in dict.fromkeys(wrappers):
+            if hasattr(wrapper, SYNC):
+                stack.enter_context(_gathered_by_fsdp2(wrapper))
+            elif hasattr(wrapper, BOUNDARY) and wrapper.zero_optimization_stage() == 3:
+                stack.enter_context(_gathered_by_zero3(wrapper))
+        yield
+
+
+@contextmanager
+def _gathered_by_fsdp2(wrapper: Any) -> Iterator[None]:
+    wrapper._get_fsdp_state()._lazy_init()  # sets what is kept here
+    modules = [module for module in wrapper.modules() if hasattr(module, SYNC)]
+    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    alone = {"post_forward_mesh_info": None, "reshard_after_backward": False, "reduce_grads": False}
+    before = [{name: getattr(group, name) for name in alone} for group in groups]
+    for module in modules:
+        module.unshard()
+    for group in groups:
+        vars(group).update(alone)
+    try:
+        yield
+    finally:
+        wrapper.reset_iter_state()  # a pass may have ended in the middle
+        for group, values in zip(groups, before, strict=True):
+            vars(group).update(values)
+
+
+@contextmanager
+def _gathered_by_zero3(engine: Any) -> Iterator[None]:
+    import deepspeed
+
+    offload = engine.optimizer.parameter_offload
+    handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
+    hooks = [handle.hooks_dict_ref() for handle in handles]
+    before = [own.copy() for own in hooks]
+    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+        for handle in handles:
+            handle.remove()  # these hooks gather and release parameters
+        try:
+            yield
+        finally:
+            for own, all_of_them in zip(hooks, before, strict=True):
+                own.clear()
+                own.update(all_of_them)  # in their order

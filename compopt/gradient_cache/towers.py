@@ -1,34 +1,33 @@
-"""Encoders with their micro-batches."""
+"""Encoders with their micro-batches: inputs that are cut, random numbers that are drawn twice, gradients by piece."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from compopt import accelerator
-from compopt.distributed.ranks import Ranks
-from compopt.gradient_cache.inputs import Sizes, split
-from compopt.gradient_cache.replay import kept, random_state, replayed
-from compopt.gradient_cache.wrappers import wrappers_in
+from compopt import accelerator, checks
 from compopt.kernel.features import working_dtype
 
 Encode = Callable[[Any, Any], Any]
-BatchNorm = Literal["refuse", "update_once"]
+Sizes = int | Callable[[Any], Sequence[int]]
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+BOUNDARY = "set_gradient_accumulation_boundary"  # of DeepSpeed's engine
+SYNC = "set_requires_gradient_sync"  # of FSDP2
 
 
 class Column:
     """One output of a tower over all micro-batches: features ``(..., b, d)``, or a 0-d temperature."""
 
-    def __init__(self, pieces: list[Tensor], trained: bool) -> None:
+    def __init__(self, pieces: Sequence[Tensor], trained: bool) -> None:
         self.is_tau = pieces[0].dim() == 0
         self.sizes = [1 if self.is_tau else piece.shape[-2] for piece in pieces]
-        whole = pieces[0] if self.is_tau else torch.cat(pieces, dim=-2)
+        whole = pieces[0] if self.is_tau else torch.cat(list(pieces), dim=-2)
         # gradients stay in full precision until a scaler has multiplied them
         self.leaf = whole.to(working_dtype(whole.dtype), copy=self.is_tau).requires_grad_(trained)
         self.gradient: Tensor | None = None
@@ -42,42 +41,42 @@ class Column:
         return self.gradient.split(self.sizes, dim=-2)[number]
 
 
-@dataclass
 class Tower:
     """An encoder with its micro-batches.
 
-    Attributes:
+    Args:
         model: the encoder, as it was given.
         encode: how it is called, if that was given.
         inputs: those of the whole batch.
         size: samples per micro-batch.
+
+    Attributes:
         module: what ``model`` is, or is a method of, if that is known.
         parts: inputs of the micro-batches.
         trained: it is encoded again, for gradients.
         wrappers: the modules in it that reduce gradients.
         count: number of its micro-batches, with those that only keep other ranks company.
         devices: accelerators that may draw random numbers.
+        normalising, statistics: layers that normalise by the statistics of their inputs, and their buffers.
     """
 
-    model: Any
-    encode: Encode | None
-    inputs: Any
-    size: Sizes
-
-    def __post_init__(self) -> None:
-        self.module = _module_of(self.model)
+    def __init__(self, model: Any, encode: Encode | None, inputs: Any, size: Sizes) -> None:
+        self.model, self.encode, self.inputs, self.size = model, encode, inputs, size
+        self.module = _module_of(model)
         parameters = self.parameters()
         self.trained = torch.is_grad_enabled() and (self.module is None or any(p.requires_grad for p in parameters))
-        self.wrappers = wrappers_in(self.module) if self.module is not None else []
+        self.wrappers = [] if self.module is None else wrappers_in(self.module)
         self.split()
         here = accelerator.available()
         found = {p.device for p in parameters if p.device.type not in ("cpu", "meta")}
         self.devices = sorted(found or ({accelerator.here(here)} if here else ()), key=str)
         self.columns: list[Column] = []
-        self.statistics: list[Tensor] = []
+        modules = () if self.module is None else self.module.modules()
+        self.normalising = [module for module in modules if _uses_statistics(module)]
+        self.statistics = [buffer for layer in self.normalising for buffer in layer.buffers()]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of the module, if that is known."""
+        """Return the parameters that the module has now: FSDP2 replaces them when it gathers them."""
         return [] if self.module is None else list(self.module.parameters())
 
     def split(self) -> None:
@@ -85,12 +84,18 @@ class Tower:
         self.parts = split(self.inputs, self.size)
         self.count = len(self.parts)
 
-    def call(self, part: Any) -> list[Tensor]:
-        """Return the outputs of a micro-batch."""
-        return outputs_of(self.model, self.encode, part)
+    def outputs(self, number: int) -> list[Tensor]:
+        """Encode a micro-batch; one that pads this rank is its last one again."""
+        return outputs_of(self.model, self.encode, self.parts[min(number, len(self.parts) - 1)])
 
-    def _part(self, number: int) -> Any:
-        return self.parts[min(number, len(self.parts) - 1)]
+    def try_largest(self) -> None:
+        """Encode the largest micro-batch with a graph and compute gradients of parameters, without adding them up."""
+        inside = self.model.module if holds_a_module(self.model) else self.model
+        with replayed(random_state(self.devices), self.devices), kept(self.statistics):
+            made = [z for z in outputs_of(inside, self.encode, max(self.parts, key=amount)) if z.requires_grad]
+            learned = [p for p in self.parameters() if p.requires_grad]
+            if made and learned:
+                torch.autograd.grad(made, learned, [torch.zeros_like(z) for z in made], allow_unused=True)
 
     def encode_all(self) -> list[Column]:
         """Encode all micro-batches without a graph, and note the random state of each."""
@@ -99,32 +104,39 @@ class Tower:
         frozen = torch.is_grad_enabled() and not self.trained
         for number in range(self.count):
             self._states.append(random_state(self.devices))
-            more = number >= len(self.parts)  # pads this rank to the largest number of micro-batches
-            with torch.set_grad_enabled(frozen), kept(self.statistics if more else ()):
-                outputs = self.call(self._part(number))
+            pads = number >= len(self.parts)
+            with torch.set_grad_enabled(frozen), kept(self.statistics if pads else ()):
+                outputs = self.outputs(number)
             self.trained |= any(z.requires_grad for z in outputs)
             made.append([z.detach() for z in outputs])
-        pieces = zip(*made[: len(self.parts)], strict=True)
-        self.columns = [Column(list(column), self.trained) for column in pieces]
+        self.columns = [Column(pieces, self.trained) for pieces in zip(*made[: len(self.parts)], strict=True)]
         return self.columns
 
     def encode_again(self, number: int) -> list[tuple[Tensor, Tensor]]:
         """Encode a micro-batch with a graph; return pairs of its outputs and their gradients."""
         with replayed(self._states[number], self.devices):
-            outputs = self.call(self._part(number))
+            outputs = self.outputs(number)
         return [(z, column.gradient_of(number, z)) for z, column in zip(outputs, self.columns, strict=True)]
 
 
-def new_towers(model: Any, batch: Any, sizes: Any, encode: Encode | None) -> list[Tower]:
-    """Return the towers, one for a single model."""
-    if not isinstance(model, (tuple, list)):
+def new_towers(model: Any, batch: Any, sizes: Any, encode: Encode | None, update_once: bool) -> list[Tower]:
+    """Return the towers, one for a single model; refuse batch normalisation unless it is to ``update_once``."""
+    if not isinstance(model, tuple | list):
         model, batch, sizes = [model], [batch], [sizes]
-    elif not isinstance(batch, (tuple, list)) or len(batch) != len(model) or len(model) > 3:
+    elif not isinstance(batch, tuple | list) or len(batch) != len(model) or len(model) > 3:
         raise TypeError(f"model has {len(model)} towers, of two or three: batch must be a tuple of as many inputs")
-    sizes = sizes if isinstance(sizes, (tuple, list)) else [sizes] * len(model)
+    sizes = sizes if isinstance(sizes, tuple | list) else [sizes] * len(model)
     if len(sizes) != len(model):
         raise TypeError(f"micro_batch_size must be one size or {len(model)}, one for each tower, got {sizes!r}")
-    return [Tower(own, encode, inputs, size) for own, inputs, size in zip(model, batch, sizes, strict=True)]
+    towers = [Tower(own, encode, inputs, size) for own, inputs, size in zip(model, batch, sizes, strict=True)]
+    layer = next((layer for tower in towers for layer in tower.normalising), None)
+    if layer is not None and not update_once:
+        raise ValueError(
+            f"{type(layer).__name__} in training mode normalises by the statistics of a micro-batch, not of the batch, "
+            f"and would update its running ones twice; use group or layer normalisation, model.eval(), or "
+            f'batch_norm="update_once"'
+        )
+    return towers
 
 
 def _module_of(call: Any) -> nn.Module | None:
@@ -135,12 +147,95 @@ def _module_of(call: Any) -> nn.Module | None:
     return call if isinstance(call, nn.Module) else None
 
 
+def _uses_statistics(module: nn.Module) -> bool:
+    keeps = getattr(module, "running_mean", None) is not None
+    return module.training if keeps else isinstance(module, BATCH_NORMS)
+
+
+def wrappers_in(module: nn.Module) -> list[Any]:
+    """Return the outermost modules that reduce gradients between ranks."""
+    if any(hasattr(module, name) for name in (BOUNDARY, SYNC, "no_sync")):
+        return [module]
+    return [wrapper for child in module.children() for wrapper in wrappers_in(child)]
+
+
+def holds_a_module(model: Any) -> bool:
+    """Return True for a wrapper whose ``module`` runs without it."""
+    return hasattr(model, BOUNDARY) or isinstance(model, DistributedDataParallel)
+
+
+# -- inputs ---------------------------------------------------------------------------------------------------------
+
+
+def _cut(inputs: Any, at: slice) -> Any:
+    """Return the samples of a micro-batch."""
+    if isinstance(inputs, Mapping):
+        return {key: _cut(value, at) for key, value in inputs.items()}
+    if isinstance(inputs, tuple):
+        made = (_cut(value, at) for value in inputs)
+        return type(inputs)(*made) if hasattr(inputs, "_fields") else tuple(made)
+    return inputs[at] if _is_column(inputs) else inputs
+
+
+def _is_column(inputs: Any) -> bool:
+    """Return True for what has an entry per sample."""
+    return isinstance(inputs, list) or (isinstance(inputs, Tensor) and inputs.dim() > 0)
+
+
+def _columns(inputs: Any) -> Iterator[Tensor | list[Any]]:
+    """Yield the tensors and lists that have an entry per sample, at any depth."""
+    if isinstance(inputs, Mapping | tuple):
+        for value in inputs.values() if isinstance(inputs, Mapping) else inputs:
+            yield from _columns(value)
+    elif _is_column(inputs):
+        yield inputs
+
+
+def lengths(inputs: Any) -> set[int]:
+    """Return the numbers of samples that tensors and lists have."""
+    return {len(column) for column in _columns(inputs)}
+
+
+def amount(inputs: Any) -> int:
+    """Return the number of elements of tensors and lists."""
+    return sum(column.numel() if isinstance(column, Tensor) else len(column) for column in _columns(inputs))
+
+
+def split(inputs: Any, size: Sizes) -> list[Any]:
+    """Cut inputs into micro-batches."""
+    found = lengths(inputs)
+    if len(found) != 1:
+        raise ValueError(f"inputs must have one entry per sample in every tensor and list, got lengths {found or 0}")
+    (length,) = found
+    if callable(size) and length > 0:
+        sizes = [checks.count("micro_batch_size", one) for one in size(inputs)]
+        if sum(sizes) != length:
+            raise ValueError(f"micro_batch_size must return sizes that sum up to {length} samples, got {sizes}")
+    else:
+        sizes = equal_sizes(length, 1 if callable(size) else checks.count("micro_batch_size", size))
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    return [_cut(inputs, slice(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+
+
+def equal_sizes(length: int, size: int) -> list[int]:
+    """Return sizes of micro-batches, of which the last may be smaller; one of 0 for no samples."""
+    return [min(size, length - start) for start in range(0, length, size)] or [0]
+
+
+# -- outputs --------------------------------------------------------------------------------------------------------
+
+
 def outputs_of(model: Any, encode: Encode | None, part: Any) -> list[Tensor]:
     """Encode a micro-batch and check the outputs."""
-    made = _apply(model, part) if encode is None else encode(model, part)
+    if encode is not None:
+        made = encode(model, part)
+    elif isinstance(part, Mapping):
+        made = model(**part)
+    else:
+        made = model(*part) if isinstance(part, tuple) else model(part)
     made = [made] if isinstance(made, Tensor) else made
-    if not isinstance(made, (tuple, list)) or not all(isinstance(z, Tensor) for z in made):
-        kinds = [type(z).__name__ for z in made] if isinstance(made, (tuple, list)) else type(made).__name__
+    if not isinstance(made, tuple | list) or not all(isinstance(z, Tensor) for z in made):
+        kinds = [type(z).__name__ for z in made] if isinstance(made, tuple | list) else type(made).__name__
         raise TypeError(f"features must be a tensor or a tuple of them, got {kinds}; give encode=")
     odd = next((z for z in made if z.dim() == 1), None)
     if odd is not None:
@@ -153,35 +248,31 @@ def outputs_of(model: Any, encode: Encode | None, part: Any) -> list[Tensor]:
     return list(made)
 
 
-def _apply(model: Any, part: Any) -> Any:
-    if isinstance(part, Mapping):
-        return model(**part)
-    return model(*part) if isinstance(part, tuple) else model(part)
+# -- the same random numbers and buffers in two passes ---------------------------------------------------------------
 
 
-def running_statistics(towers: Iterable[Tower], batch_norm: BatchNorm) -> list[Tensor]:
-    """Return the buffers of layers that normalise by the statistics of their inputs and keep running ones."""
-    modules = [module for tower in towers if tower.module is not None for module in tower.module.modules()]
-    layers = [m for m in modules if (m.training and _runs(m)) or (isinstance(m, BATCH_NORMS) and not _runs(m))]
-    if layers and batch_norm == "refuse":
-        raise ValueError(
-            f"{type(layers[0]).__name__} in training mode normalises by the statistics of a micro-batch, not of the "
-            f"batch, and would update its running ones twice; use group or layer normalisation, model.eval(), or "
-            f'batch_norm="update_once"'
-        )
-    for tower in towers:
-        own = set(tower.module.modules()) if tower.module is not None else set()
-        tower.statistics = [buffer for layer in layers if layer in own for buffer in layer.buffers()]
-    return [buffer for layer in layers for buffer in layer.buffers()]
+def random_state(devices: Sequence[torch.device]) -> list[Tensor]:
+    """Return the states of the generators of the CPU and of devices."""
+    return [torch.get_rng_state(), *(getattr(torch, device.type).get_rng_state(device) for device in devices)]
 
 
-def _runs(module: nn.Module) -> bool:
-    return getattr(module, "running_mean", None) is not None
+@contextmanager
+def replayed(states: list[Tensor], devices: Sequence[torch.device]) -> Iterator[None]:
+    """Draw the random numbers that followed a state, and then go on where the generators were."""
+    kind = {"device_type": devices[0].type} if devices else {}
+    with torch.random.fork_rng(devices, **kind):
+        torch.set_rng_state(states[0])
+        for device, state in zip(devices, states[1:], strict=True):
+            getattr(torch, device.type).set_rng_state(state, device)
+        yield
 
 
-def pad(ranks: Ranks, towers: list[Tower]) -> None:
-    """Let every rank encode as often as the one with the most micro-batches."""
-    if ranks.size > 1 and any(tower.wrappers for tower in towers):
-        everyone = ranks.gather_objects([tower.count for tower in towers])
-        for tower, counts in zip(towers, zip(*everyone, strict=True), strict=True):
-            tower.count = max(counts)
+@contextmanager
+def kept(buffers: Iterable[Tensor]) -> Iterator[None]:
+    """Give buffers the values back that they have now."""
+    values = [(buffer, buffer.clone()) for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in values:
+            buffer.copy_(value)

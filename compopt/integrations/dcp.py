@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from compopt.checkpoint import loading
 from compopt.distributed.collectives import doing
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
+from compopt.estimator.engine import Engine
 from compopt.stores import table as tables
 
 try:
@@ -75,8 +76,8 @@ class Stateful:
         est._begin_saving()
         with doing("state_dict()", est.t), engine.copying():
             about = states.rest(engine)
-            parts = {} if engine.table is None else engine.table.share_dict()
-        extra = {f"{role}.{name}": v for role, own in about.pop("extra").items() for name, v in own.items()}
+            parts = {} if engine.table is None else engine.table.state_dict(own=_share(engine))
+        extra = states.flat(about.pop("extra"))
         with doing("state_dict()", est.t):
             about |= {"data_fingerprint": est.data_fingerprint, "checksums": _checksums(est, parts)}
         return {"rows": _distributed(est, parts), "rest": _packed(about, extra)}
@@ -99,11 +100,34 @@ class Stateful:
             state = engine.ranks.agree(lambda: _checked(est, state_dict["rest"]))
             found = _checksums(est, parts)
             engine.ranks.agree(lambda: _check_rows(est, state["checksums"], found, parts))
-            states.load_state_dict(engine, state, load_rows=lambda table: table.load_shares(parts))
+            states.load_state_dict(engine, state, load_rows=lambda table: _load_shares(engine, table, parts))
         est._run("load_state_dict_post")
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------
+
+
+def _share(engine: Engine, rank: int | None = None) -> range:
+    """Return the rows of a rank (this one) where ``Shard(0)`` of DTensor divides them."""
+    n, ranks = engine.groups.n or 0, engine.ranks
+    each, rank = -(-n // ranks.size), ranks.rank if rank is None else rank
+    return range(min(n, rank * each), min(n, (rank + 1) * each))
+
+
+def _load_shares(engine: Engine, table: tables.RowTable, own: Mapping[str, Tensor]) -> None:
+    """Overwrite all rows with those of all ranks' shares, ``(share, D)`` on each. Collective."""
+    shares = [_share(engine, rank) for rank in range(engine.ranks.size)]
+
+    def parts() -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        # In each round every rank sends the next piece of its share, so that all have the same work.
+        for block in tables.blocks(range(len(shares[0]))):
+            at = slice(block.start, block.stop)
+            rows = [tables.numbers(share[at]) for share in shares]
+            everyone = engine.ranks.gather([value[at] for value in own.values()], [len(part) for part in rows])
+            yield torch.cat(rows), dict(zip(own, everyone, strict=True))
+
+    table.load(parts())
+    table.agree_partial()
 
 
 def _distributed(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -124,8 +148,7 @@ def _checksums(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, int]:
     engine = est._engine
     if not parts:
         return {}
-    start = 0 if engine.table is None else engine.table.share().start
-    everyone = engine.ranks.gather_objects([_checksum(part, start).item() for part in parts.values()])
+    everyone = engine.ranks.gather_objects([_checksum(part, _share(engine).start).item() for part in parts.values()])
     sums = torch.tensor(everyone, dtype=torch.int64, device="cpu").sum(0)  # of which the last 64 bits are kept
     return dict(zip(parts, sums.tolist(), strict=True))
 
@@ -133,10 +156,10 @@ def _checksums(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, int]:
 def _checksum(part: Tensor, first: int) -> Tensor:
     """Sum the bits of all values, mixed with their places: any one bit that flips changes the sum."""
     total = torch.zeros((), dtype=torch.int64, device="cpu")
-    for start in range(0, len(part), tables.BLOCK_ROWS):
-        block = part[start : start + tables.BLOCK_ROWS].contiguous()
+    for at in tables.blocks(range(len(part))):
+        block = part[at.start : at.stop].contiguous()
         words = block.view(torch.int32 if block.itemsize == 4 else torch.int64).to(torch.int64).flatten()
-        place = (first + start) * part.shape[1] + torch.arange(len(words), device="cpu")
+        place = (first + at.start) * part.shape[1] + torch.arange(len(words), device="cpu")
         mixed = (words ^ (place * _SPREAD)) * _MIX
         mixed = (mixed ^ ((mixed >> 29) & ((1 << 35) - 1))) * _SPREAD
         total += mixed.sum()
@@ -150,8 +173,7 @@ def _packed(about: Mapping[str, Any], extra: Mapping[str, Tensor]) -> bytes:
     """Return a CRC-32 in eight hexadecimal digits and a safetensors file, with everything else in its metadata."""
     from safetensors.torch import save as to_bytes
 
-    tensors = {name: value.detach().cpu().contiguous() for name, value in extra.items()}
-    content = to_bytes(tensors, {"about": json.dumps(about)})
+    content = to_bytes({name: value.contiguous() for name, value in extra.items()}, {"about": json.dumps(about)})
     return f"{zlib.crc32(content):08x}".encode() + content
 
 
@@ -170,7 +192,7 @@ def _checked(est: Estimator, packed: Any) -> dict[str, Any]:
     states.compare(est._engine, state["config"])
     loading.check_data(est, "the checkpoint", state["data_fingerprint"])
     with torch.device("cpu"):
-        extra = loading.by_role(est, "'rest' of the estimator's state", from_bytes(content))
+        extra = states.by_role(est._engine, "'rest' of the estimator's state", from_bytes(content))
     for role, part in est._engine.parts.items():
         part.check_state(extra[role])
     return {**state, "rows": {}, "extra": extra}
@@ -186,5 +208,5 @@ def _check_rows(est: Estimator, saved: Mapping[str, int], found: Mapping[str, in
             )
     table = est._engine.table
     if table is not None:
-        own = table.share()
+        own = _share(est._engine)
         table.check_values(parts, len(own), own.start)

@@ -1,4 +1,4 @@
-"""Pieces of a block of similarities: masks, exponentials of one side, positives, further candidates."""
+"""Pieces of a block of similarities: masks, positives, further candidates, exponentials, and what a policy leaves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from compopt.functional import Scalar
+from compopt.pairs import PairPolicy
 
 # Stands for "not a pair" among similarities. Finite, so that 0 * MASKED is 0 and not NaN; far below any s / tau.
 MASKED = -1e30
@@ -73,3 +76,106 @@ class Extra:
             names = torch.arange(len(self.positive), device=positive.device)
             same |= names[anchors, None] == self.owner[None, candidates]
         return same
+
+
+class Axis(NamedTuple):
+    """Features along the rows or the columns of a matrix of similarities, as a policy sees them.
+
+    Attributes:
+        guide: features of the guide or of the teacher, ``(Q, g)``, or ``None``.
+        key: which candidates belong together, ``(Q,)``, or ``None``.
+        name: of samples their position ``i`` in the batch, of what was mined for them ``~i``; or, where labels decide
+            what is positive, those; ``(Q,)``, or ``None``.
+        inside: how many are of the batch, the first ones; the others are further candidates.
+    """
+
+    guide: Tensor | None
+    key: Tensor | None
+    name: Tensor | None
+    inside: int
+
+    def part(self, start: int, stop: int) -> Axis:
+        """Features ``start`` to ``stop``."""
+        guide, key, name = (None if value is None else value[start:stop] for value in self[:3])
+        return Axis(guide, key, name, min(max(0, self.inside - start), stop - start))
+
+
+class Matrix(NamedTuple):
+    """A policy on one matrix of similarities.
+
+    Attributes:
+        policy: the options.
+        rows, columns: what is along the two axes.
+        thresholds: of the anchors along the rows, ``(P, 1)``, and along the columns, ``(Q,)``; ``None`` without
+            false negatives, or where there are no anchors.
+    """
+
+    policy: PairPolicy
+    rows: Axis
+    columns: Axis
+    thresholds: tuple[Tensor | None, Tensor | None]
+
+    def logits(self, s: Tensor, start: int, dim: int, scale: Scalar) -> Tensor:
+        """``s_ij + tau_i b_ij`` of a block, :data:`MASKED` where there is no pair.
+
+        Args:
+            s: similarities of the rows from ``start`` on, masked where samples are the same; kept.
+            start: first row of the block.
+            dim: axis of the candidates: 1, the rows are anchors; 0, the columns are.
+            scale: ``1 / tau`` of the anchors, broadcastable to ``s``.
+        """
+        stop = start + s.shape[0]
+        rows, (by_row, by_column) = self.rows.part(start, stop), self.thresholds
+        candidates = self.columns if dim == 1 else rows
+        threshold = by_column if dim == 0 else None if by_row is None else by_row[start:stop]
+        if self.policy.owned and rows.name is not None and self.columns.name is not None:
+            mined = rows.name[:, None] == ~self.columns.name
+            others, own = (s * (beta / scale + 1) for beta in self.policy.strengths)
+            result = torch.where(mined, own, others)
+        else:
+            result = _hardened(s, self.policy.strengths, candidates.inside, dim, scale)
+        if threshold is not None:
+            seen = s
+            if rows.guide is not None and self.columns.guide is not None:
+                seen = rows.guide @ self.columns.guide.T
+                result += 0 * seen  # a bad guide must not decide in silence
+            found = seen > threshold
+            if self.policy.spare_extra:
+                found.narrow(dim, candidates.inside, s.shape[dim] - candidates.inside).fill_(False)
+            result.masked_fill_(found, MASKED)
+        if rows.key is not None and self.columns.key is not None:
+            result.masked_fill_(rows.key[:, None] != self.columns.key, MASKED)
+        return result
+
+
+def mean_positive(positive: Tensor, directions: int) -> Tensor:
+    """Mean similarity of each anchor to its positives, ``(B, A)`` -> ``(B, a)``; with two views to the only one."""
+    return positive if positive.shape[1] == directions else positive.unflatten(1, (-1, directions)).mean(1)
+
+
+def _hardened(s: Tensor, strengths: tuple[float, float], inside: int, dim: int, scale: Scalar) -> Tensor:
+    """``s_ij (1 + beta_j tau_i)``, with another ``beta`` for the candidates from ``inside`` on."""
+    if not any(strengths):
+        return s.clone()
+    parts = s.split([inside, s.shape[dim] - inside], dim)
+    return torch.cat([part * (beta / scale + 1) for part, beta in zip(parts, strengths, strict=True)], dim)
+
+
+def exponentials(
+    logits: Tensor, s: Tensor | None, scale: Scalar, dim: int, shift: Tensor | None = None, out: Tensor | None = None
+) -> Exponentials:
+    """Return exponentials of a block's logits, and their moments if ``s`` is given.
+
+    Args:
+        logits: from :meth:`Matrix.logits`.
+        s: similarities without weights, for the moments.
+        scale: of the anchors, broadcastable to ``logits``.
+        dim: axis of the candidates.
+        shift: maximum of the anchors over earlier blocks.
+        out: memory for the result.
+    """
+    excluded = (logits <= MASKED).sum(dim)  # before ``out``, which may be their memory
+    top = logits.amax(dim) if shift is None else torch.maximum(shift, logits.amax(dim))
+    e = torch.sub(logits, top.unsqueeze(dim), out=out).mul_(scale).exp_()
+    dot = None if s is None else (e * s).sum(dim)
+    return Exponentials(e, top, dot, excluded)

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar
-from compopt.kernel.blocks import MASKED, Exponentials, Extra, positives
+from compopt.kernel.blocks import MASKED, Exponentials, Extra, Matrix, exponentials, positives
 from compopt.kernel.local import CPU_BLOCK_ROWS
 from compopt.kernel.pairs import (
     PairOptions,
@@ -38,7 +38,6 @@ from compopt.kernel.pairs import (
     same_sample,
     scale_of,
 )
-from compopt.kernel.selection import Matrix, exponentials
 
 
 class RowBlock:
@@ -75,32 +74,32 @@ class RowBlock:
 
     def _sweep(self, scale: Tensor) -> Sums:
         parts = []
-        for start, stop in self._bounds():
-            s = self._similarities(start, stop, count=True)
-            rows = self._exponentials(s, scale[start:stop], start)
+        for part in self._bounds():
+            s = self._similarities(part, count=True)
+            rows = self._exponentials(s, scale[part], part.start)
             if rows.excluded is not None and self.excluded is not None:
-                self.excluded[start:stop] = rows.excluded
-            parts.append(Sums.over(rows, 1, start))
+                self.excluded[part] = rows.excluded
+            parts.append(Sums.over(rows, 1, part.start))
             if not self.recompute:
                 self._kept.append((s, rows))
         return joined(parts)
 
-    def _bounds(self) -> Iterator[tuple[int, int]]:
+    def _bounds(self) -> Iterator[slice]:
         for start in range(0, max(1, len(self.x)), self.block_rows):  # a rank without samples has an empty block
-            yield start, min(start + self.block_rows, len(self.x))
+            yield slice(start, min(start + self.block_rows, len(self.x)))
 
-    def _similarities(self, start: int, stop: int, count: bool = False) -> Tensor:
+    def _similarities(self, part: slice, count: bool = False) -> Tensor:
         """``s`` of some rows, divided by the temperature if it is uniform."""
-        x = self.x[start:stop]
+        x = self.x[part]
         s = (x if self.tau is None else x * (1 / self.tau)) @ self.y.T
         if self._same is None:
             for column in self.diagonals:
-                s.diagonal(column + start).fill_(MASKED)
+                s.diagonal(column + part.start).fill_(MASKED)
         else:
-            same = self._same(slice(start, stop))
+            same = self._same(part)
             s.masked_fill_(same, MASKED)
             if count and self.excluded is not None:
-                self.excluded[start:stop] = same.sum(1)
+                self.excluded[part] = same.sum(1)
         return s
 
     def _exponentials(self, s: Tensor, scale: Tensor, start: int) -> Exponentials:
@@ -122,15 +121,14 @@ class RowBlock:
                 where the rows are no anchors, and ``columns`` is ``None`` where those are none.
         """
         result = torch.empty_like(self.x)
-        for number, (start, stop) in enumerate(self._bounds()):
-            mine = {name: value[start:stop] for name, value in own.items()}
-            if not self.recompute:
-                a = self._combine(*self._kept[number], mine, columns, start)
+        for number, part in enumerate(self._bounds()):
+            mine = {name: value[part] for name, value in own.items()}
+            if self.recompute:
+                s = self._similarities(part)
+                rows = None if self.sums is None else self._exponentials(s, mine["scale"], part.start)
             else:
-                s = self._similarities(start, stop)
-                rows = None if self.sums is None else self._exponentials(s, mine["scale"], start)
-                a = self._combine(s, rows, mine, columns, start)
-            torch.mm(a, self.y, out=result[start:stop])
+                s, rows = self._kept[number]
+            torch.mm(self._combine(s, rows, mine, columns, part.start), self.y, out=result[part])
         return result
 
     def release(self) -> None:
@@ -202,8 +200,8 @@ class GatheredPairs(PairStatistics):
         self._scale = scale if isinstance(scale, Tensor) else own.new_full((self._batch, self.directions), scale)
         self._uniform = tau if isinstance(tau, float) and is_uniform(tau, options) else None
         self._everything = torch.cat(tuple(everyone)) if self.unimodal else None
-        self._thresholds = None if self.selection is None else self.selection.thresholds(everyone, self.directions)
-        self._counted = not self.distinct or self.selection is not None  # who is no negative
+        self._thresholds = options.thresholds(everyone)
+        self._counted = not self.distinct or options.policy is not None  # who is no negative
         self._row_blocks = [self._block_of(direction) for direction in range(self.views)]
         self._anchors = self._row_blocks[: self.directions]
         self.sides = [block.sums for block in self._anchors if block.sums is not None]
@@ -211,11 +209,16 @@ class GatheredPairs(PairStatistics):
 
     # -- geometry ----------------------------------------------------------------------------------------------
 
-    def _block_of(self, direction: int) -> RowBlock:
-        """The own features of one modality or view, which are anchors if there are any of this direction."""
+    def _candidates(self, direction: int) -> Tensor:
+        """Return the features along the columns of a block."""
         y = self._everyone[1 - direction] if self._everything is None else self._everything
         if direction == 0 and self.extra is not None:
             y = torch.cat([y, self.extra.everyone])  # candidates of direction 1 alone
+        return y
+
+    def _block_of(self, direction: int) -> RowBlock:
+        """The own features of one modality or view, which are anchors if there are any of this direction."""
+        y = self._candidates(direction)
         scale = self._scale[self._own, direction] if direction < self.directions else None
         diagonals: Sequence[int] = range(self._first, len(y), self._batch) if self.unimodal else (self._first,)
         if self.whole:
@@ -227,17 +230,17 @@ class GatheredPairs(PairStatistics):
 
     def _matrix(self, direction: int, width: int) -> Matrix | None:
         """Return what a policy compares in the block of a direction."""
-        if self.selection is None:
+        options, everyone, views = self.options, slice(0, self._batch), range(self.views)
+        if options.policy is None:
             return None
-        everyone, views = slice(0, self._batch), range(self.views)
-        rows = self.selection.axis((direction,), self._own)
+        rows = options.axis((direction,), self._own)
         further = slice(None) if direction == 0 else None
-        columns = self.selection.axis(views if self.unimodal else (1 - direction,), everyone, further)
-        if self._thresholds is None:
-            return Matrix(self.selection.policy, rows, columns, (None, None))
-        mine = self._thresholds[self._own, direction, None] if direction < self.directions else None
-        theirs = self._column_values({"threshold": self._thresholds}, direction, width)
-        return Matrix(self.selection.policy, rows, columns, (mine, None if theirs is None else theirs["threshold"]))
+        columns = options.axis(views if self.unimodal else (1 - direction,), everyone, further)
+        mine, theirs = None, None
+        if self._thresholds is not None:
+            mine = self._thresholds[self._own, direction, None] if direction < self.directions else None
+            theirs = self._column_values({"threshold": self._thresholds}, direction, width)
+        return Matrix(options.policy, rows, columns, (mine, None if theirs is None else theirs["threshold"]))
 
     def _same_as(self, direction: int) -> Callable[[slice], Tensor]:
         """Return a function of some own rows that marks the candidates that are no negatives of theirs."""
@@ -346,12 +349,11 @@ class GatheredPairs(PairStatistics):
             first = extra.own.start
             return extra.same(slice(None), slice(first + rows.start, first + rows.stop)).T
 
-        masked = same if extra.excludes else None
-        y, selected = self._everyone[0], None
-        if self.selection is not None:
-            axes = self.selection.axis((), slice(0, 0), extra.own), self.selection.axis((0,), slice(0, self._batch))
+        masked, options, selected = same if extra.excludes else None, self.options, None
+        if options.policy is not None:
+            axes = options.axis((), slice(0, 0), extra.own), options.axis((0,), slice(0, self._batch))
             thresholds = None if self._thresholds is None else self._thresholds[:, 0]
-            selected = Matrix(self.selection.policy, *axes, (None, thresholds))
-        chunk_size, uniform = self.options.chunk_size, self._uniform
-        block = RowBlock(extra.features, y, None, uniform, (), masked, chunk_size, self.moments, selected)
+            selected = Matrix(options.policy, *axes, (None, thresholds))
+        x, y, chunk_size = extra.features, self._everyone[0], options.chunk_size
+        block = RowBlock(x, y, None, self._uniform, (), masked, chunk_size, self.moments, selected)
         return block.gradient({}, anchors)

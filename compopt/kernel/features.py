@@ -197,25 +197,3 @@ def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ten
         return value
     tensors, gradients = zip(*wanted, strict=True)
     return _ClosedForm.apply((value, gradients), *tensors)
-
-
-class _LowerBound(torch.autograd.Function):
-    """``max(x, low)`` whose gradient still passes where descent would raise ``x`` back above ``low``.
-
-    Autograd differentiates that rule once more.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, low: float) -> Tensor:
-        ctx.save_for_backward(x >= low)
-        return x.clamp(min=low)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        (inside,) = ctx.saved_tensors
-        return torch.where(inside | (grad_output < 0), grad_output, 0), None
-
-
-def lower_bound(x: Tensor, low: float) -> Tensor:
-    """``max(x, low)`` for a learned quantity: unlike ``clamp``, it can find its way back from below."""
-    return _LowerBound.apply(x, low)

@@ -16,19 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compopt.kernel.blocks import MASKED, Extra
+from compopt.kernel.blocks import MASKED, Extra, Matrix
 from compopt.kernel.distributed import GatheredPairs, RowBlock, weight_factor
 from compopt.kernel.local import Pairs
-from compopt.kernel.pairs import SPREAD_ANCHORS, PairStatistics, Sums, scale_of
-from compopt.kernel.selection import Matrix, Selection
+from compopt.kernel.pairs import SPREAD_ANCHORS, PairOptions, PairStatistics, Sums, scale_of
 from compopt.tiles import sweep
-from compopt.tiles.operands import Anchors, AnchorSums, Operands, Weights, ranked
+from compopt.tiles.sweep import Anchors, AnchorSums, Operands, Weights, ranked
 
 # Keys below 0 equal no sample's: of further candidates, of the batch's, and of rows that have no further candidates.
 FURTHER, INSIDE, WITHOUT = -1, -2, -3
@@ -36,13 +34,15 @@ FURTHER, INSIDE, WITHOUT = -1, -2, -3
 Key = tuple[Tensor, Tensor]
 
 
-def unknown_option(selection: Selection | None) -> str | None:
-    """Return the option of a policy that the kernels do not take, if it has one."""
-    if selection is None:
+def unknown_option(options: PairOptions) -> str | None:
+    """Return the option of a call, or of its policy, that the kernels do not take, if it has one."""
+    if options.held:
+        return "momentum_features="
+    if options.policy is None:
         return None
-    if selection.guides:
+    if options.guides:
         return "guided=True"
-    return f"hardness={selection.policy.hardness!r}" if selection.policy.owned else None
+    return f"hardness={options.policy.hardness!r}" if options.policy.owned else None
 
 
 class FusedPairs(Pairs):
@@ -56,10 +56,12 @@ class FusedPairs(Pairs):
         scale = scale_of(self.tau, self.x, self.batch, self.directions)
         self._scale = scale if isinstance(scale, Tensor) else self.x.new_full((self.batch, self.directions), scale)
         by_row, by_column = (None, None) if self._selected is None else self._selected.thresholds
-        rows = Anchors(self._by_row(self._scale, 0, self.shape[0])[:, 0], None if by_row is None else by_row[:, 0])
+        rows = Anchors(
+            self._by_row(self._scale, slice(0, self.shape[0]))[:, 0], None if by_row is None else by_row[:, 0]
+        )
         columns = Anchors(self._by_column(self._scale, 1.0), by_column) if self._columns_are_anchors else None
-        form = _form(self, self.tau if self.uniform else None)
-        self._operands = form.operands(self.x, self.y, self._keys(), self._selected, rows, columns)
+        shared = 1 / self.tau if self.uniform and isinstance(self.tau, float) else None
+        self._operands = _operands(self, shared, self.x, self.y, self._keys(), self._selected, rows, columns)
         sides = [side for side in sweep.sums(self._operands) if side is not None]
         self._tops = [side.top for side in sides]
         self.sides = [_as_sums(sides[0], rows.scale, self.shape[0])]
@@ -86,7 +88,7 @@ class FusedPairs(Pairs):
 
     def _products(self, factor: Tensor) -> tuple[Tensor, Tensor | None]:
         o, rows = self._operands, self.shape[0]
-        by_row = Weights(self._by_row(factor, 0, rows)[:, 0].contiguous(), self._tops[0])
+        by_row = Weights(self._by_row(factor, slice(0, rows))[:, 0].contiguous(), self._tops[0])
         by_column = None
         if self._columns_are_anchors or self.symmetric:
             o = replace(o, columns=o.rows if self.symmetric else o.columns)
@@ -148,8 +150,7 @@ class FusedGatheredPairs(GatheredPairs):
         if not len(x):  # a rank without samples
             return super()._block_of(direction)
         extra = self.extra if direction == 0 else None
-        y = self._everyone[1 - direction] if self._everything is None else self._everything
-        y = y if extra is None else torch.cat([y, extra.everyone])
+        y = self._candidates(direction)
         keys = _keys_of_names(
             [key[self._own] for key in self.names((direction,))],
             self.names(range(self.views) if self.unimodal else (1 - direction,)),
@@ -160,53 +161,42 @@ class FusedGatheredPairs(GatheredPairs):
         mine, theirs = (None, None) if selected is None else selected.thresholds
         if direction < self.directions:
             rows = Anchors(self._scale[self._own, direction], None if mine is None else mine[:, 0])
-        form = _form(self, self._uniform)
-        return FusedRowBlock(form.operands(x, y, keys, selected, rows, None), theirs)
+        shared = None if self._uniform is None else 1 / self._uniform
+        return FusedRowBlock(_operands(self, shared, x, y, keys, selected, rows, None), theirs)
 
 
-class _Form(NamedTuple):
-    """Facts of a sweep that do not depend on its operands: fields of :class:`~compopt.tiles.operands.Operands`."""
-
-    shared: float | None
-    moments: bool
-    counted: bool
-    precision: str | None
-    wave: int | None
-
-    def operands(
-        self,
-        x: Tensor,
-        y: Tensor,
-        keys: Sequence[Key],
-        selected: Matrix | None,
-        rows: Anchors | None,
-        columns: Anchors | None,
-    ) -> Operands:
-        """Put features, keys and a policy in the form of the kernels."""
-        within: list[Key] = []
-        if selected is not None and selected.rows.key is not None and selected.columns.key is not None:
-            within = [ranked(selected.rows.key, selected.columns.key)]
-        dtype = torch.bfloat16 if self.precision == "bf16" else x.dtype
-        return Operands(
-            x.to(dtype).contiguous(),
-            y.to(dtype).contiguous(),
-            None if rows is None else rows.contiguous(),
-            None if columns is None else columns.contiguous(),
-            torch.stack([row for row, _ in [*keys, *within]]),
-            torch.stack([column for _, column in [*keys, *within]]),
-            within=bool(within),
-            strengths=(0.0, 0.0) if selected is None else selected.policy.strengths,
-            inside=len(y) if selected is None else selected.columns.inside,
-            spared=selected is not None and selected.policy.spare_extra,
-            **self._asdict(),
-        )
-
-
-def _form(pairs: PairStatistics, tau: float | Tensor | None) -> _Form:
-    """Return the form of a sweep; ``tau``: the temperature of all anchors that needs no maximum, or ``None``."""
-    counted = not pairs.distinct or pairs.selection is not None
-    shared = 1 / tau if isinstance(tau, float) else None
-    return _Form(shared, pairs.moments, counted, pairs.options.precision, pairs.options.chunk_size)
+def _operands(
+    pairs: PairStatistics,
+    shared: float | None,
+    x: Tensor,
+    y: Tensor,
+    keys: Sequence[Key],
+    selected: Matrix | None,
+    rows: Anchors | None,
+    columns: Anchors | None,
+) -> Operands:
+    """Put features, keys and a policy in the form of the kernels; ``shared``: ``1 / tau`` that needs no maximum."""
+    options, within = pairs.options, []
+    if selected is not None and selected.rows.key is not None and selected.columns.key is not None:
+        within = [ranked(selected.rows.key, selected.columns.key)]
+    dtype = torch.bfloat16 if options.precision == "bf16" else x.dtype
+    return Operands(
+        x.to(dtype).contiguous(),
+        y.to(dtype).contiguous(),
+        None if rows is None else rows.contiguous(),
+        None if columns is None else columns.contiguous(),
+        torch.stack([row for row, _ in [*keys, *within]]),
+        torch.stack([column for _, column in [*keys, *within]]),
+        within=bool(within),
+        shared=shared,
+        strengths=(0.0, 0.0) if selected is None else selected.policy.strengths,
+        inside=len(y) if selected is None else selected.columns.inside,
+        spared=selected is not None and selected.policy.spare_extra,
+        moments=pairs.moments,
+        counted=not pairs.distinct or options.policy is not None,
+        precision=options.precision,
+        wave=options.chunk_size,
+    )
 
 
 def _as_sums(side: AnchorSums, scale: Tensor, anchors: int) -> Sums:

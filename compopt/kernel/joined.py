@@ -1,27 +1,39 @@
-r"""Pairs of one direction together with similarities of other kinds, whose sums the same anchors share.
+r"""Sweeps of a call's features, and anchors whose sums several matrices of similarities share.
 
 .. math::
     \log \hat g_i = \log \tfrac{1}{|N_i|} \sum_k \sum_{j \in N_i^k} e^{(s^k_{ij} - s_{ii}) / \tau_i}, \qquad
     |N_i| = \sum_k |N_i^k|
 
-Each kind ``k`` is a matrix of similarities with sums, masks and gradients of its own; only ``s_ii`` is the same.
+Each kind ``k`` is a matrix of similarities with sums, masks and gradients of its own; only ``s_ii`` is the same. Kinds
+are those that a policy names, or the features of a momentum copy of the encoders, which take no gradient:
+
+.. math::
+    h_{ij} = \langle z_i, k_j \rangle - \langle z_i, k_i \rangle
+
+There each direction is a sweep of its own, since ``z1 K2^T`` and ``z2 K1^T`` are two matrices; in unimodal mode two,
+whose sums are joined. With several ranks each sweep communicates as :class:`~compopt.kernel.distributed.GatheredPairs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from compopt.batch import Batch
+from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar, log, minus_product
 from compopt.kernel.blocks import positives
-from compopt.kernel.pairs import PairOptions, PairStatistics, Sums
-from compopt.kernel.source import Source
+from compopt.kernel.distributed import GatheredPairs
+from compopt.kernel.fused import FusedGatheredPairs, FusedPairs, unknown_option
+from compopt.kernel.local import Pairs
+from compopt.kernel.pairs import PairOptions, PairStatistics, Sums, at_least_one
 from compopt.pairs import Also
+from compopt.tiles.choice import Backend, precision_of, reason_for_torch
 
-# What is along the rows and along the columns, and its statistics.
+# Positions of the features along the rows and along the columns, and the statistics of their matrix.
 Kind = tuple[tuple[int, int], PairStatistics]
 # Which modality is along the rows and which along the columns; of the second, the sample's own is the positive again.
 SIDES: dict[Also, tuple[int, int]] = {
@@ -32,82 +44,158 @@ SIDES: dict[Also, tuple[int, int]] = {
 }
 
 
+@dataclass(frozen=True)
+class Source:
+    """Features of one call, and what sweeps them.
+
+    Attributes:
+        own: this process's features, ``(V, b, d)``, those of a momentum copy last.
+        tau: temperatures, a number or broadcastable to ``(B, A)``.
+        batch: the samples of all ranks.
+        ranks: the ranks.
+        backend: decides between the kernels in Triton and plain torch.
+    """
+
+    own: Tensor
+    tau: float | Tensor
+    batch: Batch
+    ranks: Ranks
+    backend: Backend
+
+    @property
+    def everyone(self) -> tuple[Tensor, ...]:
+        """Features of all ranks, ``(B, d)`` each."""
+        return (*self.batch.features, *self.batch.momentum)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return values of the samples of all ranks from those of the own samples."""
+        return self.ranks.gather([values], self.batch.sizes)[0]
+
+    def pairs(
+        self, options: PairOptions, views: Sequence[int] | None = None, tau: float | Tensor | None = None
+    ) -> PairStatistics:
+        """Sweep the pairs of all views, or of two of them, at these temperatures or at another one."""
+        own, everyone = self.own, self.everyone
+        if views is not None:
+            own, everyone = torch.stack([own[view] for view in views]), tuple(everyone[view] for view in views)
+        tau, keys = self.tau if tau is None else tau, list(self.batch.keys.values())
+        fused = reason_for_torch(self.backend, own, unknown_option(options)) is None
+        if fused:
+            options = options._replace(precision=precision_of(tau))
+        if self.ranks.size == 1:
+            return (FusedPairs if fused else Pairs)(own, tau, keys, options)
+        gathered = FusedGatheredPairs if fused else GatheredPairs
+        return gathered(own, everyone, tau, keys, options, self.ranks, self.batch.sizes)
+
+
 class JoinedPairs(PairStatistics):
-    """Statistics of several kinds of similarities of the anchors of one direction; ``sides`` are those of the first.
+    """Statistics of the anchors of each direction, whose sums run over several kinds of similarities.
 
     Args:
         source: the features.
-        kinds: what is along the rows and along the columns, positions among the features of the source, with its
-            statistics. The positive of all kinds is that of the first.
-        options: of the first kind.
+        by_anchor: the kinds of each direction of anchors. The positive of all of them is that of the first.
+        options: of the pairs. With ``held`` the ``sides`` are sums over all kinds, otherwise those of the first.
         again: how often the positive is a candidate.
     """
 
-    def __init__(self, source: Source, kinds: Sequence[Kind], options: PairOptions, again: float = 0.0) -> None:
-        first = kinds[0][1]
-        super().__init__(first.keys, options, 2)
-        self._source, self._parts, self._again = source, kinds, again
-        self.positive, self.sides = first.positive, first.sides
-        self._join([part for _, part in kinds])
+    def __init__(
+        self, source: Source, by_anchor: Sequence[Sequence[Kind]], options: PairOptions, again: float = 0.0
+    ) -> None:
+        firsts = [kinds[0][1] for kinds in by_anchor]
+        super().__init__(firsts[0].keys, options, 2)
+        self._source, self._by_anchor, self._again = source, by_anchor, again
+        self.positive = torch.cat([first.positive for first in firsts], dim=1)
+        parts = [[part for _, part in kinds] for kinds in by_anchor]
+        self.negatives = min(sum(part.negatives for part in each) for each in parts)
+        counts, sums, means = zip(*map(self._join, parts), strict=True)
+        self.count = counts[0]
+        if any(isinstance(count, Tensor) or count != counts[0] for count in counts):
+            self.count = torch.cat([torch.ones_like(x) * count for x, count in zip(sums, counts, strict=True)], dim=1)
+        self._log_counts = [log(at_least_one(count)) for count in counts]
+        self.log_count, self.log_sum = log(self.divisor), torch.cat(sums, dim=1)
+        self.mean_h = torch.cat(means, dim=1) if self.moments else None
+        self.sides = list(map(self._all_kinds, parts, sums)) if options.held else firsts[0].sides
 
-    @classmethod
-    def of_policy(cls, source: Source, options: PairOptions) -> JoinedPairs:
-        """Return ``z1`` against ``z2`` with the kinds that the policy of ``options.selection`` names."""
-        first, selection = source.pairs(options), options.selection
-        assert selection is not None  # which names the kinds
-        also = selection.policy.also
-        selection = replace(selection, threshold=selection.thresholds(source.everyone, 1))
-        shared = options._replace(positive=positives(torch.stack([*source.everyone]), 1))
-        kinds: list[Kind] = [((0, 1), first)]
-        for kind, side in ((kind, SIDES[kind]) for kind in also):
-            extra = None
-            if kind == "document_to_every_document" and options.extra is not None:
-                extra = replace(options.extra, apart=True)
-            chosen = replace(selection.of_sides(side), extra=extra)
-            kinds.append((side, source.pairs(shared._replace(extra=extra, selection=chosen), views=side)))
-        return cls(source, kinds, options, float("document_to_query" in also))
-
-    def _join(self, parts: Sequence[PairStatistics]) -> None:
-        self.negatives = sum(part.negatives for part in parts)
-        self.count = sum((part.count for part in parts[1:]), parts[0].count + self._again)
-        self.log_count = log(self.divisor)
+    def _join(self, parts: Sequence[PairStatistics]) -> tuple[Scalar, Tensor, Tensor | None]:
+        """Return ``|N_i|``, ``log_sum`` and ``mean_h`` of the anchors of one direction, ``(B, 1)``, over all kinds."""
+        count: Scalar = sum((part.count for part in parts[1:]), parts[0].count + self._again)
+        some = torch.as_tensor(count > 0)
         # an anchor without candidates of some kind has a log_sum of 0 there
         sums = [part.log_sum.where(torch.as_tensor(part.count > 0), -torch.inf) for part in parts]
         terms = torch.stack([*sums, *[torch.zeros_like(sums[0])] * int(self._again)])
-        self.log_sum = self.real(terms.logsumexp(0))
-        self.mean_h = None
-        if self.moments:
-            shares = (terms[: len(parts)] - self.log_sum).exp_()  # of each kind in the sum
-            means = [part.mean_h for part in parts if part.mean_h is not None]
-            self.mean_h = self.real((shares * torch.stack(means)).sum(0))
+        log_sum = terms.logsumexp(0).where(some, 0)
+        if not self.moments:
+            return count, log_sum, None
+        shares = (terms[: len(parts)] - log_sum).exp_()  # of each kind in the sum
+        means = torch.stack([part.mean_h for part in parts if part.mean_h is not None])
+        return count, log_sum, (shares * means).sum(0).where(some, 0)
 
-    def all_kinds(self) -> Sums:
+    def _all_kinds(self, parts: Sequence[PairStatistics], log_sum: Tensor) -> Sums:
         """Return sums over all kinds, for the metric: weights of the first own anchors, which sum to one."""
-        if len(self._parts) == 1:
-            return self.sides[0]
-        effective = torch.stack([part.sides[0].effective() for _, part in self._parts])
-        logs = torch.stack([part.log_sum - self.log_sum for _, part in self._parts])
-        shares = logs[:, self._source.place, 0][:, : effective.shape[1]].exp()
+        if len(parts) == 1:
+            return parts[0].sides[0]
+        effective = torch.stack([part.sides[0].effective() for part in parts])
+        logs = torch.stack([part.log_sum - log_sum for part in parts])
+        shares = logs[:, self._source.batch.own, 0][:, : effective.shape[1]].exp()
         shares = shares.where(effective > 0, 0)  # NaN where there are no candidates of a kind
         return Sums(shares.sum(0), (shares.square() / effective.nan_to_num(1.0)).sum(0), True, None, None)
 
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
         total, outside = torch.zeros_like(self._source.own), None
-        for side, part in self._parts:
-            gradient, of_extra = part.gradients(alpha + self.log_count - part.log_count, coefficient, 0.0)
-            for view, of_view in zip(side, gradient, strict=True):
-                total[view] += of_view
-            if of_extra is not None:
-                outside = of_extra if outside is None else outside + of_extra
         weight = positive_weight * torch.ones_like(self.positive)
         if self._again:  # the positive as a candidate has the weight of h = 0; where it is none, this may overflow
             weight -= (-alpha - self.log_count).exp_()
-        pull = (self.factor(coefficient) * weight)[self._source.place]
-        (row, column), own = self._parts[0][0], self._source.own
-        minus_product(total[row], own[column], pull, out=total[row])
-        minus_product(total[column], own[row], pull, out=total[column])
-        return total, outside
+        pull = self.factor(coefficient) * weight
+        for direction, kinds in enumerate(self._by_anchor):
+            at = (slice(None), slice(direction, direction + 1))
+            each = coefficient.expand_as(self.positive)[at] if isinstance(coefficient, Tensor) else coefficient
+            for side, part in kinds:
+                alpha_of_kind = alpha[at] + self._log_counts[direction] - part.log_count
+                gradient, of_extra = part.gradients(alpha_of_kind, each, 0.0)
+                for view, of_view in zip(side, gradient, strict=True):
+                    total[view] += of_view
+                if of_extra is not None:
+                    outside = of_extra if outside is None else outside + of_extra
+            (row, column), own_pull = kinds[0][0], pull[at][self._source.batch.own]
+            for view, other in ((row, column), (column, row)):
+                minus_product(total[view], self._source.own[other], own_pull, out=total[view])
+        return total[:2], outside  # a momentum copy has none
 
     def release(self) -> None:
-        for _, part in self._parts:
+        for _, part in (kind for kinds in self._by_anchor for kind in kinds):
             part.release()
+
+
+def with_policy(source: Source, options: PairOptions, also: Sequence[Also]) -> JoinedPairs:
+    """Return ``z1`` against ``z2`` with further kinds, which share the thresholds of the first."""
+    kinds: list[Kind] = [((0, 1), source.pairs(options))]
+    shared = options._replace(
+        positive=positives(torch.stack([*source.everyone]), 1), threshold=options.thresholds(source.everyone)
+    ).without_hardness()
+    for kind in also:
+        side, extra = SIDES[kind], None
+        if kind == "document_to_every_document" and options.extra is not None:
+            extra = replace(options.extra, apart=True)
+        guide = [options.guide[view] for view in side] if options.guide else ()
+        kinds.append((side, source.pairs(shared._replace(extra=extra, guide=guide), views=side)))
+    return JoinedPairs(source, [kinds], options, float("document_to_query" in also))
+
+
+def with_momentum(source: Source, options: PairOptions) -> JoinedPairs:
+    """Return ``z1, z2`` against ``k2, k1``, in unimodal mode against both views of the copy.
+
+    Further candidates are those of direction 1.
+    """
+    by_anchor = []
+    for view in range(options.directions):
+        first, own = (view, 3 - view), source
+        if isinstance(source.tau, Tensor) and source.tau.dim() == 2:
+            own = replace(source, tau=source.tau.expand(-1, options.directions)[:, view, None])
+        one = options._replace(directions=1, unimodal=False, extra=options.extra if view == 0 else None)
+        one = one._replace(threshold=one.thresholds([source.everyone[side] for side in first]))
+        kinds: list[Kind] = [(first, own.pairs(one, views=first))]
+        if options.unimodal:
+            same = one._replace(extra=None, positive=kinds[0][1].positive)
+            kinds.append(((view, 2 + view), own.pairs(same, views=(view, 2 + view))))
+        by_anchor.append(kinds)
+    return JoinedPairs(source, by_anchor, options)

@@ -19,14 +19,13 @@ whose two directions select different pairs), or blocks of ``chunk_size`` rows t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from compopt.functional import Scalar
-from compopt.kernel.blocks import MASKED, Exponentials, positives
+from compopt.kernel.blocks import MASKED, Exponentials, Matrix, exponentials, positives
 from compopt.kernel.pairs import (
     PairOptions,
     PairStatistics,
@@ -37,19 +36,14 @@ from compopt.kernel.pairs import (
     same_sample,
     scale_of,
 )
-from compopt.kernel.selection import Matrix, Selection, exponentials
+from compopt.pairs import PairPolicy
 
 # Rows per block on the CPU: the widest that was not slower than its neighbours (benchmarks/kernel.py).
 CPU_BLOCK_ROWS = 512
 
 
-class Block(NamedTuple):
-    """Matrix rows ``start`` to ``stop``; ``columns`` is ``None`` where columns are no anchors (unimodal)."""
-
-    start: int
-    stop: int
-    rows: Exponentials
-    columns: Exponentials | None
+# Some matrix rows, their exponentials for the anchors along the rows, and those for the columns, if these are anchors.
+Block = tuple[slice, Exponentials, Exponentials | None]
 
 
 class Pairs(PairStatistics):
@@ -81,9 +75,9 @@ class Pairs(PairStatistics):
         self.recompute = chunk_size is not None
         self.block_rows = chunk_size or (CPU_BLOCK_ROWS if self.x.device.type == "cpu" else self.shape[0])
         # Rows may overwrite S unless S is needed again: for the columns, for the moments, or beside what is selected.
-        again = self._columns_are_anchors or self.moments or self.selection is not None
+        again = self._columns_are_anchors or self.moments or options.policy is not None
         self._row_buffer = 0 if self.uniform or not again else 1
-        self._selected = None if self.selection is None else self._matrix(self.selection)
+        self._selected = None if options.policy is None else self._matrix(options.policy)
         self._buffers: list[Tensor] = []
         self._blocks: list[Block] = []
         self._spare: Tensor | None = None
@@ -102,10 +96,14 @@ class Pairs(PairStatistics):
         stacked = torch.stack(whole)
         return [values.T for values in stacked.view(2, -1, self.batch).unbind(1)]
 
-    def _by_row(self, per_anchor: Tensor, start: int, stop: int) -> Tensor:
-        """``(B, a)`` -> one value per matrix row from ``start`` to ``stop``, a column."""
+    def _all(self, rows: slice) -> bool:
+        """Return True if these are all matrix rows."""
+        return rows.stop - rows.start == self.shape[0]
+
+    def _by_row(self, per_anchor: Tensor, rows: slice) -> Tensor:
+        """``(B, a)`` -> one value per matrix row, a column."""
         column = per_anchor.T.reshape(-1, 1) if self.unimodal else per_anchor[:, :1]
-        return column if stop - start == self.shape[0] else column[start:stop]
+        return column if self._all(rows) else column[rows]
 
     def _by_column(self, per_anchor: Tensor, outside: float) -> Tensor:
         """``(B, a)`` -> one value per matrix column; candidates that are no anchors have ``outside``."""
@@ -113,69 +111,68 @@ class Pairs(PairStatistics):
         more = self.shape[1] - values.shape[0]
         return pad(values, (0, more), value=outside) if more else values
 
-    def _bounds(self) -> Iterator[tuple[int, int]]:
+    def _bounds(self) -> Iterator[slice]:
         for start in range(0, self.shape[0], self.block_rows):
-            yield start, min(start + self.block_rows, self.shape[0])
+            yield slice(start, min(start + self.block_rows, self.shape[0]))
 
-    def _mask(self, s: Tensor, start: int) -> Tensor | None:
+    def _mask(self, s: Tensor, rows: slice) -> Tensor | None:
         """Overwrite the entries of a block that are no pairs; return where these are, unless that is known."""
-        if self.distinct:
-            shifts = range(1 - self.directions, self.views) if self.unimodal else range(1)
-            if self.whole:
-                shifts = range(int(self.unimodal))
-            for offset in (shift * self.batch for shift in shifts):
-                if -s.shape[0] < offset + start < s.shape[1]:
-                    s.diagonal(offset + start).fill_(MASKED)
-            return None
-        same = self._same(start, start + s.shape[0])
-        s.masked_fill_(same, MASKED)
-        return same
+        if not self.distinct:
+            same = self._same(rows)
+            s.masked_fill_(same, MASKED)
+            return same
+        shifts = range(1 - self.directions, self.views) if self.unimodal else range(1)
+        if self.whole:
+            shifts = range(int(self.unimodal))
+        for offset in (shift * self.batch + rows.start for shift in shifts):
+            if -s.shape[0] < offset < s.shape[1]:
+                s.diagonal(offset).fill_(MASKED)
+        return None
 
-    def _same(self, start: int, stop: int) -> Tensor:
+    def _same(self, rows: slice) -> Tensor:
         columns = self.names(range(self.views) if self.unimodal else (1,))
-        rows = columns if self.unimodal else self.names((0,))
-        same = same_sample([key[start:stop] for key in rows], columns)
+        own = columns if self.unimodal else self.names((0,))
+        same = same_sample([key[rows] for key in own], columns)
         if self.extra is None:
             return same
-        outside = self.extra.same(slice(start, stop))
+        outside = self.extra.same(rows)
         if len(outside) < len(same):  # view 2
             others = outside.new_ones(len(same) - len(outside), outside.shape[1])
             outside = torch.cat([outside, others])  # pad() of torch 2.4 refuses a tensor without entries
         return torch.cat([same, outside], dim=1)
 
-    def _matrix(self, selection: Selection) -> Matrix:
+    def _matrix(self, policy: PairPolicy) -> Matrix:
         """Return what a policy compares along the two axes."""
-        everyone, views = slice(0, self.batch), range(self.views)
-        rows = selection.axis(views[: self.directions] if self.unimodal else views[:1], everyone)
-        columns = selection.axis(views if self.unimodal else views[1:], everyone, slice(None))
-        thresholds, by_column = selection.thresholds(self.z.unbind(), self.directions), None
-        if thresholds is None:
-            return Matrix(selection.policy, rows, columns, (None, None))
-        if self._columns_are_anchors:
-            by_column = self._by_column(thresholds, torch.inf)
-        return Matrix(selection.policy, rows, columns, (self._by_row(thresholds, 0, self.shape[0]), by_column))
+        everyone, views, options = slice(0, self.batch), range(self.views), self.options
+        rows = options.axis(views[: self.directions] if self.unimodal else views[:1], everyone)
+        columns = options.axis(views if self.unimodal else views[1:], everyone, slice(None))
+        thresholds, by_row, by_column = options.thresholds(self.z.unbind()), None, None
+        if thresholds is not None:
+            by_row = self._by_row(thresholds, slice(0, self.shape[0]))
+            by_column = self._by_column(thresholds, torch.inf) if self._columns_are_anchors else None
+        return Matrix(policy, rows, columns, (by_row, by_column))
 
     # -- the sweep ---------------------------------------------------------------------------------------------
 
-    def _buffer(self, which: int, start: int, stop: int) -> Tensor | None:
+    def _buffer(self, which: int, rows: slice) -> Tensor | None:
         """Rows of a work matrix: its own rows when blocks are stored, the same few rows when recomputed.
 
         ``None`` if there is one block: the operation that fills it makes it.
         """
-        if stop - start == self.shape[0]:
+        if self._all(rows):
             return None
         while len(self._buffers) <= which:
-            rows = min(self.block_rows, self.shape[0]) if self.recompute else self.shape[0]
-            self._buffers.append(self.x.new_empty(rows, self.shape[1]))
-        return self._buffers[which][: stop - start] if self.recompute else self._buffers[which][start:stop]
+            height = min(self.block_rows, self.shape[0]) if self.recompute else self.shape[0]
+            self._buffers.append(self.x.new_empty(height, self.shape[1]))
+        return self._buffers[which][: rows.stop - rows.start] if self.recompute else self._buffers[which][rows]
 
-    def _scratch(self, rows: int) -> Tensor | None:
+    def _scratch(self, rows: slice) -> Tensor | None:
         """One block of work space, the same for all blocks: fresh pages would cost as much as the arithmetic."""
-        if rows == self.shape[0]:
+        if self._all(rows):
             return None
         if self._spare is None:
             self._spare = self.x.new_empty(min(self.block_rows, self.shape[0]), self.shape[1])
-        return self._spare[:rows]
+        return self._spare[: rows.stop - rows.start]
 
     def _sweep(self) -> None:
         self._scale = scale_of(self.tau, self.x, self.batch, self.directions)
@@ -184,33 +181,34 @@ class Pairs(PairStatistics):
             self._column_scale = self._by_column(self._scale, 1.0) if isinstance(self._scale, Tensor) else self._scale
         rows: list[Sums] = []
         columns: Sums | None = None
-        known = self.distinct and self.selection is None  # how many are no negatives
+        known = self.distinct and self.options.policy is None  # how many are no negatives
         excluded = None if known else self.x.new_zeros(2, self.shape[1])
-        for start, stop in self._bounds():
-            s, same = self._similarities(start, stop)
-            block = self._exponentiate(s, start, stop, None if columns is None else columns.shift)
+        for part in self._bounds():
+            s, same = self._similarities(part)
+            by_row, by_column = self._exponentiate(s, part, None if columns is None else columns.shift)
             if excluded is not None:
-                by_row, by_column = self._excluded(block, same)
-                excluded[0, start:stop] = by_row
-                excluded[1] += by_column
-            rows.append(Sums.over(block.rows, 1, start))
-            if block.columns is not None:
-                more = Sums.over(block.columns, 0)
+                self._count_excluded(excluded, part, by_row, by_column, same)
+            rows.append(Sums.over(by_row, 1, part.start))
+            if by_column is not None:
+                more = Sums.over(by_column, 0)
                 columns = more if columns is None else columns.merged(more, self._column_scale)
             if not self.recompute:
-                self._blocks.append(block)
+                self._blocks.append((part, by_row, by_column))
         if columns is not None and self.extra is not None:  # further candidates are no anchors
             columns = columns._replace(norms=columns.norms[: self.batch])
         self.sides = [joined(rows)] if columns is None else [joined(rows), columns]
         self._collect(excluded)
 
-    def _excluded(self, block: Block, same: Tensor | None) -> tuple[Tensor, Tensor | float]:
-        """Numbers of candidates of a block that are no negatives, of its rows and of its columns."""
-        if block.rows.excluded is not None:
-            columns = None if block.columns is None else block.columns.excluded
-            return block.rows.excluded, 0.0 if columns is None else columns
-        assert same is not None
-        return same.sum(1), same.sum(0)
+    def _count_excluded(
+        self, excluded: Tensor, part: slice, rows: Exponentials, columns: Exponentials | None, same: Tensor | None
+    ) -> None:
+        """Add the candidates of a block that are no negatives, of its rows and of its columns, to their numbers."""
+        if same is not None and rows.excluded is None:
+            excluded[0, part] = same.sum(1)
+            excluded[1] += same.sum(0)
+        elif rows.excluded is not None:
+            excluded[0, part] = rows.excluded
+            excluded[1] += 0.0 if columns is None or columns.excluded is None else columns.excluded
 
     def _collect(self, excluded: Tensor | None) -> None:
         """Sums per matrix row and column -> the ``(B, A)`` attributes."""
@@ -233,50 +231,52 @@ class Pairs(PairStatistics):
         if self.moments:
             self.mean_h = self.real(rest[1] / total - self.positive)
 
-    def _similarities(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        x = self.x if stop - start == self.shape[0] else self.x[start:stop]
+    def _similarities(self, rows: slice) -> tuple[Tensor, Tensor | None]:
+        x = self.x if self._all(rows) else self.x[rows]
         if self.uniform:  # fold 1/tau into the narrow matrix
             x = x * (1 / self.tau)
-        s = torch.mm(x, self.y.T, out=self._buffer(0, start, stop))
-        return s, self._mask(s, start)
+        s = torch.mm(x, self.y.T, out=self._buffer(0, rows))
+        return s, self._mask(s, rows)
 
-    def _exponentiate(self, s: Tensor, start: int, stop: int, column_shift: Tensor | None) -> Block:
+    def _exponentiate(
+        self, s: Tensor, part: slice, column_shift: Tensor | None
+    ) -> tuple[Exponentials, Exponentials | None]:
         """Turn a block of similarities into exponentials for both sides, in place where it can."""
         if self.uniform:
             shared = Exponentials(s.exp_(), None, None)
-            return Block(start, stop, shared, shared if self._columns_are_anchors else None)
-        scale = self._by_row(self._scale, start, stop) if isinstance(self._scale, Tensor) else self._scale
+            return shared, shared if self._columns_are_anchors else None
+        scale = self._by_row(self._scale, part) if isinstance(self._scale, Tensor) else self._scale
         if self._selected is not None:
-            return self._select(self._selected, s, start, stop, scale, column_shift)
+            return self._select(self._selected, s, part, scale, column_shift)
         shift = s.amax(1)
-        e = torch.sub(s, shift[:, None], out=self._buffer(self._row_buffer, start, stop)).mul_(scale).exp_()
+        e = torch.sub(s, shift[:, None], out=self._buffer(self._row_buffer, part)).mul_(scale).exp_()
         scratch, dot = None, None
         if self.moments:
-            scratch = self._scratch(stop - start)
+            scratch = self._scratch(part)
             dot = torch.mul(e, s, out=scratch).sum(1)
         rows = Exponentials(e, shift, dot)
         if not self._columns_are_anchors:
-            return Block(start, stop, rows, None)
+            return rows, None
         # columns are anchors too, whose maximum over the blocks so far may have grown; e and s serve them in turn
         top = s.amax(0)
         top = top if column_shift is None else torch.maximum(column_shift, top)
         if not self.moments:
-            return Block(start, stop, rows, Exponentials(s.sub_(top).mul_(self._column_scale).exp_(), top, None))
+            return rows, Exponentials(s.sub_(top).mul_(self._column_scale).exp_(), top, None)
         e = torch.sub(s, top, out=scratch).mul_(self._column_scale).exp_()
         dot = s.mul_(e).sum(0)
-        return Block(start, stop, rows, Exponentials(e if scratch is None else s.copy_(e), top, dot))
+        return rows, Exponentials(e if scratch is None else s.copy_(e), top, dot)
 
     def _select(
-        self, selected: Matrix, s: Tensor, start: int, stop: int, scale: Scalar, column_shift: Tensor | None
-    ) -> Block:
+        self, selected: Matrix, s: Tensor, part: slice, scale: Scalar, column_shift: Tensor | None
+    ) -> tuple[Exponentials, Exponentials | None]:
         """Return exponentials of the pairs that a policy leaves, other ones for each side."""
         moments, columns = s if self.moments else None, None
-        logits = selected.logits(s, start, 1, scale)
-        rows = exponentials(logits, moments, scale, 1, out=self._buffer(1, start, stop))
+        logits = selected.logits(s, part.start, 1, scale)
+        rows = exponentials(logits, moments, scale, 1, out=self._buffer(1, part))
         if self._columns_are_anchors:
-            logits = selected.logits(s, start, 0, self._column_scale)
+            logits = selected.logits(s, part.start, 0, self._column_scale)
             columns = exponentials(logits, moments, self._column_scale, 0, column_shift, out=logits)
-        return Block(start, stop, rows, columns)
+        return rows, columns
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -308,12 +308,11 @@ class Pairs(PairStatistics):
         else:
             of_rows, of_columns = gradient.unbind()
         outside = None if self.extra is None else torch.zeros_like(self.extra.features)
-        for block in self._recomputed() if self.recompute else iter(self._blocks):
-            a = self._combine(block, factor)
-            whole = block.stop - block.start == self.shape[0]
-            _product(a, self.y, of_rows if whole else of_rows[block.start : block.stop], self.recompute)
+        for rows, by_row, by_column in self._recomputed() if self.recompute else iter(self._blocks):
+            a = self._combine(rows, by_row, by_column, factor)
+            _product(a, self.y, of_rows if self._all(rows) else of_rows[rows], self.recompute)
             if self.recompute and not self.symmetric:
-                self._add_columns(a, self.x[block.start : block.stop], True, of_columns, outside)
+                self._add_columns(a, self.x[rows], True, of_columns, outside)
         if not self.recompute and not self.symmetric:
             a = self._buffers[self._row_buffer] if self._buffers else a
             self._add_columns(a, self.x, self.unimodal, of_columns, outside)
@@ -334,24 +333,24 @@ class Pairs(PairStatistics):
 
     def _recomputed(self) -> Iterator[Block]:
         column_shift: Tensor | None = None
-        for start, stop in self._bounds():
-            s, _ = self._similarities(start, stop)
-            block = self._exponentiate(s, start, stop, column_shift)
-            column_shift = None if block.columns is None else block.columns.shift
-            yield block
+        for rows in self._bounds():
+            s, _ = self._similarities(rows)
+            by_row, by_column = self._exponentiate(s, rows, column_shift)
+            column_shift = None if by_column is None else by_column.shift
+            yield rows, by_row, by_column
 
-    def _combine(self, block: Block, factor: Tensor) -> Tensor:
+    def _combine(self, part: slice, rows: Exponentials, columns: Exponentials | None, factor: Tensor) -> Tensor:
         """Scale one block into coefficients ``A_ij``, in place."""
-        by_row = self._by_row(factor, block.start, block.stop)
+        by_row = self._by_row(factor, part)
         if not self._columns_are_anchors and not self.symmetric:
-            return block.rows.exp.mul_(by_row)
+            return rows.exp.mul_(by_row)
         by_column = self._by_column(factor, 0.0)
-        if block.columns is None or block.columns.shift is None:
-            return block.rows.exp.mul_(torch.add(by_row, by_column, out=self._scratch(block.stop - block.start)))
+        if columns is None or columns.shift is None:
+            return rows.exp.mul_(torch.add(by_row, by_column, out=self._scratch(part)))
         last = self.sides[1].shift
-        if last is not None and last is not block.columns.shift:  # the maximum has grown since
-            by_column = by_column * (block.columns.shift - last).mul_(self._column_scale).exp_()
-        return block.rows.exp.mul_(by_row).addcmul_(block.columns.exp, by_column)
+        if last is not None and last is not columns.shift:  # the maximum has grown since
+            by_column = by_column * (columns.shift - last).mul_(self._column_scale).exp_()
+        return rows.exp.mul_(by_row).addcmul_(columns.exp, by_column)
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from compopt.functional import Scalar, log
-from compopt.kernel.blocks import MASKED, Exponentials, Extra
-from compopt.kernel.selection import Selection
+from compopt.kernel.blocks import MASKED, Axis, Exponentials, Extra, mean_positive, positives
+from compopt.pairs import PairPolicy
 from compopt.tiles.choice import Precision
 
 # Above this 1/tau, exp(s/tau) of a unit-norm pair nears the range of float32 and a maximum must be subtracted.
@@ -97,7 +98,10 @@ class PairOptions(NamedTuple):
         bounded: features have norm at most one.
         chunk_size: rows per block, recomputed rather than stored; ``None`` stores all.
         moments: also compute ``mean_h``, which the gradients of temperatures need.
-        selection: a policy that leaves pairs out or gives them weights; ``None``: keys alone decide.
+        policy: leaves pairs out or gives them weights; ``None``: keys alone decide.
+        guide: features by which it finds false negatives, by modality or view, ``(B, g)`` each; empty: the own ones.
+        key: of its ``within=``, of all ranks, ``(B,)``, or ``None``.
+        threshold: of the anchors, ``(B, a)``, where it is not told by the positives of these features.
         positive: ``s_ii`` of all ranks, ``(B, A)``, where it is no similarity of these features; ``None``: it is.
         whole: all features but the anchor itself are candidates, those of the same sample too.
         held: candidates of the batch that are no anchors take no gradient; theirs is zero.
@@ -111,11 +115,46 @@ class PairOptions(NamedTuple):
     bounded: bool = True
     chunk_size: int | None = None
     moments: bool = False
-    selection: Selection | None = None
+    policy: PairPolicy | None = None
+    guide: Sequence[Tensor] = ()
+    key: Tensor | None = None
+    threshold: Tensor | None = None
     positive: Tensor | None = None
     whole: bool = False
     held: bool = False
     precision: Precision | None = None
+
+    def thresholds(self, z: Sequence[Tensor]) -> Tensor | None:
+        """Similarity above which a candidate of an anchor is a false negative, ``(B, a)``; ``z``: ``(B, d)`` each."""
+        if self.threshold is not None or self.policy is None or self.policy.false_negatives is None:
+            return self.threshold
+        positive = positives(torch.stack([*(self.guide or z)]), self.directions)
+        return self.policy.threshold(mean_positive(positive, self.directions))
+
+    def without_hardness(self) -> PairOptions:
+        """Return the same with equal weights."""
+        policy = None if self.policy is None else replace(self.policy, hardness=None, importance="plain")
+        return self._replace(policy=policy)
+
+    @property
+    def guides(self) -> list[Tensor]:
+        """All features of the guide."""
+        return [*self.guide, *([] if self.extra is None or self.extra.guide is None else [self.extra.guide])]
+
+    def axis(self, views: Sequence[int], own: slice, outside: slice | None = None) -> Axis:
+        """Some views one after the other, of the samples ``own``, and then the further candidates ``outside``."""
+        extra, count = self.extra, len(views)
+        guides = [self.guide[view][own] for view in views] if self.guide else []
+        keys = [] if self.key is None else [self.key[own]] * count
+        names: list[Tensor] = []
+        if extra is not None and extra.owner is not None:
+            names = [torch.arange(own.start, own.stop, device=extra.owner.device)] * count
+        if extra is not None and outside is not None:
+            guides += [] if extra.guide is None else [extra.guide[outside]]
+            keys += [] if extra.key is None else [extra.key[outside]]
+            names += [] if extra.owner is None else [~extra.owner[outside]]
+        guide, key, name = (torch.cat(parts) if parts else None for parts in (guides, keys, names))
+        return Axis(guide, key, name, count * (own.stop - own.start))
 
 
 class PairStatistics(ABC):
@@ -129,7 +168,7 @@ class PairStatistics(ABC):
     Args:
         keys: int64 tensors ``(B,)``; two samples equal in any of them are not each other's negatives. The first
             is the data-set index.
-        options: ``directions``, ``extra``, ``unimodal``, ``moments`` and ``selection`` become attributes too.
+        options: which pairs there are; some become attributes too.
         views: ``V``; 2 for two modalities.
 
     Attributes:
@@ -156,8 +195,7 @@ class PairStatistics(ABC):
     def __init__(self, keys: Sequence[Tensor], options: PairOptions, views: int) -> None:
         self.options = options
         self.directions, self.extra, self.unimodal = options.directions, options.extra, options.unimodal
-        self.moments, self.selection = options.moments, options.selection
-        self.whole, self.held = options.whole, options.held
+        self.moments, self.whole, self.held = options.moments, options.whole, options.held
         self.keys, self.views = keys, views
         # view 2 has none of the further candidates
         told = self.extra is None or not (self.extra.excludes or self.unimodal)
@@ -176,7 +214,7 @@ class PairStatistics(ABC):
     @property
     def may_lack_negatives(self) -> bool:
         """True if an anchor may have no negatives, and a sample be in no pair."""
-        return len(self.keys) > 1 or self.selection is not None
+        return len(self.keys) > 1 or self.options.policy is not None
 
     @abstractmethod
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
@@ -244,7 +282,7 @@ class PairStatistics(ABC):
     @property
     def divisor(self) -> Scalar:
         """``|N_i|`` of a mean over negatives, 1 where there are none."""
-        return max(1.0, self.count) if isinstance(self.count, float) else self.count.clamp(min=1)
+        return at_least_one(self.count)
 
     def _count_negatives(self, candidates: Sequence[int], excluded: Tensor | None, like: Tensor) -> None:
         """Fill ``count`` and ``log_count`` from candidates by direction, and those excluded, ``(B, A)``."""
@@ -283,6 +321,11 @@ class SampledPairs(ABC):
         Returns:
             Gradients with respect to this process's features, ``(V, b, d)``.
         """
+
+
+def at_least_one(count: Scalar) -> Scalar:
+    """A number of negatives, or 1 where there are none."""
+    return max(1.0, count) if isinstance(count, float) else count.clamp(min=1)
 
 
 def effective_number(total: Tensor, squares: Tensor) -> Tensor:
@@ -324,7 +367,7 @@ def _sum_of_columns(x: Tensor, columns: Sequence[int]) -> Tensor:
 
 def is_uniform(tau: float | Tensor, options: PairOptions) -> bool:
     """Return whether one exponential without any shift serves the anchors of both directions."""
-    plain = options.bounded and not options.moments and options.selection is None
+    plain = options.bounded and not options.moments and options.policy is None
     return plain and isinstance(tau, float) and 1 / tau <= MAX_UNSHIFTED_SCALE
 
 

@@ -1,6 +1,6 @@
 """Losses beyond contrast: robust risks, average precision, partial AUC and rankings, with averages per sample."""
 
-from compopt.losses.base import CompositionalLoss
+from compopt.losses.base import CompositionalLoss, RobustLoss
 from compopt.losses.pairs import (
     AveragePrecisionLoss,
     CVaRPartialAUCLoss,
@@ -10,7 +10,6 @@ from compopt.losses.pairs import (
     TwoWayPartialAUCLoss,
 )
 from compopt.losses.rankings import ListwiseLoss, NDCGLoss
-from compopt.losses.robust import RobustLoss
 
 __all__ = [
     "AveragePrecisionLoss",

@@ -1,10 +1,10 @@
-"""Base of the losses beyond contrast: inner values, their averages, and the gradient in closed form."""
+"""Base of the losses beyond contrast, and the one with the plainest inner values, the robust risk."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,19 +14,19 @@ from typing_extensions import Unpack
 from compopt import checks
 from compopt import functional as F
 from compopt.batch import Batch
-from compopt.checks.context import refuse_tangents, refuse_transforms
+from compopt.checks.context import outside_of_graphs, refuse_tangents, refuse_transforms
 from compopt.checks.inputs import check_values
 from compopt.compositional import outer
-from compopt.estimator.call import Setting
-from compopt.estimator.component import Component
+from compopt.estimator.component import Component, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups, as_groups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.kernel.features import with_gradients, working_dtype
 from compopt.normalizers.moving_average import DOMAINS, Domain
 from compopt.stores.layout import Column
 
+TOTAL = ("log_v", "updates")  # state of a moving average for all samples, and the number of its updates
 # How each hyper-parameter is checked.
-CHECKS = {
+CHECKS: dict[str, Callable[[str, Any], object]] = {
     "gamma": checks.unit_interval,
     "tau": checks.positive,
     "tau_positive": checks.positive,
@@ -59,14 +59,21 @@ class CompositionalLoss(Component):
     role = "loss"
     domain: Domain = "log"
     width = 1
+    checked_by = CHECKS
+    numbers: tuple[str, ...] = ()  # names of state that is one number for all samples together
 
     @takes_options(Component, PlacementOptions)
     def __init__(self, n: GroupSpec | None, hyper: Mapping[str, Any], **placement: Unpack[PlacementOptions]) -> None:
         super().__init__(None if n is None else as_groups(n), hyper, **placement)
 
+    def joined(self, groups: SampleGroups, setting: Setting) -> None:
+        super().joined(groups, setting)
+        # float64, since each is one number that is averaged at every step
+        self.state = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in self.numbers}
+
     def check(self, group: Mapping[str, Any]) -> None:
-        for name in self.own_defaults.keys() & CHECKS.keys():  # a subclass checks its own
-            CHECKS[name](name, group[name])
+        for name in self.own_defaults.keys() & self.checked_by.keys():  # a subclass checks its own
+            self.checked_by[name](name, group[name])
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         name, reduce = DOMAINS[self.domain]
@@ -91,6 +98,15 @@ class CompositionalLoss(Component):
     def weights(self, u: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor]:
         """Return the loss, and its derivative with respect to averages as they are stored."""
         return outer(lambda x: self.outer(x, batch, hyper), u)
+
+    def _total(self, log_g: Tensor, batch: Batch, hyper: Hyper) -> Tensor:
+        """Fold ``log_g``, one number in any shape, into ``log v``, the average for all samples; return that, 0-d."""
+        state = self.working_state(batch.depositing)
+        gamma, first = hyper.of_first_group()("gamma"), state["updates"] == 0
+        log_v = F.moving_average(state["log_v"], log_g.to(state["log_v"]).squeeze(), gamma, first)
+        if batch.depositing:
+            self.deposit_state(log_v=log_v, updates=state["updates"] + 1)
+        return log_v.to(log_g)
 
     def _compose(self, index: Tensor, given: Sequence[Tensor], values: Mapping[str, Tensor]) -> Tensor:
         """Return the loss of ``given``: a tensor with an entry per sample, perhaps another one of other samples."""
@@ -139,20 +155,73 @@ def log_mean_exp(x: Tensor, dim: int) -> Tensor:
     return torch.logsumexp(x, dim, keepdim=True) - math.log(x.shape[dim])
 
 
-class WithTotal(CompositionalLoss):
-    """Loss with one more moving average, ``v``, for all samples together, kept as ``log_v``."""
+class RobustLoss(CompositionalLoss):
+    r"""Risk that a KL-regularised adversary reweights: a soft maximum of losses, of each task or of all samples.
 
-    def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        super().joined(groups, setting)
-        # float64: one number, which is averaged at every step
-        zero = torch.zeros((), dtype=torch.float64, device="cpu")
-        self.state = {"log_v": zero, "updates": zero.clone()}
+    .. math::
+        F = \frac{1}{n} \sum_{i=1}^n \tau \log E_{z \sim P_i}\, e^{\ell(w; z) / \tau}
+        \qquad \text{or, without } n, \qquad F = \tau \log E_z\, e^{\ell(w; z) / \tau}
 
-    def _total(self, log_g: Tensor, batch: Batch, hyper: Hyper) -> Tensor:
-        """Fold ``log_g``, one number in any shape, into ``log v`` and return that, 0-d."""
-        state = self.working_state(batch.depositing)
-        gamma, first = hyper.of_first_group()("gamma"), state["updates"] == 0
-        log_v = F.moving_average(state["log_v"], log_g.to(state["log_v"]).squeeze(), gamma, first)
-        if batch.depositing:
-            self.deposit_state(log_v=log_v, updates=state["updates"] + 1)
-        return log_v.to(log_g)
+    It is ``max_q E_q[l] - tau KL(q, p)``: a small ``tau`` looks at the largest losses only, a large one at the mean.
+
+    Args:
+        n: number of tasks, each with an average of its own; ``None``: one risk over all samples.
+        gamma: in (0, 1]; the weight of the newest value.
+        tau: weight of the KL term, in units of the losses.
+        process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
+
+    State: ``log_u`` per task, in nats; without ``n`` one number, ``log_v``.
+
+    Communicates, errors: as :class:`CompositionalLoss` and its call.
+
+    References:
+        Qi et al., An Online Method for A Class of Distributionally Robust Optimization with Non-Convex Objectives,
+        NeurIPS 2021 (all samples); Wang and Yang, SOX, ICML 2022 (per task).
+
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.RobustLoss(tau=0.5)
+        >>> each = torch.tensor([0.0, 1.0], requires_grad=True)
+        >>> loss(each).backward()
+        >>> each.grad.tolist() == torch.tensor([0.0, 2.0]).softmax(0).tolist()
+        True
+    """
+
+    numbers = TOTAL
+
+    @takes_options(Component, PlacementOptions)
+    def __init__(
+        self, n: GroupSpec | None = None, gamma: float = 0.9, tau: float = 1.0, **placement: Unpack[PlacementOptions]
+    ) -> None:
+        super().__init__(n, {"gamma": gamma, "tau": tau}, **placement)
+
+    def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
+        return super().columns(directions, dtype) if self.own_groups else []
+
+    @outside_of_graphs
+    def __call__(self, losses: Tensor, index: Tensor | None = None) -> Tensor:
+        """Return the risk.
+
+        Args:
+            losses: of the samples, with their graph, ``(B,)``.
+            index: the task of each, ``(B,)`` integers; nothing without ``n``.
+
+        Raises:
+            TypeError, ValueError, IndexError: wrong types, shapes, or a task outside ``0 .. n - 1``.
+        """
+        with self._engine.handshake.guard():
+            check_scores("losses", losses, 1)
+            index = self._index(index, len(losses))
+        return self._compose(index, [losses], {})
+
+    def inner(self, given: Sequence[Tensor], batch: Batch, hyper: Hyper) -> Tensor:
+        return given[0][:, None] / hyper("tau")
+
+    def outer(self, u: Tensor, batch: Batch, hyper: Hyper) -> Tensor:
+        return (hyper("tau") * u)[:, 0]
+
+    def estimate(self, inner: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        if self.own_groups:
+            return super().estimate(inner, batch, hyper)
+        tau, log_v = hyper("tau"), self._total(log_mean_exp(inner, 0), batch, hyper)
+        return tau * log_v, tau * (inner - log_v).exp() / len(inner), {}

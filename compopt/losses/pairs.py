@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,11 +13,10 @@ from compopt import functional as F
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs
 from compopt.checks.inputs import check_vector
-from compopt.estimator.call import Setting
 from compopt.estimator.component import Component
-from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
-from compopt.losses.base import CompositionalLoss, WithTotal, alike, check_scores, log_mean_exp
+from compopt.losses.base import CHECKS, TOTAL, CompositionalLoss, alike, check_scores, log_mean_exp
 from compopt.normalizers.moving_average import Domain
 from compopt.stores.layout import Column
 
@@ -99,16 +97,13 @@ class AveragePrecisionLoss(PairLoss):
 
     domain: Domain = "linear"
     width = 2
+    checked_by = CHECKS | {"margin": checks.positive}  # a positive's own pair keeps the denominator above 0
 
     @takes_options(Component, PlacementOptions)
     def __init__(
         self, n: GroupSpec, gamma: float = 0.9, margin: float = 1.0, **placement: Unpack[PlacementOptions]
     ) -> None:
         super().__init__(n, {"gamma": gamma, "margin": margin}, **placement)
-
-    def check(self, group: Mapping[str, Any]) -> None:
-        super().check(group)
-        checks.positive("margin", group["margin"])  # a positive's own pair keeps the denominator above 0
 
     def inner(self, given: Sequence[Tensor], batch: Batch, hyper: Hyper) -> Tensor:
         each = self.surrogate(hyper("margin") - (given[0][:, None] - torch.cat([*given])))
@@ -166,7 +161,7 @@ class PartialAUCLoss(PairLoss):
         return (hyper("tau") * u)[:, 0]
 
 
-class TwoWayPartialAUCLoss(PartialAUCLoss, WithTotal):
+class TwoWayPartialAUCLoss(PartialAUCLoss):
     r"""Two-way partial AUC (low false, high true positive rates), KL-regularised on both sides, by SOTA-s.
 
     .. math::
@@ -194,6 +189,8 @@ class TwoWayPartialAUCLoss(PartialAUCLoss, WithTotal):
         >>> bool(scores.grad[1] < 10 * scores.grad[0] < 0)  # nearly all weight on the hardest positive
         True
     """
+
+    numbers = TOTAL
 
     @takes_options(Component, PlacementOptions)
     def __init__(
@@ -312,6 +309,8 @@ class TwoWayCVaRPartialAUCLoss(CVaRPartialAUCLoss):
         [0.0, -2.2, 2.2, 0.0]
     """
 
+    numbers = ("threshold",)
+
     @takes_options(Component, PlacementOptions)
     def __init__(
         self,
@@ -325,10 +324,6 @@ class TwoWayCVaRPartialAUCLoss(CVaRPartialAUCLoss):
     ) -> None:
         hyper = {"max_fpr": max_fpr, "min_tpr": min_tpr, "gamma": gamma, "lr": lr, "margin": margin}
         CompositionalLoss.__init__(self, n, hyper, **placement)
-
-    def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        super().joined(groups, setting)
-        self.state = {"threshold": torch.zeros((), dtype=torch.float64, device="cpu")}
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         return [*super().columns(directions, dtype), Column("u", 1, dtype)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from compopt.estimator.component import Component
 from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.kernel.features import working_dtype
-from compopt.losses.base import CompositionalLoss, alike, check_scores, log_mean_exp
+from compopt.losses.base import CHECKS, CompositionalLoss, alike, check_scores, log_mean_exp
 from compopt.normalizers.moving_average import Domain
 
 
@@ -33,7 +32,19 @@ def _grades(relevance: Tensor) -> Tensor:
 class ListLoss(CompositionalLoss):
     """Loss of rankings: each relevant item of a query is compared with the items of the same query."""
 
-    def _call(self, scores: Tensor, relevance: Tensor, index: Tensor, items: Tensor | None) -> Tensor:
+    @outside_of_graphs
+    def __call__(self, scores: Tensor, relevance: Tensor, index: Tensor, items: Tensor | None = None) -> Tensor:
+        """Return the loss.
+
+        Args:
+            scores: of the items of each query, with their graph, ``(Q, L)``.
+            relevance: ``y``, ``(Q, L)``; 0: not relevant.
+            index: number of each relevant pair, ``(Q, L)`` integers; anything where the item is not relevant.
+            items: ``N_q``, the items that each query ranks in all, ``(Q,)``; ``None``: those of the batch, ``L``.
+
+        Raises:
+            TypeError, ValueError, IndexError: wrong types, shapes, or a number outside ``0 .. n - 1``.
+        """
         with self._engine.handshake.guard():
             check_scores("scores", scores, 2)
             relevance, index = (alike(k, v, scores) for k, v in (("relevance", relevance), ("index", index)))
@@ -100,31 +111,13 @@ class NDCGLoss(ListLoss):
     """
 
     domain: Domain = "linear"
+    checked_by = CHECKS | {"margin": checks.positive}  # an item's own pair keeps the logarithm above 0
 
     @takes_options(Component, PlacementOptions)
     def __init__(
         self, n: GroupSpec, gamma: float = 0.9, margin: float = 1.0, **placement: Unpack[PlacementOptions]
     ) -> None:
         super().__init__(n, {"gamma": gamma, "margin": margin}, **placement)
-
-    def check(self, group: Mapping[str, Any]) -> None:
-        super().check(group)
-        checks.positive("margin", group["margin"])  # an item's own pair keeps the logarithm above 0
-
-    @outside_of_graphs
-    def __call__(self, scores: Tensor, relevance: Tensor, index: Tensor, items: Tensor | None = None) -> Tensor:
-        """Return the loss, minus a surrogate of NDCG.
-
-        Args:
-            scores: of the items of each query, with their graph, ``(Q, L)``.
-            relevance: ``y``, ``(Q, L)``; 0: not relevant.
-            index: number of each relevant pair, ``(Q, L)`` integers; anything where the item is not relevant.
-            items: ``N_q``, the items that each query ranks in all, ``(Q,)``; ``None``: those of the batch, ``L``.
-
-        Raises:
-            TypeError, ValueError, IndexError: wrong types, shapes, or a number outside ``0 .. n - 1``.
-        """
-        return self._call(scores, relevance, index, items)
 
     def compare(self, excess: Tensor, hyper: Hyper) -> Tensor:
         return (hyper("margin") + excess).relu().square().mean(1, keepdim=True)
@@ -170,11 +163,6 @@ class ListwiseLoss(ListLoss):
     @takes_options(Component, PlacementOptions)
     def __init__(self, n: GroupSpec, gamma: float = 0.9, **placement: Unpack[PlacementOptions]) -> None:
         super().__init__(n, {"gamma": gamma}, **placement)
-
-    @outside_of_graphs
-    def __call__(self, scores: Tensor, relevance: Tensor, index: Tensor, items: Tensor | None = None) -> Tensor:
-        """Return the loss; arguments and errors as of :class:`NDCGLoss`."""
-        return self._call(scores, relevance, index, items)
 
     def compare(self, excess: Tensor, hyper: Hyper) -> Tensor:
         return log_mean_exp(excess, 1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compopt import rng
 from compopt.distributed.ranks import Ranks
-from compopt.estimator.call import Call
+from compopt.estimator.component import Call
 from compopt.functional import Scalar
 from compopt.kernel.features import Encoder
 from compopt.kernel.pairs import SampledPairs, pull_positives, scale_of

@@ -15,8 +15,7 @@ from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_pool, check_values
 from compopt.checks.values import Range
-from compopt.estimator.call import Call, Estimate, Setting
-from compopt.estimator.component import Normalizer
+from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar

@@ -8,8 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from compopt import checks
-from compopt.estimator.call import Call, Estimate
-from compopt.estimator.component import Normalizer
+from compopt.estimator.component import Call, Estimate, Normalizer
 from compopt.pairs import PairPolicy
 
 

@@ -13,12 +13,11 @@ from torch import Tensor
 from compopt import accelerator, checks
 from compopt.batch import FIRST_NAME, Batch
 from compopt.checks.values import FINITE, Range
-from compopt.estimator.call import Call, Estimate, Setting
-from compopt.estimator.component import Normalizer
+from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import Scalar, all_finite
+from compopt.kernel.blocks import mean_positive
 from compopt.kernel.pairs import PairStatistics, Sums, scale_of
-from compopt.kernel.selection import mean_positive
 from compopt.pairs import NO_POLICY, PairPolicy
 
 KEYS = ("index", "index2", "labels")

@@ -15,8 +15,7 @@ from compopt import functional as F
 from compopt.batch import COUNT, Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_values, check_vector
-from compopt.estimator.call import Call, Estimate
-from compopt.estimator.component import Normalizer, Temperature
+from compopt.estimator.component import Call, Estimate, Normalizer, Temperature
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar

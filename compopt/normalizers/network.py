@@ -23,7 +23,7 @@ from torch.nn.functional import normalize
 
 from compopt import functional as F
 from compopt.distributed.ranks import Ranks
-from compopt.estimator.call import Call
+from compopt.estimator.component import Call
 from compopt.functional import Scalar
 from compopt.kernel.blocks import MASKED
 from compopt.kernel.features import NORM_MIN, through_normalization

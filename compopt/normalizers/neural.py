@@ -19,8 +19,7 @@ from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_tau, check_values, tau_facts
 from compopt.checks.values import FINITE, MOST, Range
 from compopt.distributed.ranks import Ranks
-from compopt.estimator.call import Call, Estimate, Setting
-from compopt.estimator.component import Normalizer
+from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar

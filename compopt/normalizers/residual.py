@@ -13,8 +13,7 @@ from torch.nn.functional import l1_loss
 from compopt import checks
 from compopt import functional as F
 from compopt.checks.values import Range
-from compopt.estimator.call import Call, Estimate, Setting
-from compopt.estimator.component import Normalizer
+from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.normalizers.neural import NeuralNormalizer
 from compopt.stores.layout import Column

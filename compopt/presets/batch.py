@@ -10,11 +10,12 @@ from typing_extensions import Unpack
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
+from compopt.curation import ScoreKeeper
 from compopt.distributed.ranks import ProcessGroup
-from compopt.estimator.options import CommonOptions, Options, takes_options
-from compopt.estimator.score_keeper import ScoreKeeper
+from compopt.estimator.options import takes_options
 from compopt.normalizers import BatchNormalizer, MemoryNormalizer, SigmoidNormalizer
 from compopt.pairs import PairPolicy
+from compopt.presets.options import CommonOptions, Options
 from compopt.presets.published import by_mode
 from compopt.temperatures import FixedTemperature
 from compopt.tiles.choice import Backend

@@ -8,7 +8,7 @@ import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from torch.utils.data import Sampler
 
 from compopt import checks, rng
 from compopt.checks import inputs
+from compopt.checks.context import warn
 from compopt.distributed.collectives import OBSERVE, doing
 from compopt.distributed.handshake import Handshake
 from compopt.distributed.ranks import ProcessGroup, Ranks
-from compopt.estimator.forgotten import warn
 from compopt.samplers.bank import FeatureBank, Offload
 
 PLANNING = "the planning of a sampler's epoch"
@@ -31,11 +31,14 @@ def twins(labels: Tensor) -> Tensor:
     return equal & ~torch.eye(labels.shape[-1], dtype=torch.bool, device=labels.device)
 
 
-def warn_planner(background: bool | None, lead: float | None) -> None:
-    """Warn of the arguments of the thread that planned epochs until 0.2."""
-    if background is not None or lead is not None:
-        text = "background= and lead= have no effect: batches are formed when an epoch begins; leave them out"
-        warnings.warn(text, DeprecationWarning, stacklevel=3)
+class BankOptions(TypedDict, total=False):
+    """Keywords of :class:`BankSampler` that every sampler with a bank takes; type checkers read them here."""
+
+    dtype: torch.dtype
+    offload: Offload | None
+    process_group: ProcessGroup | None
+    background: bool | None
+    lead: float | None
 
 
 class BankSampler(Sampler[list[int]]):
@@ -59,6 +62,7 @@ class BankSampler(Sampler[list[int]]):
         offload: ``None``: the bank is on the features' device; ``"cpu"``: in host memory.
         process_group: the ranks that share each global batch; ``None``: the default group, if ``torch.distributed`` is
             initialised.
+        background, lead: deprecated, without effect.
 
     Attributes:
         epoch: number of the epoch that was entered last.
@@ -85,14 +89,18 @@ class BankSampler(Sampler[list[int]]):
         self,
         n: int,
         batch_size: int,
-        *,
         tau: float,
-        seed: int,
-        labels: Tensor | None,
-        dtype: torch.dtype,
-        offload: Offload | None,
-        process_group: ProcessGroup | None,
+        seed: int = 0,
+        labels: Tensor | None = None,
+        dtype: torch.dtype = torch.float16,
+        offload: Offload | None = None,
+        process_group: ProcessGroup | None = None,
+        background: bool | None = None,
+        lead: float | None = None,
     ) -> None:
+        if background is not None or lead is not None:
+            text = "background= and lead= have no effect: batches are formed when an epoch begins; leave them out"
+            warnings.warn(text, DeprecationWarning, stacklevel=4)
         self.n, self.batch_size = checks.count("n", n), checks.count("batch_size", batch_size)
         if not 2 <= self.batch_size <= self.n:
             raise ValueError(f"batch_size must be between 2 and n={n}, got {batch_size}; a batch needs negatives")

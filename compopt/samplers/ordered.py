@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from compopt import checks
 from compopt.checks import inputs
-from compopt.distributed.ranks import ProcessGroup
-from compopt.samplers.bank import Offload
-from compopt.samplers.base import BankSampler, twins, warn_planner
+from compopt.estimator.options import takes_options
+from compopt.samplers.base import BankOptions, BankSampler, twins
 
 # Numbers in the similarity matrices of the candidates that are weighed at a time
 PIECE = 1 << 20
@@ -49,8 +49,7 @@ class OrderedBatchSampler(BankSampler):
         tau: temperature of the loss.
         seed: seed of the candidates, together with the epoch.
         group: an older name of ``labels``.
-        dtype, offload, process_group: see :class:`~compopt.samplers.BankSampler`.
-        background, lead: deprecated, without effect.
+        dtype, offload, process_group, background, lead: see :class:`~compopt.samplers.BankSampler`.
 
     State, communication, metrics: see :class:`~compopt.samplers.SpectralBatchSampler`; also ``coverage``,
     ``kept_loss`` and ``candidate_loss``, the mean losses of the newest plan's batches and of its candidates in nats.
@@ -71,6 +70,7 @@ class OrderedBatchSampler(BankSampler):
         (4, True)
     """
 
+    @takes_options(BankSampler, BankOptions)
     def __init__(
         self,
         n: int,
@@ -80,22 +80,13 @@ class OrderedBatchSampler(BankSampler):
         tau: float = 0.1,
         seed: int = 0,
         labels: Tensor | None = None,
-        dtype: torch.dtype = torch.float16,
-        offload: Offload | None = None,
-        process_group: ProcessGroup | None = None,
         group: Tensor | None = None,
-        *,
-        background: bool | None = None,
-        lead: float | None = None,
+        **options: Unpack[BankOptions],
     ) -> None:
-        warn_planner(background, lead)
         self.candidates, self.keep = checks.count("candidates", candidates), checks.count("keep", keep)
         if self.keep > self.candidates:
             raise ValueError(f"keep must be at most candidates={candidates}, got {keep}")
-        labels = inputs.one_name(labels, group)
-        super().__init__(
-            n, batch_size, tau=tau, seed=seed, labels=labels, dtype=dtype, offload=offload, process_group=process_group
-        )
+        super().__init__(n, batch_size, tau, seed, inputs.one_name(labels, group), **options)
         if self.keep > math.comb(self.n, self.batch_size):
             raise ValueError(
                 f"keep must be at most the {math.comb(self.n, self.batch_size)} batches of {batch_size} that n={n} "

@@ -109,10 +109,7 @@ class ScoredSampler(Sampler[int]):
             self.left_out, self._known = self._choose(epoch), epoch
         self.epoch = epoch + 1
         order = rng.permutation(self._n, self.seed, epoch)
-        if len(self.left_out):
-            out = torch.zeros(self._n, dtype=torch.bool)
-            out[self.left_out] = True
-            order = order[~out[order]]
+        order = order[~torch.isin(order, self.left_out)]
         size, rank = (self._ranks.size, self._ranks.rank) if self.divide else (1, 0)
         yield from order[: len(order) // size * size][rank::size].tolist()
 
@@ -129,10 +126,8 @@ class ScoredSampler(Sampler[int]):
                 "compopt.curation.scores(est).rank"
             )
         suspects = curation.suspects(found, self.share)
-        back = rng.permutation(len(suspects), self.seed, epoch, 1)[: round(self.returning * len(suspects))]
-        stays = torch.ones(len(suspects), dtype=torch.bool)
-        stays[back] = False
-        return suspects[stays]
+        order = rng.permutation(len(suspects), self.seed, epoch, 1)
+        return suspects[order[round(self.returning * len(suspects)) :].sort().values]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the epoch that has begun, whose order the next iteration of a loaded sampler repeats.

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from compopt import checks
 from compopt.checks import inputs
-from compopt.distributed.ranks import ProcessGroup
-from compopt.samplers.bank import Offload
-from compopt.samplers.base import BankSampler, twins, warn_planner
+from compopt.estimator.options import takes_options
+from compopt.samplers.base import BankOptions, BankSampler, twins
 
 PACKAGES = {"scipy": "scipy", "scikit-learn": "sklearn"}
 # runs of k-means, of which the best counts
@@ -66,8 +66,7 @@ class SpectralBatchSampler(BankSampler):
         labels: ``(n,)`` integers; samples with equal labels are not each other's negatives: they are dealt to different
             groups as far as there are groups, and their pairs have no weight.
         sharpness: factor of the weights in the affinity.
-        dtype, offload, process_group: see :class:`~compopt.samplers.BankSampler`.
-        background, lead: deprecated, without effect.
+        dtype, offload, process_group, background, lead: see :class:`~compopt.samplers.BankSampler`.
 
     Iterating yields lists of data-set positions. Each rank gets its contiguous part, of ``B / K`` samples (sizes differ
     by one at most), of the global batches that one rank would have. Do not let a framework shard the loader again.
@@ -100,6 +99,7 @@ class SpectralBatchSampler(BankSampler):
         True
     """
 
+    @takes_options(BankSampler, BankOptions)
     def __init__(
         self,
         n: int,
@@ -109,15 +109,9 @@ class SpectralBatchSampler(BankSampler):
         seed: int = 0,
         drop_last: bool = False,
         labels: Tensor | None = None,
-        dtype: torch.dtype = torch.float16,
-        offload: Offload | None = None,
         sharpness: float = 1.0,
-        process_group: ProcessGroup | None = None,
-        *,
-        background: bool | None = None,
-        lead: float | None = None,
+        **options: Unpack[BankOptions],
     ) -> None:
-        warn_planner(background, lead)
         missing = [name for name, module in PACKAGES.items() if find_spec(module) is None]
         if missing:  # now, not after the first epoch
             install = "pip install -e '.[samplers]' in the checkout of compopt"
@@ -128,9 +122,7 @@ class SpectralBatchSampler(BankSampler):
         checks.flag("drop_last", drop_last)
         checks.positive("sharpness", sharpness)
         self.drop_last, self.sharpness = drop_last, float(sharpness)
-        super().__init__(
-            n, batch_size, tau=tau, seed=seed, labels=labels, dtype=dtype, offload=offload, process_group=process_group
-        )
+        super().__init__(n, batch_size, tau, seed, labels, **options)
         rest = 0 if drop_last else self.n % self.batch_size
         if 0 < rest < max(2, self.world_size):
             raise ValueError(

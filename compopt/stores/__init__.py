@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from compopt.stores.base import MemoryStore, RowStore
+from compopt.stores.base import RowStore
 from compopt.stores.disk import DiskStore
 from compopt.stores.write_behind import Ticket, WriteBehind
 
-__all__ = ["DiskStore", "MemoryStore", "Offload", "RowStore", "Ticket", "WriteBehind"]
+__all__ = ["DiskStore", "Offload", "RowStore", "Ticket", "WriteBehind"]
 
 Offload = Literal["cpu", "disk"]

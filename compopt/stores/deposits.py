@@ -36,13 +36,7 @@ class Deposit:
 
     @classmethod
     def of(cls, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None) -> Deposit:
-        """Make one call's deposit.
-
-        Args:
-            batch: the samples, and their rows as read.
-            proposals: new values by column, ``(B, D)``.
-            valid: the directions of each sample that propose anything, ``(B, D)`` or ``(B, 1)``; ``None``: all.
-        """
+        """Make one call's deposit of ``(B, D)`` values; ``valid`` is ``(B, D)`` or ``(B, 1)``."""
         assert batch.block is not None
         if batch.rows.shape[1] == 2:  # index2: each direction writes a row of its own
             proposals = {name: value.repeat_interleave(2, dim=0) for name, value in proposals.items()}

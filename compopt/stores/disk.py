@@ -45,11 +45,10 @@ class DiskStore(RowStore):
     ZFS), and those that compress, cannot promise that an overwrite finds room. To touch a page that is no longer in the
     file ends the process too: before each use its length is compared.
 
-    Stores a byte per page of 4 KiB, which takes memory once rows near it were visited: 256 KiB for a GiB of the file.
+    It takes a byte of memory per page of 4 KiB: 256 KiB for a GiB of the file.
 
     Args:
-        directory: of the files; created if need be.
-        name: of the table in it.
+        directory, name: of the table's files; the directory is created if need be.
 
     Raises:
         ValueError: the directory is no directory; more rows than the file system or the address space takes; later: the
@@ -64,6 +63,7 @@ class DiskStore(RowStore):
     """
 
     slow = True
+    _on_host = True
 
     def __init__(self, directory: str | os.PathLike[str], name: str, n: int, words: int) -> None:
         self.n, self.words, self._row_bytes = n, words, 16 * words
@@ -80,34 +80,35 @@ class DiskStore(RowStore):
         remedy = "two runs would write one table; end that one, or name another offload_dir"
         self._lock = files.lock(self.path.with_suffix(".lock"), self._directory, remedy)
         self.stale = self.path.exists()
-        try:
-            with files.named(self.path):
-                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            weakref.finalize(self, os.close, self._fd)
-            self._written = np.zeros(0, dtype=np.bool_)  # pages that have a place on the disk
-            if self.stale:
-                self._table = torch.empty(self._shape(0), dtype=WORD, device="cpu")
-            else:
-                self._map(n)
+        with files.named(self.path):
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        weakref.finalize(self, os.close, self._fd)
+        self._written = np.zeros(0, dtype=np.bool_)  # pages that have a place on the disk
+        self._table = torch.empty(self._shape(0), dtype=WORD, device="cpu")
+        if not self.stale:
+            try:
+                self.resize(n)
                 self._own()
-                usage = os.statvfs(self._directory)
-                free, size = usage.f_bavail * usage.f_frsize, self._bytes(n)
-                if free < size:
-                    warnings.warn(
-                        f"a table of {size:,} bytes in {self._directory}, where {free:,} bytes are free: commits fail "
-                        f"once it is full",
-                        stacklevel=2,
-                    )
-        except BaseException:
-            if not self.stale:
+                self._warn_of_room()
+            except BaseException:
                 self.path.unlink(missing_ok=True)
-            self._lock = None
-            raise
+                self._lock = None  # now: the error refers to this object
+                raise
+
+    def _warn_of_room(self) -> None:
+        usage = os.statvfs(self._directory)
+        free, size = usage.f_bavail * usage.f_frsize, self._bytes(self.n)
+        if free < size:
+            warnings.warn(
+                f"a table of {size:,} bytes in {self._directory}, where {free:,} bytes are free: commits fail once it "
+                f"is full",
+                stacklevel=3,
+            )
 
     def _bytes(self, n: int) -> int:
         return max(1, -(-n * self._row_bytes // PAGE)) * PAGE  # a file of no bytes cannot be mapped
 
-    def _map(self, n: int) -> None:
+    def resize(self, n: int) -> None:
         """Give the file room for ``n`` rows, and map it."""
         size = self._bytes(n)
         try:
@@ -159,21 +160,20 @@ class DiskStore(RowStore):
                 stacklevel=3,
             )
 
+    @property
     def writable(self) -> bool:
         return self._pid == os.getpid()
 
-    def _pages(self, rows: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """First and last page of each row; one array where no row lies on two pages."""
+    def _pages(self, rows: Tensor) -> npt.NDArray[np.int64]:
+        """Return the first and the last page of each row, ``(2, R)``; ``(1, R)`` where no row lies on two pages."""
         start = rows.numpy() * self._row_bytes
-        first = start >> _PAGE_BITS
-        return first, (start + self._row_bytes - 1) >> _PAGE_BITS if PAGE % self._row_bytes else first
+        return np.stack([start, start + self._row_bytes - 1] if PAGE % self._row_bytes else [start]) >> _PAGE_BITS
 
     def gather(self, rows: Tensor) -> Tensor:
         self.ready()
         if not self._holes:
             return self._gather_written(rows)
-        first, last = self._pages(rows)
-        there = self._written[first] if last is first else self._written[first] & self._written[last]
+        there = self._written[self._pages(rows)].all(axis=0)
         if there.all():
             return self._gather_written(rows)
         at = torch.from_numpy(np.flatnonzero(there))
@@ -187,23 +187,20 @@ class DiskStore(RowStore):
             super().gather(rows[:: len(rows) // PROBE])
             cold = time.perf_counter() - start > PROBE * COLD_ROW
             if cold and hasattr(os, "posix_fadvise"):  # a disk serves many requests faster than single ones; not macOS
-                for page in np.unique(np.concatenate(self._pages(rows))).tolist():
+                for page in np.unique(self._pages(rows)).tolist():
                     os.posix_fadvise(self._fd, page * PAGE, PAGE, os.POSIX_FADV_WILLNEED)
         return super().gather(rows)
 
     def scatter(self, rows: Tensor, block: Tensor) -> None:
         """Write a block to rows; on a full disk to none of them."""
         self.ready()
-        if not self.writable():
+        if not self.writable:
             raise RuntimeError(f"{self.path} is written by process {self._pid}; a forked copy of it only reads")
-        first, last = self._pages(rows)
+        pages = self._pages(rows)
         if self._overwriting and self._holes:  # a zero in a hole needs no place: a sparse table stays sparse
-            needed = torch.from_numpy(self._written[first] | self._written[last])
-            needed |= block.view(torch.int64).any(dim=1)
-            if not needed.all():
-                rows, block = rows[needed], block[needed]
-                first, last = self._pages(rows)
-        self._make_room(first if last is first else np.concatenate([first, last]))
+            needed = torch.from_numpy(self._written[pages].any(axis=0)) | block.view(torch.int64).any(dim=1)
+            rows, block, pages = rows[needed], block[needed], pages[:, needed.numpy()]
+        self._make_room(pages.ravel())
         super().scatter(rows, block)
 
     def _make_room(self, pages: npt.NDArray[np.int64]) -> None:
@@ -229,17 +226,11 @@ class DiskStore(RowStore):
             self._own()
             os.ftruncate(self._fd, 0)
             self._written[:] = False
-            self._map(self.n)
+            self.resize(self.n)
             yield
         finally:
             self._overwriting = False
         self.stale = False
-
-    def grow(self, n: int) -> None:
-        self._map(n)
-
-    def shrink(self, n: int) -> None:
-        self._map(n)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,18 +19,18 @@ from compopt.stores.write_behind import Ticket, WriteBehind
 MOST = 4
 
 
-@dataclass
-class Fetch:
-    """One batch under way."""
+class Fetch(NamedTuple):
+    """One batch under way: its number, equal on all ranks, this rank's rows ``(b, R)`` on the CPU, and their ticket.
 
-    number: int  # equal on all ranks for the same batch
-    rows: Tensor  # this rank's row numbers, (b, R), on the CPU
-    ticket: Ticket | Future[Ticket] | None = None  # on shards it is known once the ranks have told their rows
-    dropped: bool = False  # no read may begin for it any more
+    On shards the ticket is known once the ranks have told each other their rows.
+    """
+
+    number: int
+    rows: Tensor
+    ticket: Ticket | Future[Ticket]
 
     def claim(self) -> Ticket:
         """Return the ticket, once it is known which rows this process reads."""
-        assert self.ticket is not None
         return self.ticket if isinstance(self.ticket, Ticket) else self.ticket.result()
 
 
@@ -45,11 +45,11 @@ class Prefetcher:
 
     def __init__(self, rows: WriteBehind, table: RowTable, ranks: Ranks) -> None:
         self._rows, self._table, self._ranks = rows, table, ranks
-        self._started = 0
         self._under_way: deque[Fetch] = deque()
-        # Held while a read begins or a batch is dropped: after `drop_all`, which precedes a load, the exchange of a
+        self._started, self._first = 0, 1  # batches before number `_first` are dropped
+        # Held while a read begins or batches are dropped: after `drop_all`, which precedes a load, the exchange of a
         # shard that ends late begins no read of rows that are being overwritten.
-        self._issuing = threading.RLock()
+        self._issuing = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
         self._group: ProcessGroup | None = None
 
@@ -63,18 +63,15 @@ class Prefetcher:
         if self._table.sharded and self._group is None:
             return
         self._started += 1
-        fetch = Fetch(self._started, rows)
         if self._thread is None:
-            fetch.ticket = self._rows.prefetch(rows.flatten(), device)
+            ticket = self._rows.prefetch(rows.flatten(), device)
         else:
-            fetch.ticket = self._thread.submit(self._exchange, fetch, device)
-        self._under_way.append(fetch)
-        while len(self._under_way) > MOST:
-            self._drop(self._under_way.popleft())
+            ticket = self._thread.submit(self._exchange, self._started, rows.flatten(), device)
+        self._under_way.append(Fetch(self._started, rows, ticket))
+        self._drop_before(self._started - MOST + 1)
 
-    def _exchange(self, fetch: Fetch, device: torch.device) -> Ticket:
+    def _exchange(self, number: int, rows: Tensor, device: torch.device) -> Ticket:
         """In the thread: learn the global batch, start reading the owned part of it."""
-        rows = fetch.rows.flatten()
         sizes = self._tell(torch.tensor(len(rows), device="cpu")).tolist()
         message = torch.zeros(max(sizes), dtype=torch.int64, device="cpu")
         message[: len(rows)] = rows
@@ -82,7 +79,7 @@ class Prefetcher:
         everyone = torch.cat([gathered[rank, :size] for rank, size in enumerate(sizes)])
         local = self._table.local(everyone[self._table.owned(everyone)])
         with self._issuing:
-            if fetch.dropped:
+            if number < self._first:
                 raise CancelledError
             return self._rows.prefetch(local, device)
 
@@ -91,21 +88,18 @@ class Prefetcher:
 
     def find(self, rows: Tensor | None) -> Fetch | None:
         """Return the read that was started for these rows, if any; those started before it are dropped."""
-        if rows is None or not any(torch.equal(fetch.rows, rows) for fetch in self._under_way):
-            return None
-        while True:
-            fetch = self._under_way.popleft()
+        for fetch in self._under_way if rows is not None else ():
             if torch.equal(fetch.rows, rows):
-                return fetch
-            self._drop(fetch)
+                self._drop_before(fetch.number)
+                return self._under_way.popleft()
+        return None
 
     def drop_all(self) -> None:
         """Forget every read under way; none begins for these batches from here on."""
-        while self._under_way:
-            self._drop(self._under_way.popleft())
+        self._drop_before(self._started + 1)
 
-    def _drop(self, fetch: Fetch) -> None:
+    def _drop_before(self, number: int) -> None:
         with self._issuing:
-            fetch.dropped = True
-        if isinstance(fetch.ticket, Ticket):  # a shard's exchange may still wait for other ranks: let it end by itself
-            fetch.ticket.drop()
+            self._first = max(self._first, number)
+        while self._under_way and self._under_way[0].number < number:
+            self._under_way.popleft()

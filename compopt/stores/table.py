@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -16,7 +15,7 @@ from compopt.batch import COUNT, Batch
 from compopt.checks import values
 from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import ProcessGroup, Ranks
-from compopt.stores import DiskStore, MemoryStore, Offload, RowStore, WriteBehind
+from compopt.stores import DiskStore, Offload, RowStore, WriteBehind
 from compopt.stores.deposits import Deposit, merge
 from compopt.stores.layout import Column, RowLayout, to_device_words
 from compopt.stores.snapshot import Snapshot
@@ -62,13 +61,22 @@ class Placement:
 
     def open(self, n: int, words: int, ranks: Ranks) -> RowStore | WriteBehind:
         """Make the ``n`` rows of this process; collective for ``"disk"``, where each rank has a file of its own."""
-        directory = self.offload_dir
-        if directory is None:
-            store = MemoryStore(n, words, on_host=self.offload == "cpu")
+        if (directory := self.offload_dir) is None:
+            store = RowStore(n, words, on_host=self.offload == "cpu")
             return store if self.offload is None else WriteBehind(store)
         name = "rows" if ranks.size == 1 else f"rows-{ranks.rank:05d}-of-{ranks.size:05d}"
         with doing("the construction of an estimator"):
             return ranks.agree(lambda: WriteBehind(DiskStore(directory, name, n, words)))
+
+
+def blocks(rows: range) -> Iterator[range]:
+    """Cut successive rows into blocks that are copied at a time."""
+    return (rows[start : start + BLOCK_ROWS] for start in range(0, len(rows), BLOCK_ROWS))
+
+
+def numbers(rows: range) -> Tensor:
+    """Return row numbers on the CPU."""
+    return torch.arange(rows.start, rows.stop, device="cpu")
 
 
 class RowTable:
@@ -79,24 +87,16 @@ class RowTable:
 
     Args:
         columns: of every row, ``count`` among them.
-        n: rows on all ranks together; :meth:`grow` appends some.
-        placement: where the rows live.
-        ranks: those that share the rows.
+        n: rows on all ranks together.
         firsts: the first column of each part, which alone may have :attr:`Column.blank`.
 
     Attributes:
-        n: rows on all ranks together.
         first, stride: this process holds the rows ``first, first + stride, ...``.
         partial: first columns of parts that some visited samples have not visited, marked by :attr:`Column.blank`.
     """
 
     def __init__(
-        self,
-        columns: Sequence[Column],
-        n: int,
-        placement: Placement,
-        ranks: Ranks,
-        firsts: Collection[str] = (),
+        self, columns: Sequence[Column], n: int, placement: Placement, ranks: Ranks, firsts: Collection[str] = ()
     ) -> None:
         self.layout, self.n, self._ranks = RowLayout(columns, firsts), n, ranks
         self.first, self.stride = (ranks.rank, ranks.size) if placement.shard else (0, 1)
@@ -135,22 +135,14 @@ class RowTable:
         """Start an undo log, so that a thread can read the rows as they are now while commits go on."""
         return Snapshot(self.at_rest())
 
-    @contextmanager
-    def overwriting(self) -> Iterator[RowStore]:
-        """Reset all rows of the store, which is at rest, to zeros; what is written inside remains."""
-        store = self.at_rest()
-        self.partial.clear()
-        with torch.inference_mode(False), store.overwriting():  # rows made inside it could not be written outside
-            yield store
-
     def grow(self, n: int) -> None:
         """Append rows up to ``n``; all ranks or none. Collective."""
         local, store = self._before(n, self.first), self.at_rest()
         before = store.n
         try:
-            self._ranks.agree(lambda: store.grow(local))
+            self._ranks.agree(lambda: store.resize(local))
         except BaseException:
-            store.shrink(before)
+            store.resize(before)
             raise
         self.n = n
 
@@ -214,60 +206,43 @@ class RowTable:
         other = (rows % self.stride != self.first).to(torch.uint8)
         return torch.argsort(other, stable=True)[:count]
 
-    def state_dict(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Copy every column (or those in ``names``), ``(n, D)``. Collective on shards."""
-        columns = [c for c in self.layout.columns if names is None or c.name in names]
-        return self._copy(columns, 0, self.n, torch.device("cpu") if self.sharded else self.store.device)
+    def state_dict(self, names: Collection[str] | None = None, own: range | None = None) -> dict[str, Tensor]:
+        """Copy every column (or those in ``names``) of all rows, ``(n, D)``, or of some rows. Collective on shards.
 
-    def share(self, rank: int | None = None) -> range:
-        """Return the rows of a rank (this one) where ``Shard(0)`` of torch's DTensor divides them."""
-        each, rank = -(-self.n // self._ranks.size), self._ranks.rank if rank is None else rank
-        return range(min(self.n, rank * each), min(self.n, (rank + 1) * each))
-
-    def share_dict(self) -> dict[str, Tensor]:
-        """Copy every column of this rank's :meth:`share`, ``(share, D)``, to the CPU. Collective on shards."""
-        own = self.share()
-        return self._copy(self.layout.columns, own.start, own.stop, torch.device("cpu"))
-
-    def _copy(self, columns: Sequence[Column], start: int, stop: int, device: torch.device) -> dict[str, Tensor]:
+        From shards, and of some rows, the copy is on the CPU.
+        """
         if self.sharded:
             self._ranks.barrier()
-        store = self.at_rest()
-        full = {c.name: torch.empty(stop - start, c.width, dtype=c.dtype, device=device) for c in columns}
-        first, last = (0, self.n) if self.sharded else (start, stop)  # on shards ranks give rows to each other
-        for low in range(first, last, BLOCK_ROWS):
-            high = min(low + BLOCK_ROWS, last)
+        store, rows = self.at_rest(), range(self.n) if own is None else own
+        device = store.device if own is None and not self.sharded else torch.device("cpu")
+        columns = [c for c in self.layout.columns if names is None or c.name in names]
+        full = {c.name: torch.empty(len(rows), c.width, dtype=c.dtype, device=device) for c in columns}
+        for part in blocks(range(self.n) if self.sharded else rows):  # on shards ranks give rows to each other
             if self.sharded:
-                block = self.fetch_sharded(torch.arange(low, high, device="cpu"), store.device)
+                block = self.fetch_sharded(numbers(part), store.device)
             else:
-                block = store.block(low, high)
-            a, b = max(low, start), min(high, stop)
-            if a < b:
-                views = self.layout.unpack(block)
+                block = store.block(part.start, part.stop)
+            first, last = max(part.start, rows.start), min(part.stop, rows.stop)
+            if first < last:
+                views = self.layout.unpack(block[first - part.start : last - part.start])
                 for name, column in full.items():
-                    column[a - start : b - start].copy_(views[name][a - low : b - low])
+                    column[first - rows.start : last - rows.start].copy_(views[name])
         return full
 
     def check_state(self, columns: Mapping[str, Tensor], names: Collection[str] | None = None) -> None:
-        """Refuse columns ``(n, width)`` that cannot be loaded; all columns, or those in ``names``, are needed.
-
-        Raises:
-            TypeError: a column that is no tensor.
-            ValueError: other columns, shapes or dtypes; values that no run writes.
-        """
-        own = [c.name for c in self.layout.columns if names is None or c.name in names]
-        for name in columns:
+        """Refuse columns ``(n, width)`` that cannot be loaded; all columns, or those in ``names``, are needed."""
+        own = {c.name: c for c in self.layout.columns if names is None or c.name in names}
+        for name in {**columns, **own}:
             if name not in own:
-                raise ValueError(f"the checkpoint has a column {name!r}, which this estimator has not; it has {own}")
-        for c in map(self.layout.__getitem__, own):
-            if c.name not in columns:
-                raise ValueError(f"the checkpoint has no column {c.name!r}; it has {sorted(columns)}")
-            values.dense(f"column {c.name!r} of the checkpoint", columns[c.name])
-            given, needed = columns[c.name], (self.n, c.width)
-            if tuple(given.shape) != needed or given.dtype != c.dtype:
+                raise ValueError(f"the checkpoint has a column {name!r}, which this estimator has not; it has {[*own]}")
+            if name not in columns:
+                raise ValueError(f"the checkpoint has no column {name!r}; it has {sorted(columns)}")
+            values.dense(f"column {name!r} of the checkpoint", columns[name])
+            given, needed, dtype = columns[name], (self.n, own[name].width), own[name].dtype
+            if tuple(given.shape) != needed or given.dtype != dtype:
                 raise ValueError(
-                    f"column {c.name!r} differs: the checkpoint has {tuple(given.shape)} of {given.dtype}, this "
-                    f"estimator {needed} of {c.dtype}"
+                    f"column {name!r} differs: the checkpoint has {tuple(given.shape)} of {given.dtype}, this "
+                    f"estimator {needed} of {dtype}"
                 )
         self.check_values(columns, self.n)
 
@@ -276,42 +251,31 @@ class RowTable:
 
         ``columns`` are those of ``count`` rows from row ``first`` on: tensors, or what gives them where it is sliced.
         """
-        for start in range(0, count, BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, count)
-            block = {c.name: columns[c.name][start:stop] for c in self.layout.columns if c.name in columns}
-            self.layout.check_values(block, self.n, first + start)
+        for at in blocks(range(count)):
+            block = {c.name: columns[c.name][at.start : at.stop] for c in self.layout.columns if c.name in columns}
+            self.layout.check_values(block, self.n, first + at.start)
 
-    def write(self, rows: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Write rows ``(R,)``, given on the CPU, as far as this process holds them; inside :meth:`overwriting`."""
-        self.find_partial(columns)  # of rows elsewhere too
-        if self.sharded:
-            mine = self.owned(rows)
-            rows, columns = rows[mine], {name: value[mine] for name, value in columns.items()}
-        device, block = self.store.device, self.layout.zeros(len(rows), torch.device("cpu"))
-        self.layout.write(block, columns)
-        self.store.scatter(self.local(rows).to(device), to_device_words(block, device))
+    def load(self, parts: Iterable[tuple[Tensor, Mapping[str, Tensor]]]) -> None:
+        """Reset all rows to zeros and write parts: row numbers ``(R,)`` and columns ``(R, D)``, given on the CPU.
+
+        Of each part this process writes the rows that it holds.
+        """
+        store = self.at_rest()
+        self.partial.clear()
+        with torch.inference_mode(False), store.overwriting():  # rows made inside it could not be written outside
+            for rows, columns in parts:
+                self.find_partial(columns)  # of rows elsewhere too
+                if self.sharded:
+                    mine = self.owned(rows)
+                    rows, columns = rows[mine], {name: value[mine] for name, value in columns.items()}
+                block = self.layout.zeros(len(rows), torch.device("cpu"))
+                self.layout.write(block, columns)
+                store.scatter(self.local(rows).to(store.device), to_device_words(block, store.device))
 
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
         """Overwrite all rows that this process holds."""
-        with self.overwriting():
-            for start in range(0, self.n, BLOCK_ROWS):
-                stop = min(start + BLOCK_ROWS, self.n)
-                block = {name: value.detach()[start:stop].cpu() for name, value in columns.items()}
-                self.write(torch.arange(start, stop, device="cpu"), block)
-
-    def load_shares(self, parts: Mapping[str, Tensor]) -> None:
-        """Overwrite all rows with those of all ranks' shares, ``(share, D)`` on each. Collective."""
-        ranks = self._ranks
-        shares = [self.share(rank) for rank in range(ranks.size)]
-        with self.overwriting():
-            # In each round every rank sends the next piece of its share, so that all have the same work.
-            for start in range(0, len(shares[0]), BLOCK_ROWS):
-                at = slice(start, start + BLOCK_ROWS)
-                pieces = [share[at] for share in shares]
-                everyone = ranks.gather([value[at] for value in parts.values()], [len(piece) for piece in pieces])
-                rows = [torch.arange(piece.start, piece.stop, device="cpu") for piece in pieces]
-                self.write(torch.cat(rows), dict(zip(parts, everyone, strict=True)))
-        self.agree_partial()
+        parts = ((at, slice(at.start, at.stop)) for at in blocks(range(self.n)))
+        self.load((numbers(at), {k: v.detach()[cut].cpu() for k, v in columns.items()}) for at, cut in parts)
 
     def load_part(self, columns: Mapping[str, Tensor], first: str, others: Collection[str], adapt: Adapt) -> None:
         """Overwrite the columns of one part in all rows that this process holds; collective on shards.
@@ -325,9 +289,8 @@ class RowTable:
         """
         store = self.at_rest()
         with torch.inference_mode(False):
-            for start in range(0, store.n, BLOCK_ROWS):
-                block = store.block(start, min(start + BLOCK_ROWS, store.n))
-                at = torch.arange(start, start + len(block), device=store.device)
+            for part in blocks(range(store.n)):
+                block, at = store.block(part.start, part.stop), numbers(part).to(store.device)
                 rows = at * self.stride + self.first
                 own = {name: value.detach()[rows.to(value.device)].to(store.device) for name, value in columns.items()}
                 visits = own.pop(COUNT)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from compopt.stores.layout import WORD, to_device_words
 
 # Commits that wait for the store before a commit waits for them.
 PENDING_LIMIT = 64
-# Commits that are remembered after they were written: a ticket for which more were made reads anew.
-REMEMBERED = 8
+# Commits that are kept for a ticket after it was issued: one for which more were made reads anew.
+KEPT_COMMITS = 8
 
 
 @dataclass(eq=False)
@@ -31,49 +32,36 @@ class Ticket:
         access: issued it.
         rows: their numbers, ``(R,)`` on the CPU.
         device: where they are wanted.
-        future: of the read ahead; ``None``: rows are read when they are taken.
-        number, settled: the access's counts of commits and of settlements when it was issued.
+        ahead: future of the read ahead; ``None``: rows are read when they are taken.
+        later: commits that were made since it was issued.
     """
 
     access: WriteBehind
     rows: Tensor
     device: torch.device
-    future: Future[Any] | None = None
-    number: int = 0
-    settled: int = 0
+    ahead: Future[Any] | None = None
+    later: list[Commit] = field(default_factory=list)
 
     def take(self, device: torch.device | None = None) -> Tensor:
         """Return the rows' committed values as of now, ``(R, words)``, on ``device`` or that of the ticket."""
-        return self.access.take(self, self.device if device is None else device)
-
-    def drop(self) -> None:
-        """Give up the rows; a read that has not begun never does."""
-        if self.future is not None:
-            self.future.cancel()
+        self.access.check()
+        device, ahead = device or self.device, self.ahead
+        read = None if ahead is None else ahead.result()
+        if read is None or self.ahead is None or _elsewhere(self.later, device) or self.device.type != device.type:
+            return self.access.fetch(accelerator.to_device(self.rows, device), self.rows)
+        block, rows, event = read
+        accelerator.wait_event(event, device, (block, rows))
+        return overlay(block, rows, self.later)
 
 
 @dataclass(eq=False)
 class Commit:
-    """Rows and their values: on the features' device, and on the CPU after ``event``; commits are numbered 1, 2, ..."""
+    """Rows and their values: on the features' device, and on the CPU after ``event``."""
 
-    number: int
     rows: Tensor
     block: Tensor
     host: tuple[Tensor, Tensor]
     event: Any
-
-    def on_host(self) -> tuple[Tensor, Tensor]:
-        """Wait for the copy on the CPU and return it."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.host
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return rows and block on a device; waits only on another one than the features' (``est.read()``)."""
-        if self.rows.device.type == device.type:
-            return self.rows, self.block
-        rows, block = self.on_host()
-        return accelerator.to_device(rows, device), to_device_words(block, device)
 
 
 class WriteBehind:
@@ -104,9 +92,8 @@ class WriteBehind:
 
     def __init__(self, store: RowStore, limit: int = PENDING_LIMIT) -> None:
         self.store, self._limit = store, limit
-        # Commits `_written` + 1 to `_committed` are pending. `_commits` has these, and some that were written before.
-        self._commits: deque[Commit] = deque()
-        self._committed = self._written = self._settled = 0
+        self._pending: deque[Commit] = deque()
+        self._committed = 0
         self._error: BaseException | None = None
         self._start()
 
@@ -114,10 +101,11 @@ class WriteBehind:
         self._pid = os.getpid()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compopt-rows")
         self._last: Future[Any] | None = None
-        # Guards the counters and `_commits`. It is held while work is handed to the thread, so that numbers and the
-        # thread's queue agree on which of a ticket and a commit came first (shards prefetch in a thread of their own).
-        # It is never held while rows are read or written.
+        # Guards `_pending` and `_tickets`. It is held while work is handed to the thread, so that they and the thread's
+        # queue agree on which of a ticket and a commit came first (shards prefetch in a thread of their own). It is
+        # never held while rows are read or written.
         self._changed = threading.Condition()
+        self._tickets: WeakSet[Ticket] = WeakSet()  # with a read ahead that is valid
         self._sides: dict[torch.device, Any] = {}
 
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
@@ -126,23 +114,22 @@ class WriteBehind:
         # Before the gather: it may meet any part of what is pending now, and a commit that is written meanwhile is laid
         # over in any case. Afterwards, a commit half of which was met could already have left the pending ones.
         with self._changed:
-            pending = self._since(self._written)
+            pending = list(self._pending)
+        if _elsewhere(pending, rows.device):  # est.read() waits for the device
+            self.settle()
+            pending = []
         block = to_device_words(self.store.gather(rows.cpu() if host_rows is None else host_rows), rows.device)
         return overlay(block, rows, pending)
-
-    def _since(self, number: int) -> list[Commit]:
-        return [commit for commit in self._commits if commit.number > number]
 
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
         """Start fetching rows ``(R,)``, given on the CPU, to a device."""
         self.ready()
         device = accelerator.here(device)  # the thread may have another current device
         ticket = Ticket(self, rows.clone(), device)  # a loader may reuse its buffer
-        if not (self.store.slow or accelerator.has_streams(device)):
-            return ticket
-        with self._changed:
-            ticket.number, ticket.settled = self._committed, self._settled
-            ticket.future = self._last = self._thread.submit(self._read_ahead, ticket.rows, device, self._side(device))
+        if self.store.slow or accelerator.has_streams(device):
+            with self._changed:
+                ticket.ahead = self._submit(self._read_ahead, ticket.rows, device, self._side(device))
+                self._tickets.add(ticket)
         return ticket
 
     def _read_ahead(self, rows: Tensor, device: torch.device, side: Any) -> tuple[Tensor, Tensor, Any] | None:
@@ -153,23 +140,14 @@ class WriteBehind:
         with accelerator.current(device, side):
             return to_device_words(block, device), accelerator.to_device(rows, device), accelerator.event(device)
 
-    def take(self, ticket: Ticket, device: torch.device) -> Tensor:
-        """Return the rows of a ticket, see :meth:`Ticket.take`."""
-        self.check()
-        if ticket.future is None or ticket.settled != self._settled:
-            return self._take_now(ticket, device)
-        read = ticket.future.result()
-        with self._changed:
-            later = self._since(ticket.number)
-            complete = len(later) == self._committed - ticket.number
-        if read is None or not complete or ticket.device.type != device.type:
-            return self._take_now(ticket, device)
-        block, rows, event = read
-        accelerator.wait_event(event, device, (block, rows))
-        return overlay(block, rows, later)
+    def _forget(self, ticket: Ticket) -> None:
+        """Let a ticket read anew; it keeps nothing."""
+        ticket.ahead, ticket.later = None, []
+        self._tickets.discard(ticket)
 
-    def _take_now(self, ticket: Ticket, device: torch.device) -> Tensor:
-        return self.fetch(accelerator.to_device(ticket.rows, device), ticket.rows)
+    def _submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        self._last = self._thread.submit(work, *args)
+        return self._last
 
     def _side(self, device: torch.device) -> Any:
         """Stream on which copies to and from a device run; ``None`` where there are no streams."""
@@ -180,24 +158,27 @@ class WriteBehind:
     def commit(self, rows: Tensor, block: Tensor) -> None:
         """Commit rows, see :meth:`RowStore.commit`."""
         self.ready()
-        if not self.store.writable():
+        if not self.store.writable:
             raise RuntimeError("these rows are written by the parent of this forked process, which only reads them")
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._committed - self._written < self._limit)
+            self._changed.wait_for(lambda: self._error is not None or len(self._pending) < self._limit)
         self.check()
-        host, event = self._to_host(rows, block)
+        commit = self._copied(rows, block)
         with self._changed:
             self._committed += 1
-            commit = Commit(self._committed, rows, block, host, event)
-            self._commits.append(commit)
-            self._last = self._thread.submit(self._write, commit)
+            self._pending.append(commit)
+            self._submit(self._write, commit)
+            for ticket in list(self._tickets):
+                ticket.later.append(commit)
+                if len(ticket.later) > KEPT_COMMITS:
+                    self._forget(ticket)
 
-    def _to_host(self, rows: Tensor, block: Tensor) -> tuple[tuple[Tensor, Tensor], Any]:
+    def _copied(self, rows: Tensor, block: Tensor) -> Commit:
         """Start copying a commit to pinned host memory."""
         device = rows.device
         side = self._side(device)
         if side is None:
-            return (rows.cpu(), block.cpu().view(WORD)), None
+            return Commit(rows, block, (rows.cpu(), block.cpu().view(WORD)), None)
         # The copy waits on the device for the work that computes the commit, and the thread for the copy's event: the
         # host does not wait.
         accelerator.wait_stream(side, device)
@@ -206,23 +187,22 @@ class WriteBehind:
             event = accelerator.event(device)
         for tensor in (rows, block):  # else the allocator could give their memory away while the side stream reads it
             tensor.record_stream(side)
-        return host, event
+        return Commit(rows, block, host, event)
 
     def _write(self, commit: Commit) -> None:
         """In the thread: scatter one commit, in one large call, which leaves the interpreter to the main thread."""
         if self._error is not None:
             return
         try:
-            self.store.scatter(*commit.on_host())
-            with self._changed:
-                self._written = commit.number
-                while self._commits and self._commits[0].number <= self._written - REMEMBERED:
-                    self._commits.popleft()
-                self._changed.notify_all()
+            if commit.event is not None:
+                commit.event.synchronize()
+            self.store.scatter(*commit.host)
         except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+            self._error = error
+        with self._changed:
+            if self._error is None:
+                self._pending.popleft()
+            self._changed.notify_all()
 
     def settle(self) -> None:
         """Wait for the thread, see :meth:`RowStore.settle`."""
@@ -230,7 +210,8 @@ class WriteBehind:
         if self._last is not None:
             wait([self._last])  # and with it all before it
         with self._changed:
-            self._settled += 1  # the caller may write the store: tickets from before read anew
+            for ticket in list(self._tickets):  # the caller may write the store
+                self._forget(ticket)
         self.check()
 
     def check(self) -> None:
@@ -238,9 +219,10 @@ class WriteBehind:
         if self._pid != os.getpid():
             self._restart()
         if self._error is not None:
+            written = self._committed - len(self._pending)
             raise RuntimeError(
-                f"commit {self._written + 1} of {self._committed} could not be written ({type(self._error).__name__}: "
-                f"{self._error}); the rows end with commit {self._written}: load a checkpoint into a new estimator"
+                f"commit {written + 1} of {self._committed} could not be written ({type(self._error).__name__}: "
+                f"{self._error}); the rows end with commit {written}: load a checkpoint into a new estimator"
             ) from self._error
 
     def ready(self) -> None:
@@ -253,15 +235,19 @@ class WriteBehind:
 
         Where only the parent writes, it stays pending here and is laid over what is read.
         """
-        self._settled += 1  # the thread that read ahead is the parent's
+        for ticket in list(self._tickets):  # the thread that read ahead is the parent's
+            self._forget(ticket)
         self._start()
-        if self.store.writable():
-            for commit in self._since(self._written):
-                self._last = self._thread.submit(self._write, commit)
+        for commit in list(self._pending) if self.store.writable else ():
+            self._submit(self._write, commit)
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.settle()
         return WriteBehind, (self.store, self._limit)
+
+
+def _elsewhere(commits: Sequence[Commit], device: torch.device) -> bool:
+    return any(commit.rows.device.type != device.type for commit in commits)
 
 
 def overlay(block: Tensor, rows: Tensor, commits: Sequence[Commit]) -> Tensor:
@@ -269,9 +255,8 @@ def overlay(block: Tensor, rows: Tensor, commits: Sequence[Commit]) -> Tensor:
     commits = [commit for commit in commits if len(commit.rows)]
     if not commits:
         return block
-    there = [commit.on(rows.device) for commit in commits]
-    written, order = torch.sort(torch.cat([pair[0] for pair in there]), stable=True)
+    written, order = torch.sort(torch.cat([commit.rows for commit in commits]), stable=True)
     # the last of equal rows: the newest commit's
     found = torch.searchsorted(written, rows, right=True).sub_(1).clamp_(min=0)
-    new = torch.cat([pair[1] for pair in there])[order[found]]
+    new = torch.cat([commit.block for commit in commits])[order[found]]
     return torch.where((written[found] == rows)[:, None], new, block)

@@ -13,12 +13,10 @@ from typing_extensions import Unpack
 from compopt import accelerator, checks
 from compopt import functional as F
 from compopt.batch import COUNT, Batch
-from compopt.checks.context import outside_of_graphs, refuse_transforms
+from compopt.checks.context import outside_of_graphs, refuse_transforms, warn
 from compopt.checks.inputs import check_values
 from compopt.checks.values import FINITE, Range
-from compopt.estimator.call import Call, Setting
-from compopt.estimator.component import Temperature, other_temperature
-from compopt.estimator.forgotten import warn
+from compopt.estimator.component import Call, Setting, Temperature, other_temperature
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.estimator.state_dict import part_state_dict

@@ -13,7 +13,6 @@ from compopt import checks
 from compopt.checks.inputs import check_tau
 from compopt.estimator.component import Temperature
 from compopt.estimator.groups import Hyper
-from compopt.kernel.features import lower_bound
 
 LEARNED_TAU_MIN = 0.01  # CLIP caps its scale at 100
 
@@ -102,3 +101,25 @@ class FixedTemperature(Temperature):
     def constants(self) -> list[float] | None:
         shared = self._shared()
         return [float(group["tau"] if shared is None else shared) for group in self.sample_groups]
+
+
+class _LowerBound(torch.autograd.Function):
+    """``max(x, low)`` whose gradient still passes where descent would raise ``x`` back above ``low``.
+
+    Autograd differentiates that rule once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: float) -> Tensor:
+        ctx.save_for_backward(x >= low)
+        return x.clamp(min=low)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        (inside,) = ctx.saved_tensors
+        return torch.where(inside | (grad_output < 0), grad_output, 0), None
+
+
+def lower_bound(x: Tensor, low: float) -> Tensor:
+    """``max(x, low)`` for a learned quantity: unlike ``clamp``, it can find its way back from below."""
+    return _LowerBound.apply(x, low)

@@ -38,10 +38,8 @@ def reason_for_torch(backend: Backend, z: Tensor, policy: str | None = None) -> 
         policy: an argument of the call, or an option of a policy of pairs, that the kernels do not take.
     """
     reason = _reason(AUTO if backend == "auto" else backend, z, policy)
-    if reason is None:
-        _log.debug("pairs: the kernels in Triton")
-    else:
-        _log.debug("pairs: plain torch, since %s", reason)
+    if not torch.compiler.is_compiling():  # a graph cannot log
+        _log.debug("pairs: %s", "the kernels in Triton" if reason is None else f"plain torch, since {reason}")
     return reason
 
 

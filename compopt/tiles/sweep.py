@@ -1,16 +1,375 @@
-"""All waves of a matrix: sums of its anchors, products of its coefficients with the features, a node of the graph."""
+r"""A matrix of similarities ``S = X Y^T`` in waves of rows: sums of its anchors, products of its coefficients.
+
+Anchors are along the rows, along the columns, or along both axes. An anchor ``i`` has the sum
+
+.. math:: \sum_{j \in N_i} e^{s_{ij} (1/\tau_i + \beta_j)}
+
+over its candidates ``N_i``, along the other axis. A pair of a row and a column is left out if their keys are equal.
+
+A wave is computed in plain torch, in any dtype on any device (``torch_sums``, ``torch_coefficients``), or in tiles by
+the kernels of :mod:`compopt.tiles.language` (``triton_sums``, ``triton_coefficients``).
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from compopt.tiles import dense, launch
 from compopt.tiles.choice import tf32_allowed
-from compopt.tiles.operands import Anchors, AnchorSums, Operands, Weights
+
+# Exponent of what is no pair, and maximum of an anchor without candidates. Finite: the difference of two is 0, not NaN.
+NO_PAIR = -1e30
+# Entries of the matrix that a wave of rows has. In Triton the buffer of coefficients takes 1 GiB in float32. In
+# plain torch there are several matrices of a wave, and small ones are faster on a CPU.
+WAVE_ENTRIES = 2**28
+TORCH_WAVE_ENTRIES, CPU_WAVE_ENTRIES = 2**25, 2**21
+# Rows of a wave are a multiple of this, so that the rows of each begin at an aligned address.
+ROWS_MULTIPLE = 128
+
+
+class Anchors(NamedTuple):
+    """Anchors along one axis of the matrix.
+
+    Attributes:
+        scale: ``1 / tau_i``, ``(P,)`` float32 (float64 with features in float64).
+        threshold: similarity above which a candidate is left out, ``(P,)``; ``None``: there is none.
+    """
+
+    scale: Tensor
+    threshold: Tensor | None = None
+
+    def part(self, anchors: slice) -> Anchors:
+        """Some of the anchors."""
+        return Anchors(self.scale[anchors], None if self.threshold is None else self.threshold[anchors])
+
+    def contiguous(self) -> Anchors:
+        """The same in memory without gaps, which the kernels read."""
+        return Anchors(self.scale.contiguous(), None if self.threshold is None else self.threshold.contiguous())
+
+
+class AnchorSums(NamedTuple):
+    """Sums of the anchors along one axis, ``(P,)`` each; of several parts of their candidates ``(parts, P)``.
+
+    Attributes:
+        total: sum of ``exp(z_ij - top_i)`` over the candidates, ``z_ij`` being the exponent.
+        squares: sum of ``exp(z_ij - top_i)^2``.
+        top: largest exponent, :data:`NO_PAIR` without candidates; ``None``: 0.
+        dot: sum of ``s_ij exp(z_ij - top_i)``, or ``None``.
+        number: of candidates, or ``None``.
+    """
+
+    total: Tensor
+    squares: Tensor
+    top: Tensor | None
+    dot: Tensor | None
+    number: Tensor | None
+
+    def merged(self) -> AnchorSums:
+        """Add up the parts, ``(parts, P) -> (P,)``, always in the same order."""
+        total, squares, top, dot, number = self
+        if top is not None:
+            shrink = torch.exp(top - top.amax(0))
+            total, squares, top = total * shrink, squares * shrink.square(), top.amax(0)
+            dot = None if dot is None else dot * shrink
+        more = [None if parts is None else parts.sum(0) for parts in (dot, number)]
+        return AnchorSums(total.sum(0), squares.sum(0), top, *more)
+
+    @classmethod
+    def together(cls, parts: Sequence[AnchorSums], make: Callable[..., Tensor]) -> AnchorSums:
+        """``make=torch.cat``: the sums of different anchors; ``torch.stack``: parts of the sums of the same anchors."""
+        fields: list[Any] = [None if values[0] is None else make(values) for values in zip(*parts, strict=True)]
+        return cls(*fields)
+
+    def log_total(self) -> Tensor:
+        """``log sum_j exp(z_ij)``; ``-inf`` without candidates."""
+        log_total = self.total.log()
+        return log_total if self.top is None else log_total + self.top
+
+
+class Weights(NamedTuple):
+    """Factors from the exponentials of the anchors of one axis to coefficients, ``factor_i exp(z_ij - top_i)``.
+
+    Attributes:
+        factor: ``(P,)``.
+        top: subtracted from the exponent, ``(P,)``; ``None``: nothing is.
+    """
+
+    factor: Tensor
+    top: Tensor | None
+
+    def part(self, anchors: slice) -> Weights:
+        """Weights of some anchors."""
+        return Weights(self.factor[anchors], None if self.top is None else self.top[anchors])
+
+
+@dataclass(frozen=True)
+class Operands:
+    """A matrix of similarities, its anchors and its pairs.
+
+    Attributes:
+        x, y: features along the rows ``(P, d)`` and along the columns ``(Q, d)``, contiguous, of one dtype: float64,
+            float32 or, for products in bf16, bfloat16.
+        rows, columns: the anchors along each axis; ``None``: there are none.
+        row_keys, column_keys: ``(k, P)`` and ``(k, Q)`` int32; a row and a column with equal keys are no pair.
+            See :func:`ranked`.
+        within: the last key has the opposite meaning: a row and a column with different keys are no pair.
+        shared: ``1 / tau`` of all anchors, so small that no maximum need be subtracted; ``None``: there is none.
+        strengths: ``beta`` of the candidates of the batch, and of the further ones among the columns.
+        inside: how many columns are of the batch, the first ones.
+        spared: further columns have no threshold.
+        moments: also sum ``s_ij``, weighted.
+        counted: also count the candidates.
+        precision: of the product in Triton, ``"tf32"``, ``"bf16"``, ``"tf32x3"`` or ``"ieee"``; ``None``: plain torch.
+        wave: rows that are swept together, or ``None``: as many as have :data:`WAVE_ENTRIES`, in plain torch fewer.
+    """
+
+    x: Tensor
+    y: Tensor
+    rows: Anchors | None
+    columns: Anchors | None
+    row_keys: Tensor
+    column_keys: Tensor
+    within: bool = False
+    shared: float | None = None
+    strengths: tuple[float, float] = (0.0, 0.0)
+    inside: int = 0
+    spared: bool = False
+    moments: bool = False
+    counted: bool = False
+    precision: str | None = None
+    wave: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(P, Q)``."""
+        return len(self.x), len(self.y)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of sums and gradients."""
+        return torch.float64 if self.x.dtype == torch.float64 else torch.float32
+
+    def waves(self) -> Iterator[slice]:
+        """Rows that are swept together, one part after the other."""
+        rows, columns = self.shape
+        entries = WAVE_ENTRIES
+        if self.precision is None:
+            entries = CPU_WAVE_ENTRIES if self.x.device.type == "cpu" else TORCH_WAVE_ENTRIES
+        step = self.wave or max(1, entries // max(1, columns) // ROWS_MULTIPLE) * ROWS_MULTIPLE
+        for start in range(0, rows, step):
+            yield slice(start, min(start + step, rows))
+
+
+def ranked(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int32 keys >= 0 that are equal where the given ones are, ``(P,)`` and ``(Q,)``, without a host sync.
+
+    Narrow keys keep registers of the kernels free, and numbers below 0 stay free for what has no key.
+    """
+    ordered, order = torch.cat([rows, columns]).sort()
+    new = torch.diff(ordered, prepend=ordered[:1]) != 0
+    keys = torch.empty_like(order, dtype=torch.int32).scatter_(0, order, new.cumsum(0, dtype=torch.int32))
+    return keys[: len(rows)], keys[len(rows) :]
+
+
+# -- a wave in plain torch ---------------------------------------------------------------------------------------------
+
+
+def torch_sums(o: Operands, wave: slice) -> tuple[AnchorSums | None, AnchorSums | None]:
+    """Return sums of the anchors along the rows of a wave, and of those along the columns over these rows.
+
+    Both have one part, ``(1, P)``.
+    """
+    s = o.x[wave] @ o.y.T
+    apart = _apart(o, wave)
+    rows = None if o.rows is None else _side_sums(o, s, apart, o.rows.part(wave), 1)
+    columns = None if o.columns is None else _side_sums(o, s, apart, o.columns, 0)
+    return rows, columns
+
+
+def torch_coefficients(o: Operands, wave: slice, rows: Weights | None, columns: Weights | None, out: Tensor) -> None:
+    """Write ``A_ij`` of a wave, the sum of what the anchors of both axes give to a pair, ``(wave, Q)``."""
+    s = o.x[wave] @ o.y.T
+    apart = _apart(o, wave)
+    out.zero_()
+    for anchors, weights, dim in ((o.rows, rows, 1), (o.columns, columns, 0)):
+        if anchors is None or weights is None:
+            continue
+        if dim == 1:
+            anchors, weights = anchors.part(wave), weights.part(wave)
+        z, skipped = _exponents(o, s, apart, anchors, dim)
+        if weights.top is not None:
+            z.sub_(weights.top.unsqueeze(dim))
+        out += z.exp_().mul_(weights.factor.unsqueeze(dim)).masked_fill_(skipped, 0)
+
+
+def _apart(o: Operands, wave: slice) -> Tensor:
+    """True where a row and a column are no pair, ``(wave, Q)``."""
+    rows, count = o.row_keys[:, wave], len(o.row_keys) - o.within
+    apart = (rows[:count, :, None] == o.column_keys[:count, None, :]).any(0)
+    return apart | (rows[-1, :, None] != o.column_keys[-1]) if o.within else apart
+
+
+def _exponents(o: Operands, s: Tensor, apart: Tensor, anchors: Anchors, dim: int) -> tuple[Tensor, Tensor]:
+    """Return ``s_ij (1 / tau_i + beta_j)``, and where there is no pair; ``dim`` is the axis of the candidates."""
+    further = torch.arange(s.shape[dim], device=s.device) >= o.inside if dim == 1 else s.new_zeros(len(s)).bool()
+    if anchors.threshold is not None:
+        found = s > anchors.threshold.unsqueeze(dim)
+        apart = apart | (found & ~further.unsqueeze(1 - dim) if o.spared else found)
+    scale = anchors.scale.unsqueeze(dim)
+    if any(o.strengths):
+        beta = torch.where(further, o.strengths[1], o.strengths[0]).to(s.dtype)
+        scale = scale + beta.unsqueeze(1 - dim)
+    return s * scale, apart
+
+
+def _side_sums(o: Operands, s: Tensor, apart: Tensor, anchors: Anchors, dim: int) -> AnchorSums:
+    z, apart = _exponents(o, s, apart, anchors, dim)
+    z.masked_fill_(apart, NO_PAIR)
+    top = None if o.shared is not None else z.amax(dim)
+    e = (z if top is None else z.sub_(top.unsqueeze(dim))).exp_().masked_fill_(apart, 0)
+    dot = (e * s).masked_fill_(apart, 0).sum(dim)[None] if o.moments else None  # s may be NaN where there is no pair
+    number = (~apart).sum(dim, dtype=s.dtype)[None] if o.counted else None
+    return AnchorSums(e.sum(dim)[None], e.square().sum(dim)[None], None if top is None else top[None], dot, number)
+
+
+# -- a wave in Triton --------------------------------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """Shape of a tile, and how its product is pipelined."""
+
+    BM: int
+    BN: int
+    BK: int
+    warps: int
+    stages: int
+
+
+# One tile for each precision and kernel, so that sums are added in the same order in every run. The wide ones are of
+# kernels that compile for every target without spilled registers, the narrow ones of the others (benchmarks/fused.py).
+WIDE = {"bf16": Tile(128, 128, 64, 8, 3), "tf32": Tile(128, 128, 32, 8, 3)}
+NARROW = {"bf16": Tile(128, 64, 64, 8, 3), "tf32": Tile(128, 64, 32, 8, 3)}
+SMALL = {"tf32x3": Tile(64, 64, 32, 4, 2), "ieee": Tile(32, 32, 32, 4, 2)}
+GROUP = 8  # rows of tiles that share columns in the cache
+
+
+def tile_of(precision: str, maxima: bool, policy: bool) -> Tile:
+    """Return the tile of a kernel.
+
+    Args:
+        precision: of the product.
+        maxima: it finds the maximum of each anchor.
+        policy: it knows thresholds or strengths.
+    """
+    return {**(NARROW if maxima or policy else WIDE), **SMALL}[precision]
+
+
+def constants(o: Operands, tile: Tile, rows: bool, columns: bool) -> dict[str, Any]:
+    """Return what both kernels know when they are compiled; ``rows``, ``columns``: where anchors are."""
+    return {
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "KEYS": len(o.row_keys) - o.within,
+        "WITHIN": o.within,
+        "SHIFTED": o.shared is None,
+        "THRESHOLD": _has_threshold(o),
+        "SPARED": o.spared,
+        "HARD": any(o.strengths),
+        "EVEN": o.x.shape[1] % tile.BK == 0,
+        "PRECISION": "ieee" if o.precision == "bf16" else o.precision,
+        "UPCAST": o.precision == "bf16" and not o.x.is_cuda,
+        **{"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": GROUP},
+    }
+
+
+def _has_threshold(o: Operands) -> bool:
+    return any(anchors is not None and anchors.threshold is not None for anchors in (o.rows, o.columns))
+
+
+def _has_policy(o: Operands) -> bool:
+    return _has_threshold(o) or any(o.strengths)
+
+
+def planes(o: Operands) -> int:
+    """Return how many sums the first kernel writes for each anchor and tile."""
+    return 2 + (o.shared is None) + o.moments + o.counted
+
+
+def triton_sums(o: Operands, wave: slice) -> tuple[AnchorSums | None, AnchorSums | None]:
+    """Return sums of the anchors along the rows of a wave, and of those along the columns over these rows, by tile."""
+    from compopt.tiles import language
+
+    tile = tile_of(o.precision or "ieee", maxima=o.shared is None, policy=_has_policy(o))
+    rows, columns = wave.stop - wave.start, len(o.y)
+    down, across = -(-rows // tile.BM), -(-columns // tile.BN)
+    by_row = o.x.new_empty(planes(o) * (o.rows is not None), across, rows, dtype=torch.float32)
+    by_column = o.x.new_empty(planes(o) * (o.columns is not None), down, columns, dtype=torch.float32)
+    flags = constants(o, tile, o.rows is not None, o.columns is not None)
+    with torch.cuda.device_of(o.x):
+        language.sums[(down * across,)](
+            *(*_features(o, wave), by_row, by_column),
+            *(*_sizes(o, wave), across * rows, down * columns, *_numbers(o)),
+            **{**flags, "MOMENTS": o.moments, "COUNTED": o.counted},
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    return _read(o, by_row), _read(o, by_column)
+
+
+def triton_coefficients(o: Operands, wave: slice, rows: Weights | None, columns: Weights | None, out: Tensor) -> None:
+    """Write ``A_ij`` of a wave, ``(wave, Q)``."""
+    from compopt.tiles import language
+
+    tile, count = tile_of(o.precision or "ieee", maxima=False, policy=_has_policy(o)), wave.stop - wave.start
+    nothing = o.x.new_empty(0, dtype=torch.float32)
+    row, column = (nothing if w is None else w.factor for w in (rows, columns))
+    row_top, column_top = (nothing if w is None or w.top is None else w.top for w in (rows, columns))
+    weights = [row[wave], column, row_top[wave], column_top]
+    with torch.cuda.device_of(o.x):
+        language.coefficients[(-(-count // tile.BM) * -(-len(o.y) // tile.BN),)](
+            *(*_features(o, wave), *weights, out, *_sizes(o, wave), out.stride(0), *_numbers(o)),
+            **constants(o, tile, rows is not None, columns is not None),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+
+def _features(o: Operands, wave: slice) -> list[Tensor]:
+    """Features, keys, scales and thresholds; of the rows those of the wave. Without an entry: not read."""
+    nothing = o.x.new_empty(0, dtype=torch.float32)
+    row, column = (anchors or Anchors(nothing) for anchors in (o.rows, o.columns))
+    return [
+        *(o.x[wave], o.y, o.row_keys[:, wave], o.column_keys),
+        *(row.scale[wave], column.scale),
+        nothing if row.threshold is None else row.threshold[wave],
+        nothing if column.threshold is None else column.threshold,
+    ]
+
+
+def _sizes(o: Operands, wave: slice) -> list[int]:
+    strides = [o.row_keys.stride(0), o.column_keys.stride(0)]
+    return [wave.stop - wave.start, len(o.y), o.x.shape[1], o.inside, *strides]
+
+
+def _numbers(o: Operands) -> list[float]:
+    return [0.0 if o.shared is None else o.shared, *o.strengths]
+
+
+def _read(o: Operands, written: Tensor) -> AnchorSums | None:
+    """Name the planes, ``(tiles, anchors)`` each."""
+    if not len(written):
+        return None
+    total, squares, *rest = written
+    top, dot, number = (rest.pop(0) if there else None for there in (o.shared is None, o.moments, o.counted))
+    return AnchorSums(total, squares, top, dot, number)
+
+
+# -- all waves ---------------------------------------------------------------------------------------------------------
 
 
 def sums(o: Operands) -> tuple[AnchorSums | None, AnchorSums | None]:
@@ -19,7 +378,7 @@ def sums(o: Operands) -> tuple[AnchorSums | None, AnchorSums | None]:
     Memory beyond the operands, of one wave at a time: in torch some matrices ``(wave, Q)``; in Triton a few sums per
     tile and anchor. The result is the same in every run: nothing is added atomically.
     """
-    one_wave = dense.sums if o.precision is None else launch.sums
+    one_wave = torch_sums if o.precision is None else triton_sums
     rows: list[AnchorSums] = []
     columns: AnchorSums | None = None
     for wave in o.waves():
@@ -43,7 +402,7 @@ def products(o: Operands, rows: Weights | None, columns: Weights | None, transpo
         rows, columns: of the anchors along each axis; ``None``: they have no part in ``A``.
         transposed: compute ``A^T X``; otherwise it is zero.
     """
-    one_wave = dense.coefficients if o.precision is None else launch.coefficients
+    one_wave = torch_coefficients if o.precision is None else triton_coefficients
     of_rows, of_columns = (z.new_zeros(z.shape, dtype=o.dtype) for z in (o.x, o.y))
     buffer: Tensor | None = None
     with tf32_allowed() if o.precision == "tf32" and o.x.is_cuda else contextlib.nullcontext():
@@ -73,7 +432,7 @@ def log_sums(x: Tensor, y: Tensor, scale: Tensor, facts: dict[str, Any]) -> Tens
     Args:
         x, y: features along the rows and along the columns, ``(B, d)``, float32 or float64.
         scale: ``1 / tau_i`` of the anchors along the rows and along the columns, ``(B, 2)``.
-        facts: fields of :class:`~compopt.tiles.operands.Operands` beside features and anchors.
+        facts: fields of :class:`Operands` beside features and anchors.
     """
     return _LogSums.apply(x, y, scale, facts)
 

@@ -25,11 +25,11 @@ def accelerator(device, accumulate, precision, deepspeed, **options):
     return made
 
 
-def main():
+def main(arguments=None):
     os.environ.update(CONFIGURATION, ACCELERATE_TORCH_DEVICE="cpu")
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
     launch.accelerator = accelerator
-    clip_trainer.main()
+    clip_trainer.main(arguments)
 
 
 if __name__ == "__main__":

@@ -615,12 +615,15 @@ def test_a_learned_scale_stays_below_a_hundred(given, tmp_path):
 # -- several processes, each way of starting them ----------------------------------------------------------------------
 
 
-def launch(processes, given, output, *more, check=True, module="recipes.clip_trainer", arguments=arguments):
+def launch(processes, given, output, *more, module="recipes.clip_trainer", arguments=arguments):
+    return started(processes, module, *arguments(given, output, *more))
+
+
+def started(processes, module, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    command += ["--standalone", "-m", module, *arguments(given, output, *more)]
+    command += ["--standalone", "-m", module, *arguments]
     run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
-    if check:
-        assert run.returncode == 0, run.stderr[-3000:]
+    assert run.returncode == 0, run.stderr[-3000:]
     return run
 
 
@@ -634,9 +637,9 @@ def test_two_processes(given, tmp_path, way, request):
         request.getfixturevalue("deepspeed_compiled")
         more += ["--deepspeed-config", f"recipes/deepspeed/{way}.json"]
     module = "tests.open_clip.fsdp" if way == "fsdp2" else "recipes.clip_trainer"
-    launch(2, given, tmp_path / "whole", *more, module=module)
-    launch(2, given, tmp_path / "stopped", *more, "--max-steps", "7", module=module)
-    launch(2, given, tmp_path / "stopped", *more, "--resume", module=module)
+    runs = [("whole",), ("stopped", "--max-steps", "7"), ("stopped", "--resume")]
+    runs = [arguments(given, tmp_path / name, *more, *options) for name, *options in runs]
+    started(2, "tests.several", module, json.dumps(runs))
     same(weights(tmp_path / "stopped"), weights(tmp_path / "whole"))
     same(rows(tmp_path / "stopped"), rows(tmp_path / "whole"))
     assert set(rows(tmp_path / "whole")["count"].tolist()) == {2}

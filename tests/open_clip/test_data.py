@@ -78,8 +78,7 @@ def test_corrupt_pictures_and_empty_captions(tmp_path, keys):
     compopt.data.ShardIndex.build(pattern, progress=False).save(tmp_path / "shards.json")
     index = "keys:16" if keys else str(tmp_path / "shards.json")
     watch = tiny.train(
-        ["--estimator", "sogclr", "--index", index],
-        tiny.arguments(tmp_path, train_data=pattern, train_num_samples=128),
+        ["--estimator", "sogclr", "--index", index], tiny.arguments(tmp_path, train_data=pattern, train_num_samples=128)
     )
     assert_own_rows(watch, 128)
     skipped = [[5], [6]] if int(open_clip.__version__.split(".")[0]) >= 4 else [[5]]

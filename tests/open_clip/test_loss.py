@@ -29,12 +29,7 @@ def test_infonce_at_the_models_temperature_is_open_clips_own_loss(tmp_path, data
 
 @pytest.mark.parametrize(
     "ours",
-    [
-        "sogclr --gamma 0.5",
-        "clip",
-        "isogclr --rho 1 --tau-init 0.1",
-        "residual --prototypes 16 --index positions",
-    ],
+    ["sogclr --gamma 0.5", "clip", "isogclr --rho 1 --tau-init 0.1", "residual --prototypes 16 --index positions"],
 )
 @pytest.mark.parametrize("batches", [2, 4])
 def test_accumulation_is_one_big_batch(tmp_path, data, ours, batches):

@@ -11,10 +11,7 @@ from tests.accelerated import N, batch, one_step, same, train
 from tests.devices import DEVICE, PRETEND, quiet, synchronize
 from tests.pretend import LEDGER
 
-pytestmark = [
-    pytest.mark.accelerator,
-    pytest.mark.skipif(PRETEND != "cuda", reason="is about the pretend device"),
-]
+pytestmark = [pytest.mark.accelerator, pytest.mark.skipif(PRETEND != "cuda", reason="is about the pretend device")]
 
 
 @pytest.fixture(autouse=True)

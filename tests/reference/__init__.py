@@ -2,11 +2,7 @@
 
 from tests.reference.alone import AloneAverage, AloneChains, AloneDual, AloneGlobalDual, AloneNetwork
 from tests.reference.contrastive import Reference
-from tests.reference.dense import (
-    dense_global_gradient,
-    dense_global_loss,
-    dense_log_normalizers,
-)
+from tests.reference.dense import dense_global_gradient, dense_global_loss, dense_log_normalizers
 from tests.reference.losses import LossReference
 from tests.reference.mcmc import DatasetMCMCReference, MCMCReference
 from tests.reference.memory import MemoryReference
@@ -15,11 +11,7 @@ from tests.reference.neural import NeuralReference, ResidualReference, equation_
 from tests.reference.normalizers import BatchReference, MovingAverageReference, SigmoidReference
 from tests.reference.policy import PolicyReference
 from tests.reference.sogclr import LiteralSogCLR
-from tests.reference.temperatures import (
-    DualReference,
-    FixedReference,
-    GlobalDualReference,
-)
+from tests.reference.temperatures import DualReference, FixedReference, GlobalDualReference
 
 __all__ = [
     "AloneAverage",

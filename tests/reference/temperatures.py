@@ -97,13 +97,7 @@ class GlobalDualReference:
     has_rho = True
 
     def __init__(
-        self,
-        tau_init,
-        optimizer="momentum",
-        beta=0.9,
-        betas=(0.9, 0.999),
-        parametrization="linear",
-        lr_switch=None,
+        self, tau_init, optimizer="momentum", beta=0.9, betas=(0.9, 0.999), parametrization="linear", lr_switch=None
     ):
         self.optimizer, self.beta, self.betas = optimizer, beta, betas
         self.log = parametrization == "log"  # theta = log(1/tau) is what moves; dF/dtheta = -tau dF/dtau

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from compopt.tiles.operands import Anchors, Operands, Weights
+from compopt.tiles.sweep import Anchors, Operands, Weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter multiplies TF32 in float32.

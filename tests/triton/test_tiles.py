@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compopt.tiles import sweep
-from compopt.tiles.operands import NO_PAIR
+from compopt.tiles.sweep import NO_PAIR
 from tests.triton.operands import DEVICE, EXACT, low, low_weights, operands, relative, weights
 
 CASES = {

@@ -26,20 +26,23 @@ def measures(est: Any, z1: Tensor, z2: Tensor, batch: int) -> dict[str, float]:
     return {"normalizer_error": float(error), "bias": bias, "spread": spread}
 
 
-def gradient_errors(est: Any, z1: Tensor, z2: Tensor, batch: int, repeats: int = REPEATS) -> tuple[float, float]:
-    """Relative bias and spread of a sample's feature gradient, over random batches.
+def gradient_errors(
+    est: Any, z1: Tensor, z2: Tensor, batch: int, repeats: int = REPEATS, among: Tensor | None = None
+) -> tuple[float, float]:
+    """Relative bias and spread of a sample's feature gradient, over random batches, of all samples or of ``among``.
 
     Rows stay as they are. A memory of features goes on taking those of each batch, as in training: which samples it has
     is as random as the batch. What finitely many batches leave of the spread in the mean is taken off the bias.
     """
     est.train(isinstance(est.normalizer, compopt.MemoryNormalizer))
-    n = len(z1) - len(z1) % batch
+    among = torch.arange(len(z1)) if among is None else among
+    n = len(among) - len(among) % batch
     total = torch.zeros(2, *z1.shape, dtype=torch.float64)
     square = torch.zeros(2, len(z1), dtype=torch.float64)
     visits = torch.zeros(len(z1), dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     for _ in range(repeats):
-        for rows in torch.randperm(len(z1), generator=generator)[:n].split(batch):
+        for rows in among[torch.randperm(len(among), generator=generator)[:n]].split(batch):
             gradients = torch.stack(est.feature_gradients(z1[rows], z2[rows], rows)[1:]).double() * len(rows)
             est.step()
             total.index_add_(1, rows, gradients)

@@ -1,210 +1,41 @@
-"""sentence-transformers: any estimator as the loss of its ``SentenceTransformerTrainer``."""
+"""Losses for ``SentenceTransformerTrainer`` that call an estimator."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 from inspect import signature
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_static_embedding_input
+from sentence_transformers.base.losses.merged_forward import embed_columns
+from sentence_transformers.sentence_transformer.losses import GISTEmbedLoss, MultipleNegativesRankingLoss
+from sentence_transformers.util import batch_to_device, cos_sim, dot_score, get_world_size, is_dist_initialized
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from typing_extensions import Unpack
-
-try:
-    from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_static_embedding_input
-    from sentence_transformers.base.losses.merged_forward import embed_columns
-    from sentence_transformers.sentence_transformer.losses import GISTEmbedLoss, MultipleNegativesRankingLoss
-    from sentence_transformers.util import (
-        all_gather_with_grad,
-        batch_to_device,
-        cos_sim,
-        dot_score,
-        get_rank,
-        get_world_size,
-        is_dist_initialized,
-    )
-except ImportError as error:
-    raise ImportError(
-        "this needs sentence-transformers 6.2 or newer: "
-        "pip install -e '.[sentence-transformers]' in the checkout of compopt"
-    ) from error
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.options import takes_options
-from compopt.integrations.transformers import EstimatorCallback
+from compopt.integrations.sentence_transformers.options import LossOptions, RankingOptions, by_direction, guided_options
 from compopt.kernel.features import with_gradients
 from compopt.module import as_module
-from compopt.pairs import Also, FalseNegatives, Hardness, PairPolicy
+from compopt.pairs import PairPolicy
 from compopt.presets import InfoNCEEstimator
 from compopt.summary import Summary
 
-__all__ = [
-    "CachedEstimatorLoss",
-    "EstimatorCallback",
-    "EstimatorLoss",
-    "add_index",
-    "guided_options",
-    "ranking_options",
-]
-
 ADD_INDEX = "compopt.integrations.sentence_transformers.add_index"
-GATHER = "gather_across_devices"
-NOBODY = -1  # row of a negative that is nobody's positive
-LABELS = ("label", "labels", "score", "scores")  # the first of these columns is the trainer's label
 LOOKS = 8  # batches whose labels are compared with classes
-_ALSO: dict[str, Also] = {
-    "query_to_query": "query_to_query",
-    "doc_to_query": "document_to_query",
-    "doc_to_doc": "document_to_every_document",
-}
-
-
-class _RankingOptions(TypedDict, total=False):
-    """Keywords of ``MultipleNegativesRankingLoss``."""
-
-    scale: float
-    similarity_fct: Callable[[Tensor, Tensor], Tensor]
-    gather_across_devices: bool
-    directions: tuple[Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"], ...]
-    partition_mode: Literal["joint", "per_direction"]
-    hardness_mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"] | None
-    hardness_strength: float
-
-
-class _GuidedOptions(TypedDict, total=False):
-    """Keywords of ``GISTEmbedLoss``, beside its models and ``gather_across_devices``."""
-
-    temperature: float
-    margin_strategy: Literal["absolute", "relative"]
-    margin: float
-    contrast_anchors: bool
-    contrast_positives: bool
-
-
-class _LossOptions(_RankingOptions, _GuidedOptions, total=False):
-    """Keywords of either loss."""
-
-
-# which of an anchor's candidates have a hardness; its own mined negatives are not among the others
-_HARDER: dict[str, Literal["mined", "others"]] = {"in_batch_negatives": "others", "hard_negatives": "mined"}
-_READ = {*_RankingOptions.__annotations__, "temperature", "citation"}  # attributes of their loss
-_BOTH: _RankingOptions = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
-
-
-def ranking_options(**options: Unpack[_RankingOptions]) -> dict[str, Any]:
-    """Return options of estimators from those of ``MultipleNegativesRankingLoss``.
-
-    ``scale`` becomes ``tau=1/scale``; the further ``directions`` of one softmax and ``hardness_strength`` become a
-    :class:`~compopt.PairPolicy`; one softmax for each direction becomes ``directions="both"``.
-
-    Args:
-        **options: ``scale``, ``similarity_fct``, ``directions``, ``partition_mode``, ``hardness_mode`` and
-            ``hardness_strength``, with the defaults of sentence-transformers. ``dot_score`` gives ``normalize=False``.
-            ``gather_across_devices`` has no effect: see the ``process_group`` of estimators.
-
-    Returns:
-        ``tau``, ``directions``, ``multiply_tau``, ``normalize`` and ``pairs``, keywords of the presets that have both
-        ``tau`` and ``multiply_tau``. The gradient of an :class:`~compopt.InfoNCEEstimator` with them is that of the
-        ranking loss.
-
-    Raises:
-        ValueError: values that sentence-transformers refuses; hardness with one softmax for each direction; a
-            ``similarity_fct`` other than ``cos_sim`` and ``dot_score``, which estimators do not compute.
-
-    Example:
-        >>> import compopt
-        >>> from compopt.integrations.sentence_transformers import ranking_options
-        >>> options = ranking_options(scale=50.0, hardness_mode="all_negatives", hardness_strength=5.0)
-        >>> options["tau"], options["pairs"]
-        (0.02, PairPolicy(hardness=5.0))
-        >>> est = compopt.SogCLREstimator(n=1000, **options)
-    """
-    loss = MultipleNegativesRankingLoss(cast(Any, None), **options)
-    if loss.similarity_fct not in (cos_sim, dot_score):
-        raise ValueError(
-            f"similarity_fct={_named(loss.similarity_fct)} is nothing that estimators compute; take cos_sim or "
-            f"dot_score of sentence_transformers.util, or EstimatorLoss without an estimator, or give the estimator "
-            f"the matrix of similarities (docs/guides/similarities.md)"
-        )
-    first, *others = _estimators(loss)
-    if others:
-        raise ValueError(
-            f"hardness_strength={options['hardness_strength']} weights the direction query_to_doc alone, and an "
-            f"estimator both; use partition_mode='joint', or EstimatorLoss without an estimator"
-        )
-    return first
-
-
-def guided_options(
-    temperature: float = 0.01,
-    margin_strategy: Literal["absolute", "relative"] = "absolute",
-    margin: float = 0.0,
-    contrast_anchors: bool = True,
-    contrast_positives: bool = True,
-) -> dict[str, Any]:
-    """Return options of estimators from those of ``GISTEmbedLoss``, whose defaults these are.
-
-    Args:
-        temperature: ``tau``.
-        margin_strategy, margin: candidates above a threshold are no negatives. Of the guide's similarity ``s`` of the
-            positive, ``"absolute"``: ``s - margin``; ``"relative"``: ``s - margin |s|``.
-        contrast_anchors, contrast_positives: similarities of anchors, and of positives, are candidates too.
-
-    Returns:
-        ``tau``, ``directions``, ``multiply_tau`` and ``pairs``, keywords of the presets that have both ``tau`` and
-        ``multiply_tau``, for :class:`EstimatorLoss` with ``guide=``.
-
-    Raises:
-        TypeError, ValueError: a value of another type, or out of range; a relative margin outside [0, 1).
-
-    Example:
-        >>> import compopt
-        >>> from compopt.integrations.sentence_transformers import guided_options
-        >>> guided_options(margin=0.1, contrast_anchors=False, contrast_positives=False)["pairs"]
-        PairPolicy(false_negatives=-0.1, guided=True)
-        >>> est = compopt.SogCLREstimator(n=1000, **guided_options(temperature=0.05))
-    """
-    checks.positive("temperature", temperature)
-    checks.one_of("margin_strategy", margin_strategy, ("absolute", "relative"))
-    checks.flag("contrast_anchors", contrast_anchors)
-    checks.flag("contrast_positives", contrast_positives)
-    threshold: FalseNegatives = 0.0 - checks.number("margin", margin)
-    if margin_strategy == "relative":
-        checks.decay("margin", margin)
-        threshold = ("relative", 1 - margin)
-    anchors: tuple[Also, ...] = ("query_to_query",) if contrast_anchors else ()
-    positives: tuple[Also, ...] = ("document_to_document",) if contrast_positives else ()
-    policy = PairPolicy(false_negatives=threshold, guided=True, also=anchors + positives)
-    return {"tau": temperature, "directions": "forward", "multiply_tau": False, "pairs": policy}
-
-
-def _estimators(loss: MultipleNegativesRankingLoss) -> list[dict[str, Any]]:
-    """Return the options of one estimator, or of one for each direction where only the first has weights."""
-    both = loss.partition_mode == "per_direction" and "doc_to_query" in loss.directions
-    hardness: Hardness | None = None
-    if loss.hardness_mode is not None and loss.hardness_strength:
-        kind = _HARDER.get(loss.hardness_mode)
-        hardness = loss.hardness_strength if kind is None else (kind, loss.hardness_strength)
-    also = () if both else tuple(kind for name, kind in _ALSO.items() if name in loss.directions)
-    options = {
-        "tau": 1 / loss.scale,
-        "directions": "both" if both and not hardness else "forward",
-        "multiply_tau": False,
-        "normalize": loss.similarity_fct is cos_sim,
-        "pairs": PairPolicy(also=also, hardness=hardness) if also or hardness else None,
-    }
-    return [options, {**options, "pairs": None}] if both and hardness else [options]
-
-
-def _named(similarity: Callable[[Tensor, Tensor], Tensor]) -> str:
-    return getattr(similarity, "__qualname__", type(similarity).__name__)
+GATHER = "gather_across_devices"
+READ = {*RankingOptions.__annotations__, "temperature", "citation"}  # attributes of their loss
+BOTH: RankingOptions = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+GUIDED = {name: p.default for name, p in signature(guided_options).parameters.items()}
 
 
 @lru_cache(maxsize=1)
@@ -247,20 +78,19 @@ class EstimatorLoss(nn.Module):
             ``gather_across_devices`` the anchors of all ranks are contrasted, not those of this one alone. Beside an
             estimator with ``PairPolicy(guided=True)``.
         **options: without an estimator, those of ``MultipleNegativesRankingLoss``, or with a guide those of
-            ``GISTEmbedLoss``, see :func:`guided_options`. The former can then be read and assigned
-            as attributes. A ``similarity_fct`` other than ``cos_sim`` and ``dot_score`` keeps the matrices of
-            similarities of the batch in the graph, and does not take ``"query_to_query"`` and ``"doc_to_doc"``. With
-            ``gather_across_devices`` the value is the mean over the anchors of all ranks, not of this one alone.
+            ``GISTEmbedLoss``, see :func:`guided_options`. The former can then be read and assigned as attributes.
+            With ``gather_across_devices`` the value is the mean over the anchors of all ranks, not of this one alone.
+            With a ``similarity_fct`` other than ``cos_sim`` and ``dot_score`` the loss is sentence-transformers' own.
 
     Raises:
         AttributeError: an option is assigned beside an estimator.
         TypeError: ``est`` is no contrastive estimator; the labels are no integers.
         IndexError: the label column has rows beyond those of the estimator.
         ValueError: options beside an estimator, of the other loss, or that sentence-transformers refuses; a guide that
-            the estimator does not ask for, or none where it does; no second column; no label
-            column where there are rows; one label for a whole batch; as many labels per sample as fit neither pairs nor
-            columns; a dimension without an estimator; a loss around this one that calls it several times with one batch
-            (``AdaptiveLayerLoss``), where there are rows.
+            the estimator does not ask for, or none where it does; no second column; no label column where there are
+            rows; one label for a whole batch; as many labels per sample as fit neither pairs nor columns; a dimension
+            without an estimator; a loss around this one that calls it several times with one batch
+            (``AdaptiveLayerLoss``), where there are rows; ``index_labels`` with a ``similarity_fct`` of one's own.
 
     Warns:
         UserWarning: labels that look like classes; what the estimator warns of.
@@ -292,7 +122,7 @@ class EstimatorLoss(nn.Module):
         >>> guided([questions, answers]).backward()
     """
 
-    @takes_options((MultipleNegativesRankingLoss, GISTEmbedLoss), _LossOptions)
+    @takes_options((MultipleNegativesRankingLoss, GISTEmbedLoss), LossOptions)
     def __init__(
         self,
         model: nn.Module,
@@ -300,7 +130,7 @@ class EstimatorLoss(nn.Module):
         eval_scale: float = 20.0,
         index_labels: bool = False,
         guide: nn.Module | None = None,
-        **options: Unpack[_LossOptions],
+        **options: Unpack[LossOptions],
     ) -> None:
         super().__init__()
         checks.positive("eval_scale", eval_scale)
@@ -309,37 +139,39 @@ class EstimatorLoss(nn.Module):
         self.guide = guide
         self._tokenizer = None if guide is None else _other_tokenizer(model, guide)
         self._by_dimension = _checked(est, guide)
+        ranking: dict[str, Any] = {**options}
+        guided = {name: ranking.pop(name) for name in GUIDED if name in ranking}
         self._guided: dict[str, Any] = {}  # options of GISTEmbedLoss
-        if self._by_dimension and options:
-            raise ValueError(
-                f"{', '.join(options)} must be left out beside est=, which has such options itself; build the "
-                f"estimator with **ranking_options(...), or leave est= out"
-            )
-        ranking, guided = _split(options)
-        if guide is not None and est is None:
-            self._guided = _guided_config(ranking, guided)
-            gather = ranking.get("gather_across_devices", False)
-            ranking = {"scale": 1 / self._guided["temperature"], "gather_across_devices": gather}
+        if self._by_dimension:
+            if options:
+                raise ValueError(
+                    f"{', '.join(options)} must be left out beside est=, which has such options itself; build the "
+                    f"estimator with **ranking_options(...), or leave est= out"
+                )
+            both = any(each.directions == "both" for each in self._by_dimension.values())
+            ranking = {**(BOTH if both else {}), "scale": eval_scale}
+        elif guide is not None:
+            if others := ranking.keys() - {GATHER}:
+                known = ", ".join(GUIDED)
+                raise ValueError(f"{', '.join(sorted(others))} must be left out beside guide=, which has {known}")
+            self._guided = {**GUIDED, **guided}
+            ranking["scale"] = 1 / guided_options(**self._guided)["tau"]
         elif guided:
             raise ValueError(f"{', '.join(guided)} must be left out without guide=, the model that tells what is false")
-        elif est is not None:
-            both = any(each.directions == "both" for each in self._by_dimension.values())
-            ranking = {**(_BOTH if both else {}), "scale": eval_scale}
         # holds the options, and evaluates; model cards would take an attribute ``loss`` for what is trained with
         self.ranking = MultipleNegativesRankingLoss(cast(Any, None), **ranking)
-        self._allowed = self._options()
         modules = (as_module(each, state=False) for each in self._by_dimension.values())
         self.estimators = nn.ModuleList(modules)  # for devices, and for parameters that the trainer optimizes
         self._looks = 0
         self._latest: dict[int, Tensor | None] = {}  # labels of the latest call, by dimension
 
     def __getattr__(self, name: str) -> Any:
-        if name in _READ and not self._by_dimension and not self._guided:
+        if name in READ and not self._by_dimension and not self._guided:
             return getattr(self.ranking, name)
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _READ:
+        if name not in READ:
             super().__setattr__(name, value)
         elif self._by_dimension:
             raise AttributeError(
@@ -394,56 +226,32 @@ class EstimatorLoss(nn.Module):
         texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return batch_to_device(guide.preprocess(texts), guide.device)
 
-    def _options(self) -> dict[str, Any]:
-        return {name: getattr(self.ranking, name) for name in _RankingOptions.__annotations__}
-
-    def _refuse_options(self) -> None:
-        """Refuse options that were assigned where the constructor of sentence-transformers refuses them."""
-        if (options := self._options()) != self._allowed:
-            MultipleNegativesRankingLoss(cast(Any, None), **options)
-            self._allowed = options
-
     def _ranking(self, embeddings: list[Tensor], labels: Tensor | None, guides: list[Tensor] | None) -> Tensor:
         """Compute the loss by the options, which may have been assigned since the last call."""
-        self._refuse_options()
-        guided = guided_options(**self._guided) if self._guided else None
-        alone = not self.ranking.gather_across_devices or get_world_size() == 1
-        if alone and len(embeddings[0]) == 1:  # an estimator refuses a last batch of one sample; theirs does not
-            if guided is not None and guides is not None:
-                return _of_one_sample(embeddings, guides, guided["pairs"], guided["tau"])
-            return self.ranking.compute_loss_from_embeddings(embeddings, cast(Any, labels))
+        loss, guided = self.ranking, guided_options(**self._guided) if self._guided else None
+        options = {name: getattr(loss, name) for name in RankingOptions.__annotations__}
+        MultipleNegativesRankingLoss(cast(Any, None), **options)  # refuses wrong values, which may have been assigned
+        alone = not loss.gather_across_devices or get_world_size() == 1
+        other = loss.similarity_fct not in (cos_sim, dot_score)
+        if other and self.index_labels:
+            raise ValueError("index_labels=True needs similarity_fct=cos_sim or dot_score of sentence_transformers")
+        single = alone and len(embeddings[0]) == 1  # an estimator refuses a last batch of one sample; theirs does not
+        if single and guided is not None:
+            return _of_one_sample(embeddings, cast(Any, guides), guided["pairs"], guided["tau"])
+        if single or other:
+            return loss.compute_loss_from_embeddings(embeddings, cast(Any, labels))
         group = _this_rank(cast(ProcessGroup, dist.group.WORLD)) if alone and is_dist_initialized() else None
-        embeddings = self._similar(embeddings)
         values: list[Tensor] = []
-        for options in _estimators(self.ranking) if guided is None else [guided]:
+        for each in by_direction(loss) if guided is None else [guided]:
             if values:  # the other direction
                 embeddings = embeddings[1::-1]
                 labels = None if labels is None else labels.reshape(len(labels), -1)[:, :2].flip(1)
-            est = InfoNCEEstimator(**options, process_group=group)
+            est = InfoNCEEstimator(**each, process_group=group)
             value = self._call(est, embeddings, labels, guides)
             summary = cast(Summary, est._last)  # metrics would compute all others too
             # the value is that of a sum over candidates, not of their mean
             values.append(value + (summary.cross_entropy().mean() - value).detach())
         return torch.stack(values).mean()
-
-    def _similar(self, embeddings: list[Tensor]) -> list[Tensor]:
-        """Return features whose inner products are the similarities."""
-        similarity, queries = self.ranking.similarity_fct, embeddings[0]
-        if similarity in (cos_sim, dot_score):
-            return embeddings
-        if {"query_to_query", "doc_to_doc"} & set(self.ranking.directions):
-            raise ValueError(
-                f"similarity_fct={_named(similarity)} is for queries and documents; leave out the other "
-                f"directions, or take cos_sim or dot_score"
-            )
-        # rows of the identity, and columns of the matrix of similarities
-        first = 0
-        if self.ranking.gather_across_devices:
-            first, queries = get_rank() * len(queries), all_gather_with_grad(queries)
-        columns = [similarity(queries, documents).T for documents in embeddings[1:]]
-        # autocast may have given them another dtype than that of the queries
-        one_hot = torch.eye(len(queries), dtype=columns[0].dtype, device=queries.device)
-        return [one_hot[first : first + len(embeddings[0])], *columns]
 
     def _call(
         self,
@@ -583,7 +391,7 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         >>> loss([questions, answers]).backward()
     """
 
-    @takes_options((MultipleNegativesRankingLoss, GISTEmbedLoss), _LossOptions)
+    @takes_options((MultipleNegativesRankingLoss, GISTEmbedLoss), LossOptions)
     def __init__(
         self,
         model: nn.Module,
@@ -594,7 +402,7 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         show_progress_bar: bool = False,
         index_labels: bool = False,
         guide: nn.Module | None = None,
-        **options: Unpack[_LossOptions],
+        **options: Unpack[LossOptions],
     ) -> None:
         super().__init__(model, est, eval_scale, index_labels, guide, **options)
         if has_static_embedding_input(model):
@@ -649,83 +457,6 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         return loss.detach()
 
 
-def add_index(
-    data: Any, anchors: str | None = None, positives: str | None = None, negatives: str | Sequence[str] = ()
-) -> Any:
-    """Return a data set, or a dictionary of several, with the label column that :class:`EstimatorLoss` reads.
-
-    Rows are positions, those of a second data set after the first's, and so on: ``n`` is the number of all samples.
-    Equal texts of the named columns get one row, that of the first: a document that is the positive of two anchors is a
-    negative of neither. A text that is an anchor here and a positive there has two rows.
-
-    Args:
-        data: a ``datasets.Dataset``, or a dictionary of them; not streamed, since positions are counted here.
-        anchors: the column of the anchors, if equal texts in it are one sample.
-        positives: the column of the positives, if equal texts in it are one; labels are then ``[i, j]``.
-        negatives: the columns of the negatives, all of them in their order, where these may be the positives of other
-            anchors, or of their own; labels are then ``[i, j, k, ...]``. They get their rows from ``positives``, and
-            -1 if they are nobody's positive.
-
-    Returns:
-        The same with a column ``label``, of integers or lists of them; all texts of the named columns are in memory
-        meanwhile. Communicates nothing: every rank makes the same.
-
-    Raises:
-        TypeError: a data set without a length; a column of something else than texts.
-        ValueError: there is a column already that the trainer would take for the label; ``negatives`` without
-            ``positives``.
-
-    Example:
-        >>> from datasets import Dataset
-        >>> from compopt.integrations.sentence_transformers import add_index
-        >>> data = Dataset.from_dict({"question": ["a", "b", "c"], "answer": ["x", "y", "x"]})
-        >>> list(add_index(data)["label"])
-        [0, 1, 2]
-        >>> list(add_index(data, positives="answer")["label"])  # the first and the third have one answer
-        [[0, 0], [1, 1], [2, 0]]
-    """
-    sets = data if isinstance(data, Mapping) else {"": data}
-    negatives = [negatives] if isinstance(negatives, str) else list(negatives)
-    if negatives and positives is None:
-        raise ValueError("negatives= get their rows from positives=, which is None")
-    first, rows = 0, {}
-    known: tuple[dict[str, int], dict[str, int]] = ({}, {})  # first rows of texts: of anchors, of positives
-    for name, each in sets.items():
-        if not hasattr(each, "__len__"):
-            raise TypeError(
-                f"data of type {type(each).__name__} has no length; add a column 'label' of positions where it is made"
-            )
-        if taken := [column for column in LABELS if column in each.column_names]:
-            raise ValueError(f"column {taken[0]!r} would be taken for the label; remove or rename it")
-        columns = (anchors,) if positives is None else (anchors, positives)
-        rows[name] = [_rows(each, column, first, seen) for column, seen in zip(columns, known, strict=False)]
-        first += len(each)
-    made = {}
-    for name, each in sets.items():  # now that all positives are known
-        rows[name] += [[known[1].get(text, NOBODY) for text in _texts(each, column)] for column in negatives]
-        labels = rows[name][0] if positives is None else [list(row) for row in zip(*rows[name], strict=True)]
-        made[name] = each.add_column("label", labels)
-    make: Any = type(data)  # a DatasetDict stays one
-    return make(made) if isinstance(data, Mapping) else made[""]
-
-
-def _split(options: _LossOptions) -> tuple[_RankingOptions, _GuidedOptions]:
-    """Return the options of ``MultipleNegativesRankingLoss`` and those of ``GISTEmbedLoss``."""
-    guided: Any = {name: value for name, value in options.items() if name in _GuidedOptions.__annotations__}
-    return cast(_RankingOptions, {name: value for name, value in options.items() if name not in guided}), guided
-
-
-def _guided_config(options: _RankingOptions, guided: _GuidedOptions) -> dict[str, Any]:
-    """Return all options of ``GISTEmbedLoss``; those of the other loss are refused."""
-    if others := set(options) - {GATHER}:
-        known = ", ".join(_GuidedOptions.__annotations__)
-        raise ValueError(f"{', '.join(sorted(others))} must be left out beside guide=, which has {known}")
-    given = signature(guided_options).bind(**guided)
-    given.apply_defaults()
-    guided_options(**given.arguments)  # refuses
-    return dict(given.arguments)
-
-
 def _other_tokenizer(model: Any, guide: Any) -> Any:
     """Return the model's tokenizer where the guide has other tokens, or fewer for a text; else ``None``."""
     own, other = (getattr(each, "tokenizer", None) for each in (model, guide))
@@ -761,17 +492,3 @@ def _checked(
                 f"with **guided_options(...), or PairPolicy(guided=True, ...), and give this loss guide=, or neither"
             )
     return every
-
-
-def _rows(data: Any, column: str | None, first: int, known: dict[str, int]) -> list[int]:
-    if column is None:
-        return list(range(first, first + len(data)))
-    return [known.setdefault(text, first + at) for at, text in enumerate(_texts(data, column))]
-
-
-def _texts(data: Any, column: str) -> list[str]:
-    texts = list(data[column])
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(f"column {column!r} holds {type(text).__name__}, and only texts can be told to be equal")
-    return texts

@@ -1,0 +1,363 @@
+"""Log-normalizers that are known before the similarities are swept: what they cost in recall, and in the gradient.
+
+    python -m benchmarks.studies.known_alpha tune  --wordnet FOLDER   # learning rates at batch 64
+    python -m benchmarks.studies.known_alpha final --wordnet FOLDER   # three other seeds, test half
+    python -m benchmarks.studies.known_alpha report                   # results/known_alpha.md
+
+A kernel that has every ``alpha_i`` before it computes ``s_ij`` needs one sweep for the loss and its gradients: three
+products, where the fused kernel takes four. Here today's path computes both, so that only the error is measured:
+
+- ``last visit``: the row of a moving average before this batch enters it (eq. 10 of SogCLR). A first visit has none,
+  and takes the batch's own estimate.
+- ``last visit, scaled``: the same; all weights of a batch are then divided by their mean sum, a number that a kernel
+  knows after its sweep.
+- ``queue``: a memory whose normalizer is that of its queue alone, the batch counted as if it were like the queue.
+- ``queue, last visit``: the batch's part is the row of the last visit.
+- ``before``: NeuCLIP's network before it learns from the batch.
+- ``bounded``: no pair weighs more than 1, as no true weight does; a kernel can do that in its sweep.
+- ``quarter``: DCL whose normalizer is that of a quarter of the batch, for a quarter of a product more.
+
+Data, FOLDER, encoders and training are those of ``benchmarks.studies.default`` with fewer samples. Each finished run is
+a line of ``results/known_alpha.jsonl``; it is not run again. There are 174 runs of 8 to 15 seconds of one core.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+import compopt
+from benchmarks.report import RESULTS
+from benchmarks.studies.default.tasks import DIM, Glyphs, Task, Words
+from benchmarks.studies.default.training import Setting, how, train
+from benchmarks.studies.search import SEEDS, Arm, Job, Results, Search, main
+from benchmarks.studies.state.gradients import gradient_errors
+from compopt import functional as F
+from compopt.estimator.component import Call, Estimate
+from recipes import batches
+
+DATA = ("glyphs", "words")
+PAIRS, PASSES, TAU, GAMMA = 8192, 4, 0.07, 0.8
+RATES, LARGE_RATE = (4e-3, 1.2e-2), 1.6e-2  # of batch 64 (the second near the best of today's) and of 256
+PROTOTYPES, RESTART_EVERY, PART = 1024, 100, 4
+EVERY = 16  # calls between two comparisons of a known alpha with today's
+PROBED, REPEATS = (1.5, 3.5), 4  # passes after which the exact gradient is compared, and batches of each sample
+USUAL = (0.5, 2.0)  # bounds of a weight sum that is near 1
+
+
+# -- normalizers ---------------------------------------------------------------------------------------------------
+
+
+class Average(compopt.MovingAverageEstimator):
+    """Moving average that gives ``alpha`` before it has the batch, unless ``known`` is False.
+
+    Args:
+        n: number of samples.
+        reference: of the average.
+        known: alpha is that of the last visit.
+        scaled: all weights are divided by their mean sum.
+    """
+
+    def __init__(self, n: int, reference: Any, known: bool, scaled: bool = False) -> None:
+        super().__init__(n, GAMMA, reference)
+        self.known, self.scaled, self.outer_positive = known, scaled, reference == "none"
+
+    def estimate(self, call: Call) -> Estimate:
+        updated = super().estimate(call)
+        alpha = updated.alpha
+        if self.known:
+            new = updated.proposals["log_u"]
+            alpha = alpha - new + torch.where(call.unseen("log_u"), new, call.rows["log_u"])
+            if self.scaled:
+                alpha = alpha + call.pairs.sum_weights(alpha).mean().log()
+        self.used, self.sums = alpha, call.pairs.sum_weights(alpha)
+        return replace(updated, alpha=alpha)
+
+
+class Memory(compopt.MemoryNormalizer):
+    """Memory whose weights are divided by what is known before the batch's similarities, unless ``known`` is False.
+
+    Args:
+        n: number of samples.
+        known: alpha is that of the queue.
+        rows: the batch's part of it is a moving average of each sample's own, where it was visited before.
+    """
+
+    def __init__(self, n: int, known: bool, rows: bool = False) -> None:
+        super().__init__(DIM)
+        self.known, self.log_u = known, torch.full((n, 2), torch.nan) if rows else None
+        self.frozen = False  # rows stay as they are
+
+    def estimate(self, call: Call) -> Estimate:
+        updated = super().estimate(call)
+        assert updated.weight_alpha is not None and updated.through_alpha is not None
+        more = self._known_sum(call, updated) if self.known else torch.zeros_like(updated.alpha)
+        self.used, self.sums = updated.weight_alpha + more, more.neg().exp()
+        return replace(
+            updated,
+            alpha=updated.alpha + more,
+            weight_alpha=self.used,
+            through_alpha=lambda slope: updated.through_alpha(slope * more.neg().exp()),
+        )
+
+    def _known_sum(self, call: Call, updated: Estimate) -> Tensor:
+        """Return the logarithm of the known sum over batch and queue, less that of the true one, ``(B, A)``."""
+        pairs = call.pairs
+        share = 1 - pairs.sum_weights(updated.weight_alpha)  # of the queue
+        filled = 1 - (updated.alpha - updated.weight_alpha).exp()  # of the candidates that are in the queue
+        known = share / filled
+        if self.log_u is not None:
+            index = call.batch.keys["index"]
+            last = self.log_u[index]
+            known = torch.where(last.isnan(), known, share + (last - updated.weight_alpha).exp())
+            if call.training and not self.frozen:
+                self.log_u[index] = F.moving_average(last, pairs.log_ghat, GAMMA, first=last.isnan())
+        return torch.where((share > 1e-6) & (filled > 1e-6), known.log(), 0.0)  # the first batches have no queue
+
+
+class Network(compopt.NeuralNormalizer):
+    """NeuCLIP's network, which predicts before it learns from the batch, unless ``known`` is False."""
+
+    def __init__(self, known: bool) -> None:
+        super().__init__(DIM, PROTOTYPES, restart_every=RESTART_EVERY, through_alpha=True)
+        self.known = known
+
+    def estimate(self, call: Call) -> Estimate:
+        found = super().estimate(call)
+        self.sums = call.pairs.sum_weights(found.alpha)
+        return found
+
+    def learn_from(self, call: Call, predict_first: bool = False) -> Any:
+        return super().learn_from(call, predict_first or self.known)
+
+
+class Part(compopt.BatchNormalizer):
+    """Normalizer of the first candidates of the batch, an anchor's own left out, unless ``known`` is False."""
+
+    known = True
+
+    def estimate(self, call: Call) -> Estimate:
+        alpha = self._of_part(call) if self.known else super().estimate(call).alpha
+        self.used, self.sums = alpha, call.pairs.sum_weights(alpha)
+        return Estimate(alpha)
+
+    def _of_part(self, call: Call) -> Tensor:
+        z = torch.stack(call.batch.features)
+        few = z.shape[1] // PART
+        itself = torch.eye(z.shape[1], few, dtype=torch.bool)
+        logits = (z @ z.flip(0)[:, :few].mT / call.tau).masked_fill(itself, -math.inf).logsumexp(2)
+        return logits.T - call.pairs.positive / call.tau - (few - itself.sum(1, keepdim=True)).log()
+
+
+class Bounded(compopt.ContrastiveEstimator):
+    """An estimator none of whose pairs weighs more than 1, while its alpha is a known one.
+
+    True weights never do. A kernel that has a pair's weight can bound it in the same sweep; here the gradient of what
+    is above 1 is taken off.
+    """
+
+    def __call__(self, z1: Tensor, z2: Any = None, index: Any = None, *args: Any, **given: Any) -> Tensor:
+        loss = super().__call__(z1, z2, index, *args, **given)
+        normalizer: Any = self.normalizer
+        if not normalizer.known:
+            return loss
+        z, above = [torch.nn.functional.normalize(side) for side in (z1, z2)], torch.zeros(())
+        for own, other, alpha in zip(z, z[::-1], normalizer.used.T, strict=True):
+            s = own @ other.T
+            h = s - s.diagonal()[:, None]
+            weight = (h.detach() / TAU - alpha[:, None]).exp().fill_diagonal_(0) / (len(s) - 1)
+            pulled = s if getattr(normalizer, "outer_positive", False) else h
+            above = above + ((weight - 1).clamp(min=0) * pulled).sum() / (2 * len(s))
+        return loss - (above - above.detach())
+
+
+# -- arms ----------------------------------------------------------------------------------------------------------
+
+Build = Callable[[int], compopt.Normalizer]
+LOSSES: Mapping[str, Build] = {
+    "InfoNCE": lambda n: compopt.BatchNormalizer(include_positive=True),
+    "DCL": lambda n: compopt.BatchNormalizer(),
+    "DCL, quarter": lambda n: Part(),
+    "SogCLR": lambda n: Average(n, "none", known=False),
+    "SogCLR, last visit": lambda n: Average(n, "none", known=True),
+    "SogCLR, last visit, scaled": lambda n: Average(n, "none", known=True, scaled=True),
+    "SogCLR, positive": lambda n: Average(n, "positive", known=False),
+    "SogCLR, positive, last visit": lambda n: Average(n, "positive", known=True),
+    "recommended": lambda n: Memory(n, known=False),
+    "recommended, queue": lambda n: Memory(n, known=True),
+    "recommended, queue, last visit": lambda n: Memory(n, known=True, rows=True),
+    "DCL, quarter, bounded": lambda n: Part(),
+    "SogCLR, last visit, bounded": lambda n: Average(n, "none", known=True),
+    "recommended, queue, bounded": lambda n: Memory(n, known=True),
+    "NeuCLIP": lambda n: Network(known=False),
+    "NeuCLIP, before": lambda n: Network(known=True),
+}
+# each with what it is compared with
+TODAY = {
+    "DCL, quarter": "DCL",
+    "SogCLR, last visit": "SogCLR",
+    "SogCLR, last visit, scaled": "SogCLR",
+    "SogCLR, positive, last visit": "SogCLR, positive",
+    "recommended, queue": "recommended",
+    "recommended, queue, last visit": "recommended",
+    "DCL, quarter, bounded": "DCL",
+    "SogCLR, last visit, bounded": "SogCLR",
+    "recommended, queue, bounded": "recommended",
+    "NeuCLIP, before": "NeuCLIP",
+}
+# of words, and at batch 256, fewer
+FEWER = tuple(loss for loss in LOSSES if loss != "InfoNCE" and not loss.startswith("SogCLR, positive"))
+AT_256 = (
+    *("DCL", "DCL, quarter", "DCL, quarter, bounded", "SogCLR", "SogCLR, last visit, scaled"),
+    *("recommended", "recommended, queue", "recommended, queue, bounded"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownArm(Arm):
+    """A loss on a data set at a batch size."""
+
+    data: str
+    batch: int
+    loss: str
+
+
+def _arms() -> dict[str, KnownArm]:
+    rates = {loss: RATES if loss in TODAY else RATES[1:] for loss in LOSSES}
+    glyphs = [KnownArm(data="glyphs", batch=64, loss=loss, grids={"lr": rates[loss]}) for loss in LOSSES]
+    words = [KnownArm(data="words", batch=64, loss=loss, after=f"glyphs, 64: {loss}") for loss in FEWER]
+    large = [KnownArm(data=data, batch=256, loss=loss, first={"lr": LARGE_RATE}) for data in DATA for loss in AT_256]
+    return {f"{arm.data}, {arm.batch}: {arm.loss}": arm for arm in (*glyphs, *words, *large)}
+
+
+ARMS: Mapping[str, KnownArm] = _arms()
+
+
+def score(result: dict[str, Any]) -> float:
+    """Recall on the validation half."""
+    return result["metrics"]["validation/recall"]
+
+
+STUDY = Search(ARMS, RESULTS / "known_alpha.jsonl", score)
+
+
+# -- one run -------------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """An estimator, and what a known alpha does to its weights and gradients while it trains.
+
+    Args:
+        est: of the arm.
+        task: the data.
+        setting: of the run.
+        probes: whether the gradient is compared with the exact one too.
+    """
+
+    def __init__(self, est: compopt.ContrastiveEstimator, task: Task, setting: Setting, probes: bool) -> None:
+        self.est, self.normalizer = est, cast(Any, est.normalizer)
+        self.task, self.setting, self.calls = task, setting, 0
+        self.per_pass = task.n // setting.batch
+        self.probes = {int(after * self.per_pass): after for after in PROBED} if probes else {}
+        self.seen: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self.exact: dict[str, tuple[float, float]] = {}
+
+    def watch(self, model: nn.Module) -> None:
+        """See the encoders, whose features of all samples are probed."""
+        self.model: Any = model
+
+    def __call__(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+        """Return the loss of a batch."""
+        if self.calls in self.probes:
+            self._probe(self.probes[self.calls])
+        if self.calls % EVERY == 0 and getattr(self.normalizer, "known", False):
+            self._compare(z1.detach(), z2.detach(), index)
+        self.calls += 1
+        return self.est(z1, z2, index)
+
+    def _compare(self, *batch: Tensor) -> None:
+        """Note weight sums, and the gradient's distance from that of today's alpha; nothing is deposited."""
+        self.est.eval()
+        known = torch.cat(self.est.feature_gradients(*batch)[1:]).flatten()
+        sums, self.normalizer.known = self.normalizer.sums, False
+        today = torch.cat(self.est.feature_gradients(*batch)[1:]).flatten()
+        self.normalizer.known = True
+        self.est.train()
+        found = {
+            "outside": ((sums < USUAL[0]) | (sums > USUAL[1])).float().mean(),
+            "largest": sums.max(),
+            "relative": (known - today).norm() / today.norm(),
+            "cosine": torch.cosine_similarity(known, today, dim=0),
+        }
+        for name, value in found.items():
+            self.seen[name][self.calls // self.per_pass].append(float(value))
+
+    @torch.no_grad()
+    def _probe(self, after: float) -> None:
+        """Compare with the exact gradient, of the samples that come next: their rows are as old as in training."""
+        features = self.task.training_features(copy.deepcopy(self.model))  # in training mode, as in its batches
+        order = _order(self.task, self.setting)
+        coming = range(self.calls, int(math.ceil(after)) * self.per_pass)
+        among = torch.cat([order(number) for number in coming])
+        est: Any = copy.deepcopy(self.est)
+        est.normalizer.frozen = True
+        self.exact[f"{after:g}"] = gradient_errors(est, *features, self.setting.batch, REPEATS, among)
+
+    def step(self) -> None:
+        self.est.step()
+
+    def parameters(self) -> list[Tensor]:
+        return []
+
+    def found(self) -> dict[str, Any]:
+        """Means of every pass, and the errors against the exact gradient."""
+        passes = {name: [_rounded(mean(values)) for values in by.values()] for name, by in self.seen.items()}
+        return {"passes": passes, "exact": {after: [*map(_rounded, pair)] for after, pair in self.exact.items()}}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _order(task: Task, setting: Setting) -> Any:
+    return batches.build(how(setting), task.n, setting.batch, task.n // setting.batch, setting.seed)
+
+
+def run_one(job: Job, wordnet: Path | None) -> dict[str, Any]:
+    """Train and evaluate, in this process; the first of the final seeds is compared with the exact gradient too."""
+    arm, part = ARMS[job.arm], "test" if job.final else "validation"
+    task: Any = Glyphs(part, PAIRS) if arm.data == "glyphs" else Words(part, wordnet, PAIRS)
+    setting = Setting(batch=arm.batch, lr=job.options["lr"], samples=PASSES * task.n, seed=job.seed)
+    kind = Bounded if arm.loss.endswith("bounded") else compopt.ContrastiveEstimator
+    est = kind(LOSSES[arm.loss](task.n), compopt.FixedTemperature(TAU))
+    watched = Watched(est, task, setting, probes=job.seed == SEEDS[0])
+    model, _, seconds = train(task, lambda task: watched, setting)
+    metrics = {f"{part}/{name}": round(value, 6) for name, value in task.score(model).items()}
+    return {"metrics": metrics, "seconds": round(seconds, 1), **watched.found()}
+
+
+# -- the page ------------------------------------------------------------------------------------------------------
+
+
+def page(results: Results) -> str:
+    return ""
+
+
+if __name__ == "__main__":
+    main(
+        STUDY,
+        "benchmarks.studies.known_alpha",
+        __doc__,
+        run_one,
+        page,
+        needs_data=lambda arm: ARMS[arm].data == "words",
+    )

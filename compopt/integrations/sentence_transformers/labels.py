@@ -1,0 +1,83 @@
+"""The label column of a data set, which has the rows of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NOBODY = -1  # row of a negative that is nobody's positive
+LABELS = ("label", "labels", "score", "scores")  # the first of these columns is the trainer's label
+
+
+def add_index(
+    data: Any, anchors: str | None = None, positives: str | None = None, negatives: str | Sequence[str] = ()
+) -> Any:
+    """Return a data set, or a dictionary of several, with the label column that :class:`EstimatorLoss` reads.
+
+    Rows are positions, those of a second data set after the first's, and so on: ``n`` is the number of all samples.
+    Equal texts of the named columns get one row, that of the first: a document that is the positive of two anchors is a
+    negative of neither. A text that is an anchor here and a positive there has two rows.
+
+    Args:
+        data: a ``datasets.Dataset``, or a dictionary of them; not streamed, since positions are counted here.
+        anchors: the column of the anchors, if equal texts in it are one sample.
+        positives: the column of the positives, if equal texts in it are one; labels are then ``[i, j]``.
+        negatives: the columns of the negatives, all of them in their order, where these may be the positives of other
+            anchors, or of their own; labels are then ``[i, j, k, ...]``. They get their rows from ``positives``, and
+            -1 if they are nobody's positive.
+
+    Returns:
+        The same with a column ``label``, of integers or lists of them; all texts of the named columns are in memory
+        meanwhile. Communicates nothing: every rank makes the same.
+
+    Raises:
+        TypeError: a data set without a length; a column of something else than texts.
+        ValueError: there is a column already that the trainer would take for the label; ``negatives`` without
+            ``positives``.
+
+    Example:
+        >>> from datasets import Dataset
+        >>> from compopt.integrations.sentence_transformers import add_index
+        >>> data = Dataset.from_dict({"question": ["a", "b", "c"], "answer": ["x", "y", "x"]})
+        >>> list(add_index(data)["label"])
+        [0, 1, 2]
+        >>> list(add_index(data, positives="answer")["label"])  # the first and the third have one answer
+        [[0, 0], [1, 1], [2, 0]]
+    """
+    sets = data if isinstance(data, Mapping) else {"": data}
+    negatives = [negatives] if isinstance(negatives, str) else list(negatives)
+    if negatives and positives is None:
+        raise ValueError("negatives= get their rows from positives=, which is None")
+    first, rows = 0, {}
+    known: tuple[dict[str, int], dict[str, int]] = ({}, {})  # first rows of texts: of anchors, of positives
+    for name, each in sets.items():
+        if not hasattr(each, "__len__"):
+            raise TypeError(
+                f"data of type {type(each).__name__} has no length; add a column 'label' of positions where it is made"
+            )
+        if taken := [column for column in LABELS if column in each.column_names]:
+            raise ValueError(f"column {taken[0]!r} would be taken for the label; remove or rename it")
+        columns = (anchors,) if positives is None else (anchors, positives)
+        rows[name] = [_rows(each, column, first, seen) for column, seen in zip(columns, known, strict=False)]
+        first += len(each)
+    made = {}
+    for name, each in sets.items():  # now that all positives are known
+        rows[name] += [[known[1].get(text, NOBODY) for text in _texts(each, column)] for column in negatives]
+        labels = rows[name][0] if positives is None else [list(row) for row in zip(*rows[name], strict=True)]
+        made[name] = each.add_column("label", labels)
+    make: Any = type(data)  # a DatasetDict stays one
+    return make(made) if isinstance(data, Mapping) else made[""]
+
+
+def _rows(data: Any, column: str | None, first: int, known: dict[str, int]) -> list[int]:
+    if column is None:
+        return list(range(first, first + len(data)))
+    return [known.setdefault(text, first + at) for at, text in enumerate(_texts(data, column))]
+
+
+def _texts(data: Any, column: str) -> list[str]:
+    texts = list(data[column])
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"column {column!r} holds {type(text).__name__}, and only texts can be told to be equal")
+    return texts

@@ -1,0 +1,27 @@
+"""Options that presets pass on to ContrastiveEstimator, spelled once for type checkers."""
+
+from __future__ import annotations
+
+from compopt.checks import Directions, Mode
+from compopt.curation import ScoreKeeper
+from compopt.estimator.options import PlacementOptions
+from compopt.pairs import PairPolicy
+from compopt.tiles.choice import Backend
+
+
+class CommonOptions(PlacementOptions, total=False):
+    """Keywords of :class:`~compopt.ContrastiveEstimator` that every preset takes; type checkers read them here."""
+
+    mode: Mode
+    directions: Directions
+    normalize: bool
+    chunk_size: int | None
+    scores: ScoreKeeper | None
+    pairs: PairPolicy | None
+    backend: Backend
+
+
+class Options(CommonOptions, total=False):
+    """Keywords of presets that leave the form of the objective to the user."""
+
+    multiply_tau: bool
