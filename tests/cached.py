@@ -268,17 +268,19 @@ class Scaler(DDP):
             self.scaler.step(optimizer)
 
 
-class ZeRO0(Plain):
-    """DeepSpeed, an engine for every wrapped module."""
+# ZeRO 3 would keep parameters as small as these on all ranks
+RELEASED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 
-    dtype = torch.float32
+
+class ZeRO1(Plain):
+    """DeepSpeed, an engine for every wrapped module. It reduces gradients and takes its steps in single precision."""
 
     def __init__(self):
         super().__init__()
         os.environ["DS_ACCELERATOR"] = "cpu"
         self.config = {
             "train_micro_batch_size_per_gpu": 4,
-            "zero_optimization": {"stage": int(type(self).__name__[-1])},
+            "zero_optimization": {"stage": int(type(self).__name__[-1]), **RELEASED},
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": 0.0,  # not the default
             "steps_per_print": 10**9,
@@ -304,19 +306,21 @@ class ZeRO0(Plain):
             return [p.detach().clone() for p in parameters]
 
 
-class ZeRO1(ZeRO0):
+class ZeRO0(ZeRO1):
+    """Its reduction refuses double precision on a CPU, so that the model computes in single precision too."""
+
+    dtype = torch.float32
+
+
+class ZeRO2(ZeRO1):
     pass
 
 
-class ZeRO2(ZeRO0):
+class ZeRO3(ZeRO1):
     pass
 
 
-class ZeRO3(ZeRO0):
-    pass
-
-
-class AccelerateZeRO2(ZeRO0):
+class AccelerateZeRO2(ZeRO1):
     """The step happens inside of accelerator.backward."""
 
     def wrap(self, module):
@@ -483,10 +487,15 @@ def two_windows():
     return [p.grad for p in model.parameters()]
 
 
+def tolerance_of(framework):
+    """Return the largest relative distance of gradients from those of the whole batch in double precision."""
+    return {"ZeRO0": 2e-6}.get(framework, 1e-6 if "ZeRO" in framework else 1e-10)
+
+
 def assert_like_two_windows(framework, gradients):
     share = 1 if framework in ("DDP", "FSDP2") else 2  # accelerate and DeepSpeed divide by the number of calls
     for a, b in zip(gradients, two_windows(), strict=True):
-        assert (a * share - b).norm() <= 2e-6 * b.norm() + 1e-14
+        assert (a * share - b).norm() <= tolerance_of(framework) * b.norm() + 1e-14
 
 
 class Noisy(nn.Module):

@@ -7,6 +7,7 @@ import compopt
 from compopt import PairPolicy
 from tests import four
 from tests.accelerated import BUILD, KINDS, STATELESS, WITH_ROWS, B, D, N, batch, one_step, same, same_rows, train
+from tests.cached import Noisy
 from tests.devices import DEVICE, needs_accelerator, quiet, synchronize
 
 pytestmark = needs_accelerator
@@ -44,6 +45,22 @@ def test_rows_elsewhere_wait_for_nobody_and_change_nothing(name, offload, prefet
     same(found, expected, rtol=0, atol=0)
     same_rows(far, near)
     assert far.device.type == "cpu"
+
+
+def test_both_passes_of_a_gradient_cache_draw_the_same_random_numbers():
+    """Of the host's generator and of the device's."""
+    x, gradients = torch.randn(11, 5).to(DEVICE), []
+    for cached in (False, True):
+        tower = Noisy().float().to(DEVICE)
+        torch.manual_seed(1)
+        if cached:
+            compopt.gradient_cache(compopt.DCLEstimator(), (tower, tower), (x, x), micro_batch_size=4)
+        else:
+            z1, z2 = (torch.cat([tower(part) for part in x.split(4)]) for _ in range(2))
+            compopt.DCLEstimator()(z1, z2).backward()
+        drawn = [torch.rand(2, device=place) for place in ("cpu", DEVICE)]
+        gradients.append([*(p.grad for p in tower.parameters()), *drawn])
+    same(gradients[:1], gradients[1:])
 
 
 def test_a_bad_index_on_the_device_is_heard_of_at_a_later_call():

@@ -11,7 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import compopt
+from compopt.gradient_cache import fitting
 from tests.cached import (
+    FSDP2,
     SHARES,
     D,
     Encoders,
@@ -198,3 +200,22 @@ def test_ranks_do_not_wait_for_a_trial():
     assert other == "rank 1 failed: KeyError: 'too small a budget'" and own == "'too small a budget'"
     expected = r"rank 0 is in a trial of compopt.FittingSize while rank 1 is in compopt.gradient_cache\(\)"
     assert all(re.match(expected, message) for message in the_pool(2).run(refused, 2, "some"))
+
+
+def without_room(group):
+    """Return the error of this rank; the last one has no memory for all parameters."""
+    model, *inputs = FSDP2().wrap(Encoders(torch.float64)), *data(dist.get_rank(), SHARES[2], torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(fitting, "room_for", lambda p: torch.empty(2**60))
+        with pytest.raises(RuntimeError) as raised:
+            est, size = compopt.DCLEstimator(), compopt.FittingSize(8)
+            compopt.gradient_cache(est, model, tuple(inputs[:2]), inputs[3], encode=two, micro_batch_size=size)
+    return str(raised.value)
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_ranks_do_not_wait_for_one_that_cannot_hold_all_parameters():
+    other, own = the_pool(2).run(without_room, 2)
+    assert other.startswith("rank 1 failed: RuntimeError") and "can't allocate memory" in own

@@ -102,13 +102,12 @@ def deepspeed_cases():
 @pytest.mark.usefixtures("deepspeed_compiled")
 @pytest.mark.parametrize("case", deepspeed_cases(), ids=lambda case: "-".join(map(str, case)))
 def test_deepspeed(case):
-    """The engine keeps single precision, in which a whole batch is up to 5e-6 away from double precision."""
+    """Under ZeRO 0 the model has single precision, in which a whole batch is up to 5e-6 away from double precision."""
     framework, kind, feature, ranks = case
-    results = the_pool(ranks, timeout=120).run(on_ranks, ranks, *case)
-    assert_like_one_process(results, (kind, feature), 1e-5)
-    for found, expected in zip(
-        results, the_pool(ranks, timeout=120).run(on_ranks, ranks, *case, undivided), strict=True
-    ):
+    pool = the_pool(ranks, timeout=120)
+    results = pool.run(on_ranks, ranks, *case)
+    assert_like_one_process(results, (kind, feature), 1e-5 if framework == "ZeRO0" else 1e-6)
+    for found, expected in zip(results, pool.run(on_ranks, ranks, *case, undivided), strict=True):
         assert_close(found, expected, 1e-6)
     if feature == "pair" and kind == "sogclr" and framework in REDUCTIONS:
         assert {reduced for *_, reduced in results} == {REDUCTIONS[framework]}

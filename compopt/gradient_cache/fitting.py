@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compopt import checks
 from compopt.distributed.ranks import Ranks
@@ -48,12 +48,13 @@ class FittingSize:
         trials: number of calls that begin with a trial. Two by default: the optimizer makes its state between them.
             ``None``: every call, for batches of various shapes.
 
-    State: ``size`` and the number of calls; not saved. Communication: with several ranks two small objects per trial,
-    and under FSDP2 and ZeRO 3 the parameters. ``trials`` must be the same on all ranks.
+    State: ``size`` and the number of calls; not saved. Communication: with several ranks two small objects per trial;
+    under FSDP2 and ZeRO 3 three, and the parameters. ``trials`` must be the same on all ranks.
 
     Raises:
         ValueError: wrappers as above; a model that is no module, nor a method or a partial call of one.
-        RuntimeError: a size of 1 does not fit, here or on another rank; ranks of which some begin with a trial.
+        RuntimeError: a size of 1 does not fit, or under FSDP2 and ZeRO 3 all parameters, here or on another rank; ranks
+            of which some begin with a trial.
         TypeError: ``cut`` cannot be called.
 
     Source: ``find_executable_batch_size`` of accelerate, which repeats the whole training function.
@@ -126,7 +127,7 @@ def fit(ranks: Ranks, towers: list[Tower], tried: list[tuple[Tower, FittingSize]
 
     again = bool(tried)
     while again:
-        with gathered(wrapper for tower, _ in tried for wrapper in tower.wrappers):
+        with gathered(ranks, [wrapper for tower, _ in tried for wrapper in tower.wrappers]):
             failed = ranks.agree(fails)
         again = any(ranks.gather_objects(failed))
     for size in {size for _, size in tried}:
@@ -151,15 +152,24 @@ def _fails(tower: Tower, size: FittingSize) -> bool:
 
 
 @contextmanager
-def gathered(wrappers: Iterable[Any]) -> Iterator[None]:
+def gathered(ranks: Ranks, wrappers: Iterable[Any]) -> Iterator[None]:
     """Hold all parameters of FSDP2 and ZeRO 3 on each rank, so that passes communicate nothing."""
+    sharded = [wrapper for wrapper in dict.fromkeys(wrappers) if hasattr(wrapper, SYNC) or _is_zero3(wrapper)]
+    if sharded:  # a rank without the memory must not leave others waiting for its parameters
+        ranks.agree(lambda: [room_for(p) for wrapper in sharded for p in wrapper.parameters()])
     with ExitStack() as stack:
-        for wrapper in dict.fromkeys(wrappers):
-            if hasattr(wrapper, SYNC):
-                stack.enter_context(_gathered_by_fsdp2(wrapper))
-            elif hasattr(wrapper, BOUNDARY) and wrapper.zero_optimization_stage() == 3:
-                stack.enter_context(_gathered_by_zero3(wrapper))
+        for wrapper in sharded:
+            stack.enter_context(_gathered_by_zero3(wrapper) if _is_zero3(wrapper) else _gathered_by_fsdp2(wrapper))
         yield
+
+
+def _is_zero3(wrapper: Any) -> bool:
+    return hasattr(wrapper, BOUNDARY) and wrapper.zero_optimization_stage() == 3
+
+
+def room_for(p: nn.Parameter) -> Tensor:
+    """Allocate as much memory as a parameter takes that is not divided over ranks."""
+    return torch.empty(getattr(p, "ds_numel", p.numel()), dtype=p.dtype, device=p.device)
 
 
 @contextmanager
