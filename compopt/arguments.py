@@ -321,7 +321,8 @@ def _check_asked(
     if policy.prior == "given":
         shares = inputs.check_prior(given["prior"], len(like), working_dtype(like.dtype))
         found["prior"] = [accelerator.to_device(shares, like.device)]
-    values, of_extra = {}, {}
+    values: dict[str, Tensor] = {}
+    of_extra: dict[str, Tensor] = {}
     for name, tensors in found.items():
         count = views if name in ("guide", "teacher") else 1
         values |= {f"{name}{number}": value for number, value in enumerate(tensors[:count], start=1)}

@@ -552,10 +552,7 @@ def _write_csv(path: Path, columns: Mapping[str, np.ndarray]) -> None:
 
 
 def _write_npy(path: Path, columns: Mapping[str, np.ndarray]) -> None:
-    table = np.empty(len(columns["index"]), dtype=[(name, value.dtype) for name, value in columns.items()])
-    for name, value in columns.items():
-        table[name] = value
-    np.save(path, table)
+    np.save(path, np.rec.fromarrays([*columns.values()], names=[*columns]))
 
 
 def _write_parquet(path: Path, columns: Mapping[str, np.ndarray]) -> None:

@@ -49,7 +49,8 @@ class OrderedBatchSampler(BankSampler):
         tau: temperature of the loss.
         seed: seed of the candidates, together with the epoch.
         group: an older name of ``labels``.
-        dtype, offload, process_group, background, lead: see :class:`~compopt.samplers.BankSampler`.
+        **options: ``dtype``, ``offload``, ``process_group`` (and ``background``, ``lead``), see
+            :class:`~compopt.samplers.BankSampler`.
 
     State, communication, metrics: see :class:`~compopt.samplers.SpectralBatchSampler`; also ``coverage``,
     ``kept_loss`` and ``candidate_loss``, the mean losses of the newest plan's batches and of its candidates in nats.

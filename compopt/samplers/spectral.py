@@ -66,7 +66,8 @@ class SpectralBatchSampler(BankSampler):
         labels: ``(n,)`` integers; samples with equal labels are not each other's negatives: they are dealt to different
             groups as far as there are groups, and their pairs have no weight.
         sharpness: factor of the weights in the affinity.
-        dtype, offload, process_group, background, lead: see :class:`~compopt.samplers.BankSampler`.
+        **options: ``dtype``, ``offload``, ``process_group`` (and ``background``, ``lead``), see
+            :class:`~compopt.samplers.BankSampler`.
 
     Iterating yields lists of data-set positions. Each rank gets its contiguous part, of ``B / K`` samples (sizes differ
     by one at most), of the global batches that one rank would have. Do not let a framework shard the loader again.
