@@ -114,8 +114,7 @@ class FusedRowBlock(RowBlock):
     def __init__(self, o: Operands, thresholds: Tensor | None) -> None:
         self._operands, self._column_thresholds = o, thresholds
         scale = None if o.rows is None else o.rows.scale
-        tau = None if o.shared is None else 1 / o.shared
-        super().__init__(o.x, o.y, scale, tau, (), None, o.wave, o.moments)
+        super().__init__(o.x, o.y, scale, None, PairOptions(True), lambda s, part: None)
 
     def _sweep(self, scale: Tensor) -> Sums:
         (side, _) = sweep.sums(self._operands)
