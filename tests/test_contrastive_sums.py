@@ -111,9 +111,9 @@ def test_sums_of_a_wave_are_merged_before_the_next_but_one(backend, monkeypatch)
     """The parts of all waves, one per tile and anchor, would be a matrix again."""
     one_wave, parts, alive = getattr(sweep, f"{backend}_sums"), [], []
 
-    def spy(o, wave):
+    def spy(o):
         alive.append(sum(part() is not None for part in parts))
-        found = one_wave(o, wave)
+        found = one_wave(o)
         parts.extend(weakref.ref(side.total) for side in found)
         return found
 

@@ -19,6 +19,7 @@ anchors of its own, which is computed when gradients are asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,7 +36,6 @@ from compopt.kernel.pairs import (
     is_uniform,
     joined,
     pull_positives,
-    same_sample,
     scale_of,
 )
 
@@ -48,9 +48,11 @@ class RowBlock:
         y: features along the columns, ``(Q, d)``.
         scale: ``1 / tau`` of the rows' anchors, ``(b,)``; ``None``: they are candidates only, and nothing is summed.
         tau: the uniform temperature, or ``None``.
-        diagonals: columns of the own samples of row 0, where samples are distinct.
-        same: which pairs of rows (a slice) and columns are no negative ones, otherwise.
+        options: ``chunk_size`` and ``moments``.
+        mask: overwrites the entries of a block that are no pairs, of rows (a slice), and returns where these are unless
+            that is known.
         selected: what a policy does to the pairs.
+        counted: candidates that are no negatives are.
     """
 
     def __init__(
@@ -59,26 +61,25 @@ class RowBlock:
         y: Tensor,
         scale: Tensor | None,
         tau: float | None,
-        diagonals: Sequence[int],
-        same: Callable[[slice], Tensor] | None,
-        chunk_size: int | None,
-        moments: bool,
+        options: PairOptions,
+        mask: Callable[[Tensor, slice], Tensor | None],
         selected: Matrix | None = None,
+        counted: bool = False,
     ) -> None:
-        self.x, self.y, self.tau, self.diagonals, self._same, self._selected = x, y, tau, diagonals, same, selected
-        self.excluded = None if same is None and selected is None else x.new_zeros(len(x))
-        self.moments, self.recompute = moments, chunk_size is not None or scale is None
-        self.block_rows = chunk_size or (CPU_BLOCK_ROWS if x.device.type == "cpu" else max(1, len(x)))
+        self.x, self.y, self.tau, self._mask, self._selected = x, y, tau, mask, selected
+        self.excluded = x.new_zeros(len(x)) if counted else None
+        self.moments, self.recompute = options.moments, options.chunk_size is not None or scale is None
+        self.block_rows = options.chunk_size or (CPU_BLOCK_ROWS if x.device.type == "cpu" else max(1, len(x)))
         self._kept: list[tuple[Tensor, Exponentials]] = []
         self.sums = None if scale is None else self._sweep(scale)
 
     def _sweep(self, scale: Tensor) -> Sums:
         parts = []
         for part in self._bounds():
-            s = self._similarities(part, count=True)
+            s, same = self._similarities(part)
             rows = self._exponentials(s, scale[part], part.start)
-            if rows.excluded is not None and self.excluded is not None:
-                self.excluded[part] = rows.excluded
+            if self.excluded is not None and (same is not None or rows.excluded is not None):
+                self.excluded[part] = same.sum(1) if rows.excluded is None else rows.excluded
             parts.append(Sums.over(rows, 1, part.start))
             if not self.recompute:
                 self._kept.append((s, rows))
@@ -88,19 +89,11 @@ class RowBlock:
         for start in range(0, max(1, len(self.x)), self.block_rows):  # a rank without samples has an empty block
             yield slice(start, min(start + self.block_rows, len(self.x)))
 
-    def _similarities(self, part: slice, count: bool = False) -> Tensor:
-        """``s`` of some rows, divided by the temperature if it is uniform."""
+    def _similarities(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        """``s`` of some rows, divided by the temperature if it is uniform, and what it is masked by."""
         x = self.x[part]
         s = (x if self.tau is None else x * (1 / self.tau)) @ self.y.T
-        if self._same is None:
-            for column in self.diagonals:
-                s.diagonal(column + part.start).fill_(MASKED)
-        else:
-            same = self._same(part)
-            s.masked_fill_(same, MASKED)
-            if count and self.excluded is not None:
-                self.excluded[part] = same.sum(1)
-        return s
+        return s, self._mask(s, part)
 
     def _exponentials(self, s: Tensor, scale: Tensor, start: int) -> Exponentials:
         """Exponentials of the rows' anchors, in the same memory if the temperature is uniform."""
@@ -124,7 +117,7 @@ class RowBlock:
         for number, part in enumerate(self._bounds()):
             mine = {name: value[part] for name, value in own.items()}
             if self.recompute:
-                s = self._similarities(part)
+                s, _ = self._similarities(part)
                 rows = None if self.sums is None else self._exponentials(s, mine["scale"], part.start)
             else:
                 s, rows = self._kept[number]
@@ -218,43 +211,32 @@ class GatheredPairs(PairStatistics):
 
     def _block_of(self, direction: int) -> RowBlock:
         """The own features of one modality or view, which are anchors if there are any of this direction."""
-        y = self._candidates(direction)
+        x, y = self._z[direction], self._candidates(direction)
         scale = self._scale[self._own, direction] if direction < self.directions else None
-        diagonals: Sequence[int] = range(self._first, len(y), self._batch) if self.unimodal else (self._first,)
-        if self.whole:
-            diagonals = (direction * self._batch + self._first,) if self.unimodal else ()
-        same = None if self.distinct else self._same_as(direction)
-        selected = self._matrix(direction, len(y))
-        chunk_size, uniform = self.options.chunk_size, self._uniform
-        return RowBlock(self._z[direction], y, scale, uniform, diagonals, same, chunk_size, self.moments, selected)
+        mask, selected = partial(self._mask, direction), self._matrix(direction, len(y))
+        return RowBlock(x, y, scale, self._uniform, self.options, mask, selected, self._counted)
+
+    def _mask(self, direction: int, s: Tensor, part: slice) -> Tensor | None:
+        """Overwrite entries of a block that are no pairs; return where these are, unless that is known."""
+        rows = slice(self._first + part.start, self._first + part.stop)
+        shifts = (direction,) if self.whole else self._others(direction)
+        if not self.unimodal:
+            shifts = () if self.whole else (0,)
+        return self.mask(s, (direction,), rows, self._others(direction), shifts, direction == 0)
+
+    def _others(self, direction: int) -> Sequence[int]:
+        """Return the modalities or views whose features are candidates of one's."""
+        return range(self.views) if self.unimodal else (1 - direction,)
 
     def _matrix(self, direction: int, width: int) -> Matrix | None:
         """Return what a policy compares in the block of a direction."""
-        options, everyone, views = self.options, slice(0, self._batch), range(self.views)
-        if options.policy is None:
-            return None
-        rows = options.axis((direction,), self._own)
-        further = slice(None) if direction == 0 else None
-        columns = options.axis(views if self.unimodal else (1 - direction,), everyone, further)
         mine, theirs = None, None
         if self._thresholds is not None:
             mine = self._thresholds[self._own, direction, None] if direction < self.directions else None
             theirs = self._column_values({"threshold": self._thresholds}, direction, width)
-        return Matrix(options.policy, rows, columns, (mine, None if theirs is None else theirs["threshold"]))
-
-    def _same_as(self, direction: int) -> Callable[[slice], Tensor]:
-        """Return a function of some own rows that marks the candidates that are no negatives of theirs."""
-        mine = self.names((direction,))
-        candidates = self.names(range(self.views) if self.unimodal else (1 - direction,))
-        extra = self.extra if direction == 0 else None
-
-        def same(rows: slice) -> Tensor:
-            found = same_sample([key[self._own][rows] for key in mine], candidates)
-            if extra is None:
-                return found
-            return torch.cat([found, extra.same(slice(self._first + rows.start, self._first + rows.stop))], dim=1)
-
-        return same
+        columns = (self._others(direction), slice(0, self._batch), slice(None) if direction == 0 else None)
+        thresholds = (mine, None if theirs is None else theirs["threshold"])
+        return self.options.matrix(((direction,), self._own, None), columns, thresholds)
 
     # -- statistics --------------------------------------------------------------------------------------------
 
@@ -345,15 +327,13 @@ class GatheredPairs(PairStatistics):
     def _extra_gradient(self, extra: Extra, anchors: dict[str, Tensor]) -> Tensor:
         """Gradient of this rank's further candidates, which everybody's anchors of direction 1 have."""
 
-        def same(rows: slice) -> Tensor:
-            first = extra.own.start
-            return extra.same(slice(None), slice(first + rows.start, first + rows.stop)).T
+        def mask(s: Tensor, rows: slice) -> None:
+            if extra.excludes:
+                own = slice(extra.own.start + rows.start, extra.own.start + rows.stop)
+                s.masked_fill_(extra.same(slice(None), own).T, MASKED)
 
-        masked, options, selected = same if extra.excludes else None, self.options, None
-        if options.policy is not None:
-            axes = options.axis((), slice(0, 0), extra.own), options.axis((0,), slice(0, self._batch))
-            thresholds = None if self._thresholds is None else self._thresholds[:, 0]
-            selected = Matrix(options.policy, *axes, (None, thresholds))
-        x, y, chunk_size = extra.features, self._everyone[0], options.chunk_size
-        block = RowBlock(x, y, None, self._uniform, (), masked, chunk_size, self.moments, selected)
+        thresholds = None if self._thresholds is None else self._thresholds[:, 0]
+        axes = ((), slice(0, 0), extra.own), ((0,), slice(0, self._batch), None)
+        selected = self.options.matrix(*axes, (None, thresholds))
+        block = RowBlock(extra.features, self._everyone[0], None, self._uniform, self.options, mask, selected)
         return block.gradient({}, anchors)

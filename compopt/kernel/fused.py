@@ -26,7 +26,7 @@ from compopt.kernel.distributed import GatheredPairs, RowBlock, weight_factor
 from compopt.kernel.local import Pairs
 from compopt.kernel.pairs import SPREAD_ANCHORS, PairOptions, PairStatistics, Sums, scale_of
 from compopt.tiles import sweep
-from compopt.tiles.sweep import Anchors, AnchorSums, Operands, Weights, ranked
+from compopt.tiles.sweep import Anchors, AnchorSums, Operands, ranked
 
 # Keys below 0 equal no sample's: of further candidates, of the batch's, and of rows that have no further candidates.
 FURTHER, INSIDE, WITHOUT = -1, -2, -3
@@ -61,20 +61,15 @@ class FusedPairs(Pairs):
         )
         columns = Anchors(self._by_column(self._scale, 1.0), by_column) if self._columns_are_anchors else None
         shared = 1 / self.tau if self.uniform and isinstance(self.tau, float) else None
-        self._operands = _operands(self, shared, self.x, self.y, self._keys(), self._selected, rows, columns)
+        own, others = (range(self.views), range(self.views)) if self.unimodal else ((0,), (1,))
+        keys = _keys(self, own, slice(0, self.shape[0]), others, self.extra, self.shape[1])
+        self._operands = _operands(self, shared, self.x, self.y, keys, self._selected, rows, columns)
         sides = [side for side in sweep.sums(self._operands) if side is not None]
         self._tops = [side.top for side in sides]
         self.sides = [_as_sums(sides[0], rows.scale, self.shape[0])]
         if columns is not None:  # further candidates are no anchors
             self.sides.append(_as_sums(sides[1], columns.scale, self.batch))
         self._collect(self._excluded_by_side(sides))
-
-    def _keys(self) -> list[Key]:
-        """Keys that exclude pairs where they are equal, of the rows and of the columns."""
-        columns = self.names(range(self.views) if self.unimodal else (1,))
-        rows = [key[: self.shape[0]] for key in columns] if self.unimodal else self.names((0,))
-        keys = _keys_of_names(rows, columns, self.shape[1])
-        return keys if self.extra is None else keys + _keys_of_extra(self.extra, slice(0, self.batch), *self.shape)
 
     def _excluded_by_side(self, sides: Sequence[AnchorSums]) -> Tensor | None:
         """Numbers of candidates that are no negatives, by matrix row and by matrix column, ``(2, Q)``."""
@@ -88,12 +83,13 @@ class FusedPairs(Pairs):
 
     def _products(self, factor: Tensor) -> tuple[Tensor, Tensor | None]:
         o, rows = self._operands, self.shape[0]
-        by_row = Weights(self._by_row(factor, slice(0, rows))[:, 0].contiguous(), self._tops[0])
-        by_column = None
-        if self._columns_are_anchors or self.symmetric:
-            o = replace(o, columns=o.rows if self.symmetric else o.columns)
-            by_column = Weights(self._by_column(factor, 0.0).contiguous(), self._tops[-1])
-        of_rows, of_columns = sweep.products(o, by_row, by_column, transposed=not self.symmetric)
+        assert o.rows is not None
+        by_row = o.rows._replace(factor=self._by_row(factor, slice(0, rows))[:, 0].contiguous(), top=self._tops[0])
+        by_column = by_row if self.symmetric else o.columns
+        if by_column is not None:
+            by_column = by_column._replace(factor=self._by_column(factor, 0.0).contiguous(), top=self._tops[-1])
+        o = replace(o, rows=by_row, columns=by_column)
+        of_rows, of_columns = sweep.products(o, transposed=not self.symmetric)
         inside = len(of_columns) if self.extra is None else len(of_columns) - len(self.extra.features)
         if self.unimodal:
             of_columns[:rows] += of_rows
@@ -114,8 +110,7 @@ class FusedRowBlock(RowBlock):
     def __init__(self, o: Operands, thresholds: Tensor | None) -> None:
         self._operands, self._column_thresholds = o, thresholds
         scale = None if o.rows is None else o.rows.scale
-        tau = None if o.shared is None else 1 / o.shared
-        super().__init__(o.x, o.y, scale, tau, (), None, o.wave, o.moments)
+        super().__init__(o.x, o.y, scale, None, PairOptions(True), lambda s, part: None)
 
     def _sweep(self, scale: Tensor) -> Sums:
         (side, _) = sweep.sums(self._operands)
@@ -125,18 +120,18 @@ class FusedRowBlock(RowBlock):
         return _as_sums(side, scale, len(scale))
 
     def gradient(self, own: dict[str, Tensor], columns: dict[str, Tensor] | None) -> Tensor:
-        o, by_row, by_column = self._operands, None, None
-        if self.sums is not None:
+        o = self._operands
+        if o.rows is not None and self.sums is not None:
             shift = 0.0 if self.sums.shift is None else self.sums.shift
-            by_row = Weights(weight_factor(own, shift), self._top)
+            o = replace(o, rows=o.rows._replace(factor=weight_factor(own, shift), top=self._top))
         if columns is not None:
-            o = replace(o, columns=Anchors(columns["scale"], self._column_thresholds).contiguous())
+            factor, top = columns["coefficient"], None
             if o.shared is None:
                 top = columns["positive"] * columns["scale"] + columns["alpha"] + columns["log_count"]
-                by_column = Weights(columns["coefficient"].contiguous(), top)
             else:
-                by_column = Weights(weight_factor(columns, 0.0), None)
-        return sweep.products(o, by_row, by_column, transposed=False)[0]
+                factor = weight_factor(columns, 0.0)
+            o = replace(o, columns=Anchors(columns["scale"], self._column_thresholds, factor, top).contiguous())
+        return sweep.products(o, transposed=False)[0]
 
 
 class FusedGatheredPairs(GatheredPairs):
@@ -149,14 +144,8 @@ class FusedGatheredPairs(GatheredPairs):
         x = self._z[direction]
         if not len(x):  # a rank without samples
             return super()._block_of(direction)
-        extra = self.extra if direction == 0 else None
-        y = self._candidates(direction)
-        keys = _keys_of_names(
-            [key[self._own] for key in self.names((direction,))],
-            self.names(range(self.views) if self.unimodal else (1 - direction,)),
-            len(y),
-        )
-        keys += [] if extra is None else _keys_of_extra(extra, self._own, len(x), len(y))
+        extra, y = self.extra if direction == 0 else None, self._candidates(direction)
+        keys = _keys(self, (direction,), self._own, self._others(direction), extra, len(y))
         selected, rows = self._matrix(direction, len(y)), None
         mine, theirs = (None, None) if selected is None else selected.thresholds
         if direction < self.directions:
@@ -205,22 +194,31 @@ def _as_sums(side: AnchorSums, scale: Tensor, anchors: int) -> Sums:
     return Sums(side.total, side.squares[: min(anchors, SPREAD_ANCHORS)], True, shift, side.dot)
 
 
-def _keys_of_names(rows: Sequence[Tensor], columns: Sequence[Tensor], width: int) -> list[Key]:
-    """Keys of the samples; the columns beyond those of the batch, up to ``width``, equal none."""
-    pairs = [ranked(row, column) for row, column in zip(rows, columns, strict=True)]
-    return [(row, pad(column, (0, width - len(column)), value=FURTHER)) for row, column in pairs]
+def _keys(
+    pairs: PairStatistics, views: Sequence[int], rows: slice, others: Sequence[int], extra: Extra | None, width: int
+) -> list[Key]:
+    """Return keys that exclude pairs where they are equal, of some matrix rows and of the columns, ``width``.
 
-
-def _keys_of_extra(extra: Extra, anchors: slice, height: int, width: int) -> list[Key]:
-    """Keys that exclude further candidates, the last columns of ``width``; anchors are the first rows of ``height``."""
-    positive, inside = extra.positive[anchors], width - len(extra.everyone)
+    Args:
+        pairs: has the keys of samples.
+        views: along the rows, one after the other.
+        rows: which of their features.
+        others: views along the columns; the columns beyond theirs are further candidates.
+        extra: those.
+    """
+    named = zip(pairs.names(views), pairs.names(others), strict=True)
+    keys = [ranked(row[rows], column) for row, column in named]
+    height = len(keys[0][0])
+    keys = [(row, pad(column, (0, width - len(column)), value=FURTHER)) for row, column in keys]
+    if extra is None:
+        return keys
+    positive, inside = extra.positive[rows], width - len(extra.everyone)
     below = (0, height - len(positive))  # rows of other views, which have no further candidates
-    keys = []
     if extra.positions is not None:
         row, column = ranked(positive, extra.positions)
         keys.append((pad(row, below, value=FURTHER), pad(column, (inside, 0), value=INSIDE)))
     if extra.apart and extra.owner is not None:
-        name = torch.arange(anchors.start, anchors.stop, device=positive.device, dtype=torch.int32)
+        name = rows.start + torch.arange(len(positive), device=positive.device, dtype=torch.int32)
         keys.append((pad(name, below, value=FURTHER), pad(extra.owner.int(), (inside, 0), value=INSIDE)))
     if below[1]:
         row, column = torch.zeros_like(positive, dtype=torch.int32), positive.new_full((inside,), INSIDE).int()

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compopt.functional import Scalar
-from compopt.kernel.blocks import MASKED, Exponentials, Matrix, exponentials, positives
+from compopt.kernel.blocks import Exponentials, Matrix, exponentials, positives
 from compopt.kernel.pairs import (
     PairOptions,
     PairStatistics,
@@ -33,10 +33,8 @@ from compopt.kernel.pairs import (
     is_uniform,
     joined,
     pull_positives,
-    same_sample,
     scale_of,
 )
-from compopt.pairs import PairPolicy
 
 # Rows per block on the CPU: the widest that was not slower than its neighbours (benchmarks/kernel.py).
 CPU_BLOCK_ROWS = 512
@@ -77,7 +75,7 @@ class Pairs(PairStatistics):
         # Rows may overwrite S unless S is needed again: for the columns, for the moments, or beside what is selected.
         again = self._columns_are_anchors or self.moments or options.policy is not None
         self._row_buffer = 0 if self.uniform or not again else 1
-        self._selected = None if options.policy is None else self._matrix(options.policy)
+        self._selected = self._matrix()
         self._buffers: list[Tensor] = []
         self._blocks: list[Block] = []
         self._spare: Tensor | None = None
@@ -117,40 +115,23 @@ class Pairs(PairStatistics):
 
     def _mask(self, s: Tensor, rows: slice) -> Tensor | None:
         """Overwrite the entries of a block that are no pairs; return where these are, unless that is known."""
-        if not self.distinct:
-            same = self._same(rows)
-            s.masked_fill_(same, MASKED)
-            return same
-        shifts = range(1 - self.directions, self.views) if self.unimodal else range(1)
-        if self.whole:
-            shifts = range(int(self.unimodal))
-        for offset in (shift * self.batch + rows.start for shift in shifts):
-            if -s.shape[0] < offset < s.shape[1]:
-                s.diagonal(offset).fill_(MASKED)
-        return None
+        views = range(self.views)
+        if self.unimodal:
+            return self.mask(
+                s, views, rows, views, (0,) if self.whole else range(1 - self.directions, self.views), True
+            )
+        return self.mask(s, views[:1], rows, views[1:], () if self.whole else (0,), True)
 
-    def _same(self, rows: slice) -> Tensor:
-        columns = self.names(range(self.views) if self.unimodal else (1,))
-        own = columns if self.unimodal else self.names((0,))
-        same = same_sample([key[rows] for key in own], columns)
-        if self.extra is None:
-            return same
-        outside = self.extra.same(rows)
-        if len(outside) < len(same):  # view 2
-            others = outside.new_ones(len(same) - len(outside), outside.shape[1])
-            outside = torch.cat([outside, others])  # pad() of torch 2.4 refuses a tensor without entries
-        return torch.cat([same, outside], dim=1)
-
-    def _matrix(self, policy: PairPolicy) -> Matrix:
+    def _matrix(self) -> Matrix | None:
         """Return what a policy compares along the two axes."""
-        everyone, views, options = slice(0, self.batch), range(self.views), self.options
-        rows = options.axis(views[: self.directions] if self.unimodal else views[:1], everyone)
-        columns = options.axis(views if self.unimodal else views[1:], everyone, slice(None))
-        thresholds, by_row, by_column = options.thresholds(self.z.unbind()), None, None
+        everyone, views, by_row, by_column = slice(0, self.batch), range(self.views), None, None
+        thresholds = self.options.thresholds(self.z.unbind())
         if thresholds is not None:
             by_row = self._by_row(thresholds, slice(0, self.shape[0]))
             by_column = self._by_column(thresholds, torch.inf) if self._columns_are_anchors else None
-        return Matrix(policy, rows, columns, (by_row, by_column))
+        rows = (views[: self.directions] if self.unimodal else views[:1], everyone, None)
+        columns = (views if self.unimodal else views[1:], everyone, slice(None))
+        return self.options.matrix(rows, columns, (by_row, by_column))
 
     # -- the sweep ---------------------------------------------------------------------------------------------
 

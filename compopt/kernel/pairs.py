@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from compopt.functional import Scalar, log
-from compopt.kernel.blocks import MASKED, Axis, Exponentials, Extra, mean_positive, positives
+from compopt.kernel.blocks import MASKED, Axis, Exponentials, Extra, Matrix, mean_positive, positives
 from compopt.pairs import PairPolicy
 from compopt.tiles.choice import Precision
 
 # Above this 1/tau, exp(s/tau) of a unit-norm pair nears the range of float32 and a maximum must be subtracted.
 MAX_UNSHIFTED_SCALE = 40.0
+# Views, samples of these, and further candidates, if any, along an axis of a matrix.
+Axes = tuple[Sequence[int], slice, slice | None]
 # Anchors per side over which the effective number of negatives is measured.
 SPREAD_ANCHORS = 128
 
@@ -156,6 +158,12 @@ class PairOptions(NamedTuple):
         guide, key, name = (torch.cat(parts) if parts else None for parts in (guides, keys, names))
         return Axis(guide, key, name, count * (own.stop - own.start))
 
+    def matrix(self, rows: Axes, columns: Axes, thresholds: tuple[Tensor | None, Tensor | None]) -> Matrix | None:
+        """Return what the policy does to a matrix of similarities; ``rows``, ``columns``: arguments of :meth:`axis`."""
+        if self.policy is None:
+            return None
+        return Matrix(self.policy, self.axis(*rows), self.axis(*columns), thresholds)
+
 
 class PairStatistics(ABC):
     """Statistics of all ordered pairs (anchor, positive) of the (global) batch, ``(B, A)`` each.
@@ -210,6 +218,34 @@ class PairStatistics(ABC):
             one = torch.arange(len(self.keys[0]), device=self.keys[0].device)
             return [torch.cat([one + view * len(one) for view in views])]
         return self.keys if len(views) == 1 else [key.repeat(len(views)) for key in self.keys]
+
+    def mask(
+        self, s: Tensor, views: Sequence[int], rows: slice, others: Sequence[int], shifts: Sequence[int], further: bool
+    ) -> Tensor | None:
+        """Overwrite the entries of a block that are no pairs; return where these are, unless that is known.
+
+        Args:
+            s: similarities.
+            views: along the rows, one after the other.
+            rows: which of their features.
+            others: views along the columns.
+            shifts: views by which columns of the own samples are away from the rows, where samples are distinct.
+            further: the last columns are further candidates, if there are any.
+        """
+        if self.distinct:
+            for offset in (shift * len(self.keys[0]) + rows.start for shift in shifts):
+                if -s.shape[0] < offset < s.shape[1]:
+                    s.diagonal(offset).fill_(MASKED)
+            return None
+        same = same_sample([key[rows] for key in self.names(views)], self.names(others))
+        if self.extra is not None and further:
+            outside = self.extra.same(rows)
+            missing = len(same) - len(outside)  # rows of view 2
+            # pad() of torch 2.4 refuses a tensor without entries
+            outside = torch.cat([outside, outside.new_ones(missing, outside.shape[1])]) if missing else outside
+            same = torch.cat([same, outside], dim=1)
+        s.masked_fill_(same, MASKED)
+        return same
 
     @property
     def may_lack_negatives(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import Scalar, all_finite
 from compopt.kernel.blocks import mean_positive
-from compopt.kernel.pairs import PairStatistics, Sums, scale_of
+from compopt.kernel.pairs import Sums, scale_of
 from compopt.pairs import NO_POLICY, PairPolicy
 
 KEYS = ("index", "index2", "labels")
@@ -174,51 +174,49 @@ class MemoryNormalizer(Normalizer):
         # the weights are the same for all positives of an anchor
         log_total = pairs.per_pair(self._by_sample(log_total, positive), scale)
         if call.training:
-            # kept without the mean of its batch: a later batch adds its own, so that the queue follows the encoders
-            names = stored_names(keys)
-            entries = {"queue": new - mean, "keys": names, "kept": torch.ones_like(names[0], dtype=torch.bool)}
             # a sample that is in no pair has no share of any sum, and would enter the queue: the mean has it
             usable = all_finite(log_total + mean.sum() if pairs.may_lack_negatives else log_total)
-            if call.batch.momentum:  # a momentum copy's, of which other features know nothing
-                usable &= all_finite(z) & all_finite(partners)
-            if call.batch.bad is not None:
-                usable &= ~call.batch.bad
-            self._pending_state = pushed(state, entries, usable)
+            self._keep(call.batch, state, new - mean, keys, usable)
         outside_wh: Tensor | None = None
         if pairs.mean_h is not None:
             outside_wh = self._by_sample((weights * logits.masked_fill_(excluded, 0)).sum(2), positive) / scale
             outside_wh = pairs.per_pair(outside_wh, self._by_sample(total.squeeze(2), positive))
+
+        def through_alpha(slope: Tensor) -> Tensor:
+            """Return ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of every anchor, the mean over its partners."""
+            push = torch.bmm(weights, queue).addcmul_(total, self._away(partners, directions) + self._by_side(mean))
+            gradient = push.mul_(self._column(pairs.sum_over_positives(slope) * scale)).view(-1, *z.shape[1:])
+            return gradient if len(gradient) == len(z) else torch.cat([gradient, torch.zeros_like(z[len(gradient) :])])
+
         norms = torch.linalg.vector_norm(weights, dim=2)
         effective = partial(effective_negatives, pairs.sides, call.batch.own, directions, total, norms)
         return Estimate(
             log_total - (pairs.count + pairs.per_pair(count)).clamp(min=1).log(),
             weight_alpha=log_total - pairs.log_count,
             outside_wh=outside_wh,
-            through_alpha=partial(self._feature_gradients, pairs, partners, queue, mean, weights, total, scale),
+            through_alpha=through_alpha,
             metrics={"queue_share": partial(torch.mean, total), "effective_negatives": effective},
         )
 
-    def _feature_gradients(
-        self,
-        pairs: PairStatistics,
-        z: Tensor,
-        queue: Tensor,
-        mean: Tensor,
-        weights: Tensor,
-        total: Tensor,
-        scale: Scalar,
-        slope: Tensor,
-    ) -> Tensor:
-        """Return ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of every anchor, the mean over its partners.
+    def _keep(
+        self, batch: Batch, state: Mapping[str, Tensor], new: Tensor, keys: Mapping[str, Tensor], usable: Tensor
+    ) -> None:
+        """Put features into the queue, without the mean of their batch.
 
-        ``z`` has the partners, ``(V, B, d)``.
+        A later batch adds its own mean, so that the queue follows the encoders.
         """
+        names = stored_names(keys)
+        entries = {"queue": new, "keys": names, "kept": torch.ones_like(names[0], dtype=torch.bool)}
+        if batch.momentum:  # a momentum copy's, of which other features know nothing
+            usable = usable & all_finite(torch.stack(batch.features)) & all_finite(torch.stack(batch.momentum))
+        if batch.bad is not None:
+            usable = usable & ~batch.bad
+        self._pending_state = pushed(state, entries, usable)
+
+    def _away(self, z: Tensor, directions: int) -> Tensor:
+        """Return the mean of every anchor's partners, negative, ``(V, B, d)`` -> ``(Q, P, d)``."""
         partners = z.flip(0) if len(z) == 2 else reduce(torch.add, (z.roll(-r, 0) for r in range(1, len(z))))
-        away = self._anchors(partners, pairs.directions) / (1 - len(z)) + self._by_side(mean)
-        push = torch.bmm(weights, queue).addcmul_(total, away)
-        factor = self._column(pairs.sum_over_positives(slope) * scale)
-        gradient = push.mul_(factor).view(-1, *z.shape[1:])
-        return gradient if len(gradient) == len(z) else torch.cat([gradient, torch.zeros_like(z[len(gradient) :])])
+        return self._anchors(partners, directions) / (1 - len(z))
 
     def _candidates(self, z: Tensor) -> Tensor:
         """Return the features that enter the queues, those of direction 1 first, ``(D, B, d)``; two of many views."""
@@ -307,13 +305,7 @@ class MemoryNormalizer(Normalizer):
     def _by_queue(self, value: Tensor) -> Tensor:
         return value.T.reshape(1, -1) if self._views else value.T
 
-    @overload
-    def _column(self, value: Tensor) -> Tensor: ...
-
-    @overload
-    def _column(self, value: float) -> float: ...
-
-    def _column(self, value: Scalar) -> Scalar:
+    def _column(self, value: Scalar) -> Any:
         """Rearrange ``(B, a)`` -> ``(Q, P, 1)``; a number for all anchors stays one."""
         return self._by_queue(value).unsqueeze(2) if isinstance(value, Tensor) else value
 

@@ -23,7 +23,6 @@ from torch.nn.functional import normalize
 
 from compopt import functional as F
 from compopt.distributed.ranks import Ranks
-from compopt.estimator.component import Call
 from compopt.functional import Scalar
 from compopt.kernel.blocks import MASKED
 from compopt.kernel.features import NORM_MIN, through_normalization
@@ -183,20 +182,38 @@ class NetworkBatch:
     that depend on those are ``(positives, P)``, and gradients are summed over them.
 
     Features of a sample that are not finite are NaN, and so are the results for it.
+
+    Args:
+        layout: the arrangement.
+        features: of all views, ``(B, d)`` each.
+        positive: ``s_ii``, ``(B, A)``, in whose shape and dtype results are.
+        tau, eps: numbers, or broadcastable to it.
+        log_ghat: what the network learns, ``(B, A)``; ``None``: nothing, it predicts only.
+        weight: of each anchor in the mean, the same.
     """
 
-    def __init__(self, layout: Layout, call: Call) -> None:
-        pairs, like = call.pairs, call.pairs.positive
-        self.layout, self.features, self.like = layout, call.batch.features, like
-        self.positives = len(self.features) - 1  # of each anchor
-        self.anchors, self.others = layout.anchors(self.features, like.shape[1] // self.positives)
-        log_ghat = self.per_anchor(pairs.log_ghat)
-        self.finite = F.all_finite(torch.cat([log_ghat.flatten(), *(z.flatten() for z in self.features)]))
-        self.tau, self.eps = self.per_anchor(call.tau), self.per_anchor(call.hyper("eps"))
-        # s_ii / tau_i, and log(eps + ghat_i)
-        self.shift = self.per_anchor(like) / self.tau
-        self.target = F.add_eps(log_ghat, self.eps)
-        self.weight = self.per_anchor(pairs.factor(layout.networks / like.numel()))
+    finite: Tensor  # 0-d: all values are
+    target: Tensor  # log(eps + ghat_i)
+
+    def __init__(
+        self,
+        layout: Layout,
+        features: tuple[Tensor, ...],
+        positive: Tensor,
+        tau: Scalar,
+        eps: Scalar,
+        log_ghat: Tensor | None = None,
+        weight: Scalar = 1.0,
+    ) -> None:
+        self.layout, self.features, self.like = layout, features, positive
+        self.positives = len(features) - 1  # of each anchor
+        self.anchors, self.others = layout.anchors(features, positive.shape[1] // self.positives)
+        self.tau, self.eps, self.weight = (self.per_anchor(value) for value in (tau, eps, weight))
+        self.shift = self.per_anchor(positive) / self.tau
+        if log_ghat is not None:
+            log_ghat = self.per_anchor(log_ghat)
+            self.finite = F.all_finite(torch.cat([log_ghat.flatten(), *(z.flatten() for z in features)]))
+            self.target = F.add_eps(log_ghat, self.eps)
         # without eps, as the host knows, alpha is the log-partition but for a shift
         self.exact = not isinstance(self.eps, Tensor) and self.eps == 0
         # bound of target - alpha that the host knows: both are of cosines over tau
@@ -251,13 +268,17 @@ class NetworkBatch:
 
 
 class Prediction:
-    """Log-normalizers ``alpha`` of a batch by some prototypes, and their ``target`` ``log(eps + ghat)``, ``(B, A)``."""
+    """Log-normalizers ``alpha`` of a batch by some prototypes, ``(B, A)``."""
 
     def __init__(self, batch: NetworkBatch, state: State, prototypes: Prototypes | None = None) -> None:
         self._batch, self._prototypes = batch, batch.prototypes(state) if prototypes is None else prototypes
         self._relative = self._prototypes.predict(state["prototypes"]) - (batch.shift + self._prototypes.log_count)
         self.alpha = batch.per_sample(F.add_eps(self._relative, batch.eps))
-        self.target = batch.per_sample(batch.target)
+
+    @property
+    def target(self) -> Tensor:
+        """``log(eps + ghat)``, ``(B, A)``."""
+        return self._batch.per_sample(self._batch.target)
 
     def through_alpha(self, alpha: Tensor, slope: Tensor) -> Tensor:
         """Return gradients of the objective that reach the features through ``alpha``, ``(V, B, d)``.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as torch_functional
@@ -13,7 +13,6 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from compopt import checks
-from compopt import functional as F
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_tau, check_values, tau_facts
@@ -22,16 +21,12 @@ from compopt.distributed.ranks import Ranks
 from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.options import PlacementOptions, takes_options
-from compopt.functional import Scalar
-from compopt.kernel.pairs import PairStatistics
 from compopt.normalizers.network import (
     PREFIX,
     FunctionalOptimizer,
     Layout,
     NetworkBatch,
     Prediction,
-    Prototypes,
-    State,
     empty_ring,
     on_host,
     push,
@@ -198,15 +193,22 @@ class NeuralNormalizer(Normalizer):
         With ``predict_first`` the prediction is the one before the batch's features and updates reach the network;
         for the very first batch, before the updates only.
         """
-        hyper, device = call.hyper.of_first_group(), call.batch.features[0].device
         self._check_dim(call.batch.features[0])
-        batch = NetworkBatch(self.layout, call)
-        state = old = self._state_on(device, self.working_state(call.training))
+        pairs, layout, features = call.pairs, self.layout, call.batch.features
+        weight = pairs.factor(layout.networks / pairs.positive.numel())
+        batch = NetworkBatch(layout, features, pairs.positive, call.tau, call.hyper("eps"), pairs.log_ghat, weight)
+        return self._learn(batch, call.hyper.of_first_group(), call.t, call.training, predict_first)
+
+    def _learn(
+        self, batch: NetworkBatch, hyper: Hyper, t: int, training: bool, predict_first: bool = False
+    ) -> Prediction:
+        device = batch.features[0].device
+        state = old = self._state_on(device, self.working_state(training))
         # On a device reading the flag would wait: the whole step is taken, and _choose undoes it.
         usable = device.type != "cpu" or bool(batch.finite)
         before = Prediction(batch, state) if predict_first and state["queue_place"].tolist()[1] > 0 else None
         if usable and batch.others.shape[1]:
-            new, restarted = push(state, batch.others, batch.finite, self.part, call.t, hyper("restart_every"))
+            new, restarted = push(state, batch.others, batch.finite, self.part, t, hyper("restart_every"))
             state = {**state, **new}
             if restarted and self.reset_optimizer:
                 state = {name: value for name, value in state.items() if not name.startswith(PREFIX)}
@@ -219,7 +221,7 @@ class NeuralNormalizer(Normalizer):
             state = {**state, **self.optimizer.run(state, hyper("lr"), hyper("updates"), gradient)}
         if device.type != "cpu":
             state = self._choose(batch.finite, state, old)
-        if call.training:
+        if training:
             self._pending_state = state
         return Prediction(batch, state, prototypes) if before is None else before
 
@@ -234,15 +236,14 @@ class NeuralNormalizer(Normalizer):
     ) -> Tensor:
         self._check_dim(features[0])
         state = self._state_on(features[0].device, self.saved_state())
-        layout, alone = self.layout, Ranks.alone()  # whole on every rank, which may have other features each
+        layout = replace(self.layout, ranks=Ranks.alone())  # whole on every rank, which may have other features each
         eps, chunks = hyper("eps"), []
         for start in range(0, len(features[0]), STORED_CHUNK):
             at = slice(start, start + STORED_CHUNK)
             own = (features[0][at], features[1][at])
             positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, layout.directions)
             tau_here, eps_here = (x[at] if isinstance(x, Tensor) and x.dim() else x for x in (tau, eps))
-            alpha = self._alpha(state, layout.anchors(own, layout.directions)[0], tau_here, eps_here, positive, alone)
-            chunks.append(layout.per_sample(alpha, positive))
+            chunks.append(Prediction(NetworkBatch(layout, own, positive, tau_here, eps_here), state).alpha)
         return torch.cat(chunks)
 
     @property
@@ -336,7 +337,11 @@ class NeuralNormalizer(Normalizer):
         if not len(batch.rows):
             raise ValueError("anchors are empty, of every rank; skip such a batch")
         with torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
-            prediction = self.learn_from(self._observed(batch, tau))
+            log_g, engine = batch.values["log_g"][:, None], self._engine
+            hyper = engine.groups.hyper(self.role, batch.rows, batch.dtype)
+            zero, weight = torch.zeros_like(log_g), 1 / len(log_g)
+            observed = NetworkBatch(self.layout, batch.features, zero, tau, hyper("eps"), log_g, weight)
+            prediction = self._learn(observed, hyper.of_first_group(), engine.t, batch.depositing)
         if batch.depositing:
             self._deposit(batch, {})
         return prediction.alpha[:, 0][batch.own]
@@ -357,17 +362,10 @@ class NeuralNormalizer(Normalizer):
         with torch.no_grad():
             batch, tau = self._gather(anchors, tau)
         with torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
-            layout, z = self.layout, batch.values["z1"]
-            eps = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)("eps")
-            anchors, state = layout.anchors((z, z), layout.directions)[0], self._state_on(z.device, self.state)
-            alpha = self._alpha(state, anchors, tau, eps, torch.zeros_like(z[:, :1]), layout.ranks)
-            return alpha[0][batch.own].to(batch.dtype)
-
-    def _alpha(self, state: State, anchors: Tensor, tau: Scalar, eps: Scalar, positive: Tensor, ranks: Ranks) -> Tensor:
-        """Return ``alpha`` of a state's network, ``(D, P)``; ``positive`` has ``s_ii``, ``(B, A)``."""
-        tau, eps, own = (self.layout.per_anchor(x, positive) for x in (tau, eps, positive))
-        prototypes = Prototypes(anchors, 1 / tau, state["queue_active"], ranks)
-        return F.add_eps(prototypes.predict(state["prototypes"]) - (own / tau + prototypes.log_count), eps)
+            z, eps = batch.values["z1"], self._engine.groups.hyper(self.role, batch.rows, batch.dtype)("eps")
+            zero = z.new_zeros(len(z), 1, dtype=batch.dtype)
+            asked = NetworkBatch(self.layout, (z, z), zero, tau, eps)
+            return Prediction(asked, self._state_on(z.device, self.state)).alpha[:, 0][batch.own]
 
     def _gather(
         self, anchors: Tensor, tau: float | Tensor, log_g: Tensor | None = None, candidates: Tensor | None = None
@@ -395,30 +393,11 @@ class NeuralNormalizer(Normalizer):
         (batch.values["z2"],) = engine.ranks.gather([others], batch.more) if max(batch.more) else (others,)
         return batch, batch.values.get("tau", tau)
 
-    def _observed(self, batch: Batch, tau: float | Tensor) -> Call:
-        log_g = batch.values["log_g"][:, None]
-        pairs = cast(PairStatistics, Observed(torch.zeros_like(log_g), log_g))
-        engine = self._engine
-        hyper = engine.groups.hyper(self.role, batch.rows, batch.dtype)
-        return Call(batch, pairs, tau, hyper, None, None, engine.t, engine.pending, unimodal=False)
-
     def _features(self, name: str, value: Any, shape: str) -> Tensor:
         checked = check_values(name, value, shape, 2)
         if checked.shape[1] != self.dim:
             raise ValueError(f"{name} must have {self.dim} columns, the network's dim, got {tuple(checked.shape)}")
         return checked
-
-
-@dataclass
-class Observed:
-    """Log-normalizers that a caller observed, in the place of a batch's pairs; every ``s_ii`` is 0; ``(B, 1)`` each."""
-
-    positive: Tensor
-    log_ghat: Tensor
-
-    def factor(self, coefficient: Scalar) -> Scalar:
-        """Return the coefficient: every anchor counts."""
-        return coefficient
 
 
 def _is_split(value: Tensor) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,18 +38,22 @@ class Anchors(NamedTuple):
     Attributes:
         scale: ``1 / tau_i``, ``(P,)`` float32 (float64 with features in float64).
         threshold: similarity above which a candidate is left out, ``(P,)``; ``None``: there is none.
+        factor: takes exponentials to coefficients ``factor_i exp(z_ij - top_i)``, ``(P,)``; ``None``: they have none.
+        top: subtracted from the exponent there, ``(P,)``; ``None``: nothing is.
     """
 
     scale: Tensor
     threshold: Tensor | None = None
+    factor: Tensor | None = None
+    top: Tensor | None = None
 
     def part(self, anchors: slice) -> Anchors:
         """Some of the anchors."""
-        return Anchors(self.scale[anchors], None if self.threshold is None else self.threshold[anchors])
+        return self._make(None if value is None else value[anchors] for value in self)
 
     def contiguous(self) -> Anchors:
         """The same in memory without gaps, which the kernels read."""
-        return Anchors(self.scale.contiguous(), None if self.threshold is None else self.threshold.contiguous())
+        return self._make(None if value is None else value.contiguous() for value in self)
 
 
 class AnchorSums(NamedTuple):
@@ -89,22 +93,6 @@ class AnchorSums(NamedTuple):
         """``log sum_j exp(z_ij)``; ``-inf`` without candidates."""
         log_total = self.total.log()
         return log_total if self.top is None else log_total + self.top
-
-
-class Weights(NamedTuple):
-    """Factors from the exponentials of the anchors of one axis to coefficients, ``factor_i exp(z_ij - top_i)``.
-
-    Attributes:
-        factor: ``(P,)``.
-        top: subtracted from the exponent, ``(P,)``; ``None``: nothing is.
-    """
-
-    factor: Tensor
-    top: Tensor | None
-
-    def part(self, anchors: slice) -> Weights:
-        """Weights of some anchors."""
-        return Weights(self.factor[anchors], None if self.top is None else self.top[anchors])
 
 
 @dataclass(frozen=True)
@@ -164,6 +152,11 @@ class Operands:
         for start in range(0, rows, step):
             yield slice(start, min(start + step, rows))
 
+    def part(self, wave: slice) -> Operands:
+        """Some of the rows."""
+        rows = None if self.rows is None else self.rows.part(wave)
+        return replace(self, x=self.x[wave], rows=rows, row_keys=self.row_keys[:, wave])
+
 
 def ranked(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     """Return int32 keys >= 0 that are equal where the given ones are, ``(P,)`` and ``(Q,)``, without a host sync.
@@ -179,39 +172,31 @@ def ranked(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
 # -- a wave in plain torch ---------------------------------------------------------------------------------------------
 
 
-def torch_sums(o: Operands, wave: slice) -> tuple[AnchorSums | None, AnchorSums | None]:
-    """Return sums of the anchors along the rows of a wave, and of those along the columns over these rows.
-
-    Both have one part, ``(1, P)``.
-    """
-    s = o.x[wave] @ o.y.T
-    apart = _apart(o, wave)
-    rows = None if o.rows is None else _side_sums(o, s, apart, o.rows.part(wave), 1)
+def torch_sums(o: Operands) -> tuple[AnchorSums | None, AnchorSums | None]:
+    """Return sums of the anchors along the rows, and of those along the columns, of one part each, ``(1, P)``."""
+    s, apart = o.x @ o.y.T, _apart(o)
+    rows = None if o.rows is None else _side_sums(o, s, apart, o.rows, 1)
     columns = None if o.columns is None else _side_sums(o, s, apart, o.columns, 0)
     return rows, columns
 
 
-def torch_coefficients(o: Operands, wave: slice, rows: Weights | None, columns: Weights | None, out: Tensor) -> None:
-    """Write ``A_ij`` of a wave, the sum of what the anchors of both axes give to a pair, ``(wave, Q)``."""
-    s = o.x[wave] @ o.y.T
-    apart = _apart(o, wave)
+def torch_coefficients(o: Operands, out: Tensor) -> None:
+    """Write ``A_ij``, the sum of what the anchors of both axes give to a pair, ``(P, Q)``."""
+    s, apart = o.x @ o.y.T, _apart(o)
     out.zero_()
-    for anchors, weights, dim in ((o.rows, rows, 1), (o.columns, columns, 0)):
-        if anchors is None or weights is None:
-            continue
-        if dim == 1:
-            anchors, weights = anchors.part(wave), weights.part(wave)
-        z, skipped = _exponents(o, s, apart, anchors, dim)
-        if weights.top is not None:
-            z.sub_(weights.top.unsqueeze(dim))
-        out += z.exp_().mul_(weights.factor.unsqueeze(dim)).masked_fill_(skipped, 0)
+    for anchors, dim in ((o.rows, 1), (o.columns, 0)):
+        if anchors is not None and anchors.factor is not None:
+            z, skipped = _exponents(o, s, apart, anchors, dim)
+            if anchors.top is not None:
+                z.sub_(anchors.top.unsqueeze(dim))
+            out += z.exp_().mul_(anchors.factor.unsqueeze(dim)).masked_fill_(skipped, 0)
 
 
-def _apart(o: Operands, wave: slice) -> Tensor:
-    """True where a row and a column are no pair, ``(wave, Q)``."""
-    rows, count = o.row_keys[:, wave], len(o.row_keys) - o.within
-    apart = (rows[:count, :, None] == o.column_keys[:count, None, :]).any(0)
-    return apart | (rows[-1, :, None] != o.column_keys[-1]) if o.within else apart
+def _apart(o: Operands) -> Tensor:
+    """True where a row and a column are no pair, ``(P, Q)``."""
+    count = len(o.row_keys) - o.within
+    apart = (o.row_keys[:count, :, None] == o.column_keys[:count, None, :]).any(0)
+    return apart | (o.row_keys[-1, :, None] != o.column_keys[-1]) if o.within else apart
 
 
 def _exponents(o: Operands, s: Tensor, apart: Tensor, anchors: Anchors, dim: int) -> tuple[Tensor, Tensor]:
@@ -269,11 +254,11 @@ def tile_of(precision: str, maxima: bool, policy: bool) -> Tile:
     return {**(NARROW if maxima or policy else WIDE), **SMALL}[precision]
 
 
-def constants(o: Operands, tile: Tile, rows: bool, columns: bool) -> dict[str, Any]:
-    """Return what both kernels know when they are compiled; ``rows``, ``columns``: where anchors are."""
+def constants(o: Operands, tile: Tile) -> dict[str, Any]:
+    """Return what both kernels know when they are compiled, and how they are launched."""
     return {
-        "ROWS": rows,
-        "COLUMNS": columns,
+        "ROWS": o.rows is not None,
+        "COLUMNS": o.columns is not None,
         "KEYS": len(o.row_keys) - o.within,
         "WITHIN": o.within,
         "SHIFTED": o.shared is None,
@@ -284,6 +269,7 @@ def constants(o: Operands, tile: Tile, rows: bool, columns: bool) -> dict[str, A
         "PRECISION": "ieee" if o.precision == "bf16" else o.precision,
         "UPCAST": o.precision == "bf16" and not o.x.is_cuda,
         **{"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": GROUP},
+        **{"num_warps": tile.warps, "num_stages": tile.stages},
     }
 
 
@@ -291,69 +277,54 @@ def _has_threshold(o: Operands) -> bool:
     return any(anchors is not None and anchors.threshold is not None for anchors in (o.rows, o.columns))
 
 
-def _has_policy(o: Operands) -> bool:
-    return _has_threshold(o) or any(o.strengths)
+def _tile(o: Operands, maxima: bool) -> tuple[Tile, int, int]:
+    """Return the tile of a kernel, and how many are down and across."""
+    tile = tile_of(o.precision or "ieee", maxima, policy=_has_threshold(o) or any(o.strengths))
+    return tile, -(-len(o.x) // tile.BM), -(-len(o.y) // tile.BN)
 
 
-def planes(o: Operands) -> int:
-    """Return how many sums the first kernel writes for each anchor and tile."""
-    return 2 + (o.shared is None) + o.moments + o.counted
-
-
-def triton_sums(o: Operands, wave: slice) -> tuple[AnchorSums | None, AnchorSums | None]:
-    """Return sums of the anchors along the rows of a wave, and of those along the columns over these rows, by tile."""
+def triton_sums(o: Operands) -> tuple[AnchorSums | None, AnchorSums | None]:
+    """Return sums of the anchors along the rows, and of those along the columns, by tile."""
     from compopt.tiles import language
 
-    tile = tile_of(o.precision or "ieee", maxima=o.shared is None, policy=_has_policy(o))
-    rows, columns = wave.stop - wave.start, len(o.y)
-    down, across = -(-rows // tile.BM), -(-columns // tile.BN)
-    by_row = o.x.new_empty(planes(o) * (o.rows is not None), across, rows, dtype=torch.float32)
-    by_column = o.x.new_empty(planes(o) * (o.columns is not None), down, columns, dtype=torch.float32)
-    flags = constants(o, tile, o.rows is not None, o.columns is not None)
+    tile, down, across = _tile(o, maxima=o.shared is None)
+    (rows, columns), planes = o.shape, 2 + (o.shared is None) + o.moments + o.counted
+    by_row = o.x.new_empty(planes * (o.rows is not None), across, rows, dtype=torch.float32)
+    by_column = o.x.new_empty(planes * (o.columns is not None), down, columns, dtype=torch.float32)
     with torch.cuda.device_of(o.x):
         language.sums[(down * across,)](
-            *(*_features(o, wave), by_row, by_column),
-            *(*_sizes(o, wave), across * rows, down * columns, *_numbers(o)),
-            **{**flags, "MOMENTS": o.moments, "COUNTED": o.counted},
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            *(*_features(o), by_row, by_column, *_sizes(o), across * rows, down * columns, *_numbers(o)),
+            **{**constants(o, tile), "MOMENTS": o.moments, "COUNTED": o.counted},
         )
     return _read(o, by_row), _read(o, by_column)
 
 
-def triton_coefficients(o: Operands, wave: slice, rows: Weights | None, columns: Weights | None, out: Tensor) -> None:
-    """Write ``A_ij`` of a wave, ``(wave, Q)``."""
+def triton_coefficients(o: Operands, out: Tensor) -> None:
+    """Write ``A_ij``, ``(P, Q)``; all anchors have factors."""
     from compopt.tiles import language
 
-    tile, count = tile_of(o.precision or "ieee", maxima=False, policy=_has_policy(o)), wave.stop - wave.start
-    nothing = o.x.new_empty(0, dtype=torch.float32)
-    row, column = (nothing if w is None else w.factor for w in (rows, columns))
-    row_top, column_top = (nothing if w is None or w.top is None else w.top for w in (rows, columns))
-    weights = [row[wave], column, row_top[wave], column_top]
+    tile, down, across = _tile(o, maxima=False)
+    weights = [_given(o, name) for name in ("factor", "top")]
     with torch.cuda.device_of(o.x):
-        language.coefficients[(-(-count // tile.BM) * -(-len(o.y) // tile.BN),)](
-            *(*_features(o, wave), *weights, out, *_sizes(o, wave), out.stride(0), *_numbers(o)),
-            **constants(o, tile, rows is not None, columns is not None),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+        language.coefficients[(down * across,)](
+            *(*_features(o), *weights[0], *weights[1], out, *_sizes(o), out.stride(0), *_numbers(o)),
+            **constants(o, tile),
         )
 
 
-def _features(o: Operands, wave: slice) -> list[Tensor]:
-    """Features, keys, scales and thresholds; of the rows those of the wave. Without an entry: not read."""
-    nothing = o.x.new_empty(0, dtype=torch.float32)
-    row, column = (anchors or Anchors(nothing) for anchors in (o.rows, o.columns))
-    return [
-        *(o.x[wave], o.y, o.row_keys[:, wave], o.column_keys),
-        *(row.scale[wave], column.scale),
-        nothing if row.threshold is None else row.threshold[wave],
-        nothing if column.threshold is None else column.threshold,
-    ]
+def _given(o: Operands, name: str) -> list[Tensor]:
+    """Return a field of the anchors along the rows and along the columns; without an entry where there is none."""
+    values = [None if anchors is None else getattr(anchors, name) for anchors in (o.rows, o.columns)]
+    return [o.x.new_empty(0, dtype=torch.float32) if value is None else value for value in values]
 
 
-def _sizes(o: Operands, wave: slice) -> list[int]:
-    strides = [o.row_keys.stride(0), o.column_keys.stride(0)]
-    return [wave.stop - wave.start, len(o.y), o.x.shape[1], o.inside, *strides]
+def _features(o: Operands) -> list[Tensor]:
+    """Features, keys, scales and thresholds."""
+    return [o.x, o.y, o.row_keys, o.column_keys, *_given(o, "scale"), *_given(o, "threshold")]
+
+
+def _sizes(o: Operands) -> list[int]:
+    return [*o.shape, o.x.shape[1], o.inside, o.row_keys.stride(0), o.column_keys.stride(0)]
 
 
 def _numbers(o: Operands) -> list[float]:
@@ -382,7 +353,7 @@ def sums(o: Operands) -> tuple[AnchorSums | None, AnchorSums | None]:
     rows: list[AnchorSums] = []
     columns: AnchorSums | None = None
     for wave in o.waves():
-        of_rows, of_columns = one_wave(o, wave)
+        of_rows, of_columns = one_wave(o.part(wave))
         if of_rows is not None:
             rows.append(of_rows.merged())
         if of_columns is not None:
@@ -391,18 +362,21 @@ def sums(o: Operands) -> tuple[AnchorSums | None, AnchorSums | None]:
     return AnchorSums.together(rows, torch.cat) if rows else None, columns
 
 
-def products(o: Operands, rows: Weights | None, columns: Weights | None, transposed: bool) -> tuple[Tensor, Tensor]:
+def products(o: Operands, transposed: bool) -> tuple[Tensor, Tensor]:
     """``A Y``, ``(P, d)``, and ``A^T X``, ``(Q, d)``, of ``A_ij = f_i exp(z_ij - top_i) + f_j exp(z_ji - top_j)``.
 
     The product ``S`` is computed a second time, wave by wave, into one buffer ``(wave, Q)`` of the dtype of the
     features; two ordinary products read it.
 
     Args:
-        o: operands of the sweep whose sums the weights follow from.
-        rows, columns: of the anchors along each axis; ``None``: they have no part in ``A``.
+        o: operands of the sweep whose sums the factors ``f`` of the anchors follow from; anchors without them have no
+            part in ``A``.
         transposed: compute ``A^T X``; otherwise it is zero.
     """
-    one_wave = torch_coefficients if o.precision is None else triton_coefficients
+    rows, columns = (None if side is None or side.factor is None else side for side in (o.rows, o.columns))
+    o, one_wave = replace(o, rows=rows, columns=columns), triton_coefficients
+    if o.precision is None:
+        one_wave = torch_coefficients
     of_rows, of_columns = (z.new_zeros(z.shape, dtype=o.dtype) for z in (o.x, o.y))
     buffer: Tensor | None = None
     with tf32_allowed() if o.precision == "tf32" and o.x.is_cuda else contextlib.nullcontext():
@@ -411,7 +385,7 @@ def products(o: Operands, rows: Weights | None, columns: Weights | None, transpo
                 width = -(-len(o.y) // 16) * 16  # rows begin at aligned addresses, for the kernel and for the products
                 buffer = o.x.new_empty(wave.stop - wave.start, width)[:, : len(o.y)]
             a = buffer[: wave.stop - wave.start]
-            one_wave(o, wave, rows, columns, a)
+            one_wave(o.part(wave), a)
             _add_product(of_rows[wave], a, o.y)
             if transposed:
                 _add_product(of_columns, a.T, o.x[wave])
@@ -444,8 +418,9 @@ class _LogSums(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, facts: dict[str, Any]) -> Tensor:
         low = torch.bfloat16 if facts["precision"] == "bf16" else x.dtype
         x, y, ctx.facts = x.to(low), y.to(low), facts
+        anchors = (Anchors(of_side).contiguous() for of_side in scale.unbind(1))
         with torch.autocast(x.device.type, enabled=False):
-            found = sums(_operands(x, y, scale, facts, moments=ctx.needs_input_grad[2]))
+            found = sums(Operands(x, y, *anchors, moments=ctx.needs_input_grad[2], **facts))
         sides = [side for side in found if side is not None]
         log_sums = torch.stack([side.log_total() for side in sides], dim=1)
         means = [torch.where(side.total == 0, 0, side.dot / side.total) for side in sides if side.dot is not None]
@@ -460,15 +435,9 @@ class _LogSums(torch.autograd.Function):
         of_scale = grad * torch.stack(means, dim=1) if means else None
         if not any(ctx.needs_input_grad[:2]):
             return None, None, of_scale, None
-        pairs = zip((grad * scale).unbind(1), log_sums.unbind(1), strict=True)
-        rows, columns = (Weights(factor.contiguous(), top.contiguous()) for factor, top in pairs)
-        operands, transposed = _operands(x, y, scale, ctx.facts), ctx.needs_input_grad[1]
+        sides = zip(scale.unbind(1), (grad * scale).unbind(1), log_sums.unbind(1), strict=True)
+        anchors = (Anchors(of_side, None, factor, top).contiguous() for of_side, factor, top in sides)
+        operands, transposed = Operands(x, y, *anchors, **ctx.facts), ctx.needs_input_grad[1]
         with torch.autocast(x.device.type, enabled=False):  # backward() may be called where it is on
-            of_x, of_y = products(operands, rows, columns, transposed)
+            of_x, of_y = products(operands, transposed)
         return of_x, of_y if transposed else None, of_scale, None
-
-
-def _operands(x: Tensor, y: Tensor, scale: Tensor, facts: dict[str, Any], moments: bool = False) -> Operands:
-    """Return the operands with these scales of the anchors along the rows and along the columns."""
-    rows, columns = (Anchors(column.contiguous()) for column in scale.unbind(1))
-    return Operands(x, y, rows, columns, moments=moments, **facts)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from compopt.tiles.sweep import Anchors, Operands, Weights
+from compopt.tiles.sweep import Anchors, Operands
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter multiplies TF32 in float32.
@@ -42,16 +42,17 @@ def low(o, precision=EXACT):
     return replace(o, rows=side(o.rows), columns=side(o.columns), **keys, **features, precision=precision)
 
 
-def weights(sums, seed=1):
-    """Factors of any sign that turn sums into coefficients of moderate size."""
-    generator = torch.Generator().manual_seed(seed)
-    factor = torch.randn(len(sums.total), dtype=torch.float64, generator=generator) / sums.total.clamp(min=1e-300)
-    return Weights(torch.where(sums.total > 0, factor, 0), sums.top)
-
-
-def low_weights(given):
-    """The same on the device in float32."""
-    return Weights(*(v if v is None else v.to(DEVICE, torch.float32) for v in given))
+def weighted(o, sums, seed=1):
+    """The same with factors of any sign that turn sums into coefficients of moderate size."""
+    sides = []
+    for anchors, side in zip((o.rows, o.columns), sums, strict=True):
+        if anchors is not None:
+            generator = torch.Generator().manual_seed(seed)
+            factor = torch.randn(len(side.total), dtype=torch.float64, generator=generator)
+            factor = torch.where(side.total > 0, factor / side.total.clamp(min=1e-300), 0)
+            anchors = anchors._replace(factor=factor, top=side.top)
+        sides.append(anchors)
+    return replace(o, rows=sides[0], columns=sides[1])
 
 
 def relative(actual, expected):

@@ -7,7 +7,7 @@ import torch
 
 from compopt.tiles import sweep
 from compopt.tiles.sweep import NO_PAIR
-from tests.triton.operands import DEVICE, EXACT, low, low_weights, operands, relative, weights
+from tests.triton.operands import DEVICE, EXACT, low, operands, relative, weighted
 
 CASES = {
     "both sides": {},
@@ -60,9 +60,8 @@ def test_sums_and_products_equal_those_of_float64(case):
     expected, actual = both(o)
     exact_to = 1e-7 / CASES[case].get("tau", (0.02,))[0]  # s is rounded to 6e-8, and divided by tau
     assert_sums(o, actual, expected, exact_to)
-    given = [None if side is None else weights(side) for side in expected]
-    ours = [None if w is None else low_weights(w) for w in given]
-    exact, found = sweep.products(o, *given, True), sweep.products(low(o), *ours, True)
+    o = weighted(o, expected)
+    exact, found = sweep.products(o, True), sweep.products(low(o), True)
     for f, e in zip(found, exact, strict=True):
         assert relative(f, e) < exact_to
 
@@ -90,9 +89,9 @@ def test_other_precisions(precision, rtol):
     expected, actual = both(o, precision)
     for ours, theirs in zip(actual, expected, strict=True):
         assert relative(ours.log_total(), theirs.log_total()) < rtol / 5
-    given = [weights(side) for side in expected]
-    found = sweep.products(low(o, precision), *map(low_weights, given), True)
-    for f, e in zip(found, sweep.products(o, *given, True), strict=True):
+    o = weighted(o, expected)
+    found = sweep.products(low(o, precision), True)
+    for f, e in zip(found, sweep.products(o, True), strict=True):
         assert relative(f, e) < rtol and f.dtype == torch.float32
 
 
@@ -105,7 +104,7 @@ def test_anchors_without_candidates():
     assert rows.number.tolist() == [9, 9, 0, 9, 9, 9] and columns.number.tolist() == [5] * 9
     assert float(rows.total[2]) == 0 and float(rows.top[2]) == pytest.approx(NO_PAIR, rel=1e-6)
     assert torch.equal(rows.log_total().isinf().cpu(), exact.log_total().isinf())
-    (found, _) = sweep.products(low(o), *map(low_weights, map(weights, sweep.sums(o))), True)
+    (found, _) = sweep.products(low(weighted(o, sweep.sums(o))), True)
     assert found.isfinite().all() and float(found[2].abs().sum()) == 0
 
 
@@ -139,9 +138,9 @@ def test_the_same_bits_in_every_run(case):
 def test_infinite_and_zero_weights_leave_no_trace():
     """An infinite log-normalizer is a top of +inf: the anchor's coefficients are 0."""
     o = operands(P=6, Q=5)
-    given = [weights(side) for side in sweep.sums(o)]
-    given[0].top[1] = torch.inf
-    given[1].factor[:] = 0
-    found, _ = sweep.products(low(o), *map(low_weights, given), False)
+    o = weighted(o, sweep.sums(o))
+    o.rows.top[1] = torch.inf
+    o.columns.factor[:] = 0
+    found, _ = sweep.products(low(o), False)
     assert found.isfinite().all() and float(found[1].abs().sum()) == 0
     assert found.device.type == DEVICE.type and found[0].abs().sum() > 0
