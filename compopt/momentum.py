@@ -220,9 +220,8 @@ class MomentumEncoder:
         persistent are not among them.
         """
         parameters = {name: self._average(name, own.detach()) for name, own, _ in self._moved()}
-        modules = self.module.named_modules()
-        derived = {f"{at}.{key}".lstrip(".") for at, module in modules for key in module._non_persistent_buffers_set}
-        buffers = {name: own for name, own in self.module.named_buffers() if name not in derived}
+        persistent = self.module.state_dict().keys()
+        buffers = {name: own for name, own in self.module.named_buffers() if name in persistent}
         return {"parameters": parameters, "buffers": buffers}
 
     @torch.no_grad()

@@ -172,6 +172,7 @@ class Component(Estimator, ABC):
 
     mode: str = "single"
     role = "part"
+    _fixed = ("dtype",)
     learnable: torch.nn.Module | None = None
     state_grows = False  # some of it is made later, so that its names are saved too
     _owner: ref[Estimator] | None = None

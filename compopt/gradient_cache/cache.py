@@ -185,14 +185,12 @@ def _check_samples(tower: Tower, z1: Tensor) -> None:
 
 def _differentiate(loss: Tensor, columns: list[Column], others: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Give columns their gradients; return pairs of the other tensors and theirs."""
-    columns = [column for column in columns if column.leaf.requires_grad]
-    own = {id(column.leaf) for column in columns}
-    others = [x for x in others if x.requires_grad and id(x) not in own]
-    leaves = [*(column.leaf for column in columns), *others]
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
-    for column, gradient in zip(columns, gradients, strict=False):
-        column.gradient = gradient
-    return [(x, g) for x, g in zip(others, gradients[len(columns) :], strict=True) if g is not None]
+    leaves = {id(x): x for x in (*(column.leaf for column in columns), *others) if x.requires_grad}
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if leaves else ()
+    gradients = dict(zip(leaves, found, strict=True))
+    for column in columns:
+        column.gradient = gradients.pop(id(column.leaf), None)
+    return [(leaves[key], gradient) for key, gradient in gradients.items() if gradient is not None]
 
 
 def _back_propagate(
