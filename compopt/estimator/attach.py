@@ -276,17 +276,16 @@ class Attachments:
     def _say_pending(self, fact: str) -> None:
         self._said_pending = True
         gone, silent = self.gone(), self.listening()
+        remedy = (
+            "call est.step() after optimizer.step(), or est.attach(optimizer); the trainers of transformers, "
+            "sentence-transformers and Lightning need the EstimatorCallback of compopt.integrations"
+        )
         if gone is not None:
             remedy = f"the {gone} that est.attach() was given is gone; attach the optimizer that took its place"
         elif silent is not None:
             remedy = (
                 f"the attached {silent} has not run step() meanwhile; attach the optimizer whose step() updates the "
                 f"model (after deepspeed.initialize or prepare), or call est.step() after each update"
-            )
-        else:
-            remedy = (
-                "call est.step() after optimizer.step(), or est.attach(optimizer); the trainers of transformers, "
-                "sentence-transformers and Lightning need the EstimatorCallback of compopt.integrations"
             )
         warn(fact + remedy)
 
