@@ -308,7 +308,8 @@ class Attachments:
             return
         calls, self.unsure_of_optimizer = self._calls, False
         # an optimizer that has them may have taken their gradients away by now; without one nobody does
-        if not parameters or any(parameter.grad is None for parameter in parameters):
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not parameters or len(gradients) < len(parameters):
             return
         optimizers = [optimizer for each in self._attached.values() if (optimizer := each.listening()) is not None]
         owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -323,8 +324,8 @@ class Attachments:
                     f"(compopt.as_module)"
                 )
 
-        pairs = zip(parameters, self._before, strict=True)
-        idle = torch.stack([(p.grad != 0).any() & (p == before.to(p.device)).all() for p, before in pairs]).any()
+        three = zip(parameters, self._before, gradients, strict=True)
+        idle = torch.stack([(g != 0).any() & (p == before.to(p.device)).all() for p, before, g in three]).any()
         async_checks.watch(idle.to(torch.int32), tell)
 
     # -- batch positions ---------------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ class Component(Estimator, ABC):
             else:
                 self.own_groups.append({**raw, **edited})
 
-    def belong(self, owner: Estimator) -> None:
+    def belong(self, owner: Any) -> None:
         """Become a part of ``owner``; called at construction of the owner and of its copies."""
         if self._core is not None and self._core.t:
             warnings.warn(

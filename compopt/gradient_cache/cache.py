@@ -170,8 +170,8 @@ def _arguments(columns: list[Column], extra: Tensor | None, tau: Any) -> tuple[T
     for name, made, given in (("tau", temperatures, tau), ("extra", features[2:], extra)):
         if made and given is not None:
             raise ValueError(f"{name} comes from model and as {name}=; give one of them")
-    z1, z2, further = [*features, None, None][:3]
-    return z1, z2, extra if further is None else further, temperatures[0] if temperatures else tau
+    z2, further = [*features[1:], None, None][:2]
+    return features[0], z2, extra if further is None else further, temperatures[0] if temperatures else tau
 
 
 def _check_samples(tower: Tower, z1: Tensor) -> None:
