@@ -26,7 +26,7 @@ from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_tangents
 from compopt.curation import ScoreKeeper
 from compopt.distributed.ranks import ProcessGroup
-from compopt.estimator.base import Estimator, fixed
+from compopt.estimator.base import Estimator
 from compopt.estimator.component import Call, Component, Normalizer, Setting, Temperature
 from compopt.estimator.engine import Engine
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
@@ -122,13 +122,8 @@ class ContrastiveEstimator(Estimator):
         [1, 0]
     """
 
-    directions: Directions = fixed()
-    normalize: bool = fixed()
-    multiply_tau: bool = fixed()
-    pairs: PairPolicy | None = fixed()
-    normalizer: Normalizer = fixed()
-    temperature: Temperature = fixed()
-    scores: ScoreKeeper | None = fixed()
+    _parts = ("normalizer", "temperature", "scores")
+    _fixed = (*Estimator._fixed, "directions", "normalize", "multiply_tau", "pairs", *_parts)
 
     def __init__(
         self,

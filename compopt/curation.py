@@ -108,7 +108,7 @@ class ScoreKeeper(Component):
         pairs, rows, first = call.pairs, call.rows, call.unseen("log_g")
         log_ghat = pairs.of_other_view(pairs.log_ghat) if call.unimodal else pairs.log_ghat
         visits = torch.where(first, 0, call.count) + 1
-        rate = torch.clamp(1 / visits.to(log_ghat.dtype), min=_floor(call.hyper("rate"), log_ghat))
+        rate = torch.clamp(1 / visits.to(log_ghat.dtype), min=call.hyper("rate")).to(log_ghat.dtype)
         new: dict[str, Tensor] = {}
         for name, value in (("log_g", log_ghat), ("similarity", pairs.positive)):
             seen = value.mean(1, keepdim=True) if call.unimodal else value
@@ -119,10 +119,6 @@ class ScoreKeeper(Component):
             seen = _positive_ranks(call, self._facts.ranks)
             new["rank"] = torch.where(first, seen, rows["rank"] + rate * (seen - rows["rank"]))
         return new
-
-
-def _floor(rate: float | Tensor, like: Tensor) -> Tensor:
-    return rate.to(like.dtype) if isinstance(rate, Tensor) else like.new_full((), rate)
 
 
 def _positive_ranks(call: Call, ranks: Ranks) -> Tensor:

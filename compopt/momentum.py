@@ -157,19 +157,15 @@ class MomentumEncoder:
         for module in (*self._followed.modules(), *self.module.modules()):
             if hasattr(module, SHARDED):
                 module.reshard()  # type: ignore[operator]  # gathered parameters are copies
-        alike: dict[object, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        rounded = []
         moved, buffers = self._moved(), self._beside("buffers")  # both may raise
+        alike: dict[object, list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
         for name, own, other in moved:
             average = self._average(name, own)
-            if average is not own:
-                rounded.append((own, average))
-            for tensors, tensor in zip(alike[type(own), own.device, own.dtype], (average, other), strict=True):
-                tensors.append(tensor if tensor.dtype == average.dtype else tensor.to(average.dtype))
-        for averages, values in alike.values():
+            alike[type(own), own.device, own.dtype].append((own, average, other.to(average.dtype)))
+        for owns, averages, values in (zip(*group, strict=True) for group in alike.values()):
             torch._foreach_lerp_(averages, values, 1 - self.decay)
-        for own, average in rounded:
-            own.copy_(average)
+            if averages[0] is not owns[0]:
+                torch._foreach_copy_(owns, averages)
         for name, own, other in buffers:
             if own.shape == other.shape:
                 own.copy_(other)
@@ -220,9 +216,8 @@ class MomentumEncoder:
         persistent are not among them.
         """
         parameters = {name: self._average(name, own.detach()) for name, own, _ in self._moved()}
-        modules = self.module.named_modules()
-        derived = {f"{at}.{key}".lstrip(".") for at, module in modules for key in module._non_persistent_buffers_set}
-        buffers = {name: own for name, own in self.module.named_buffers() if name not in derived}
+        persistent = self.module.state_dict().keys()
+        buffers = {name: own for name, own in self.module.named_buffers() if name in persistent}
         return {"parameters": parameters, "buffers": buffers}
 
     @torch.no_grad()

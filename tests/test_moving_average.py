@@ -54,7 +54,7 @@ def test_compositional_loss(f, derivative):
 def test_a_component_hides_no_name_of_an_estimator_by_accident():
     """A hook of parts that had the name of a method of estimators would replace it where a part is used alone."""
     both = {name for name in vars(Component) if not name.startswith("_")} & set(dir(Estimator))
-    assert both == {"mode", "parameters"}
+    assert both == {"parameters"}
 
 
 @pytest.mark.parametrize(

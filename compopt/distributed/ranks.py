@@ -75,10 +75,9 @@ class Ranks:
     def host(self) -> ProcessGroup:
         """Group of control messages, formed at the first of them."""
         if self._host is None:
-            if _works_on_cpu(self.group):
-                self._host = self.group
-            else:
-                self._host = self._control.host = self._control.host or self.new_host_group()
+            if not _works_on_cpu(self.group):
+                self._control.host = self._control.host or self.new_host_group()
+            self._host = self.group if _works_on_cpu(self.group) else self._control.host
             if self._host is None:
                 raise RuntimeError(
                     "process_group has no backend for CPU tensors and none can be added to it; create it with "
@@ -275,7 +274,4 @@ def _doubles(tensor: Tensor) -> Tensor:
 
 
 def _works_on_cpu(group: ProcessGroup | None) -> bool:
-    try:
-        return any(name in dist.get_backend_config(group).lower() for name in ("gloo", "mpi"))
-    except (AttributeError, RuntimeError, ValueError):
-        return "gloo" in str(dist.get_backend(group)).lower()
+    return any(name in dist.get_backend_config(group).lower() for name in ("gloo", "mpi"))

@@ -276,17 +276,16 @@ class Attachments:
     def _say_pending(self, fact: str) -> None:
         self._said_pending = True
         gone, silent = self.gone(), self.listening()
+        remedy = (
+            "call est.step() after optimizer.step(), or est.attach(optimizer); the trainers of transformers, "
+            "sentence-transformers and Lightning need the EstimatorCallback of compopt.integrations"
+        )
         if gone is not None:
             remedy = f"the {gone} that est.attach() was given is gone; attach the optimizer that took its place"
         elif silent is not None:
             remedy = (
                 f"the attached {silent} has not run step() meanwhile; attach the optimizer whose step() updates the "
                 f"model (after deepspeed.initialize or prepare), or call est.step() after each update"
-            )
-        else:
-            remedy = (
-                "call est.step() after optimizer.step(), or est.attach(optimizer); the trainers of transformers, "
-                "sentence-transformers and Lightning need the EstimatorCallback of compopt.integrations"
             )
         warn(fact + remedy)
 
@@ -309,7 +308,8 @@ class Attachments:
             return
         calls, self.unsure_of_optimizer = self._calls, False
         # an optimizer that has them may have taken their gradients away by now; without one nobody does
-        if not parameters or any(parameter.grad is None for parameter in parameters):
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not parameters or len(gradients) < len(parameters):
             return
         optimizers = [optimizer for each in self._attached.values() if (optimizer := each.listening()) is not None]
         owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -324,8 +324,8 @@ class Attachments:
                     f"(compopt.as_module)"
                 )
 
-        pairs = zip(parameters, self._before, strict=True)
-        idle = torch.stack([(p.grad != 0).any() & (p == before.to(p.device)).all() for p, before in pairs]).any()
+        three = zip(parameters, self._before, gradients, strict=True)
+        idle = torch.stack([(g != 0).any() & (p == before.to(p.device)).all() for p, before, g in three]).any()
         async_checks.watch(idle.to(torch.int32), tell)
 
     # -- batch positions ---------------------------------------------------------------------------------------

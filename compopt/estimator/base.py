@@ -30,33 +30,6 @@ Hook = Callable[..., Any]
 FAMILIES = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 
-class Fixed:
-    """Attribute of an estimator that decides what its rows mean: setting it a second time is an ``AttributeError``.
-
-    Without a ``__get__``, reading it costs as much as reading any other attribute.
-    """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __set__(self, est: object, value: Any) -> None:
-        if self._name in est.__dict__:
-            old, new = (
-                repr(each) if each is None or isinstance(each, str | bool | int | torch.dtype) else type(each).__name__
-                for each in (est.__dict__[self._name], value)
-            )
-            raise AttributeError(
-                f"{self._name} of {type(est).__name__} is fixed at {old}, since its state depends on it: build another "
-                f"estimator with {self._name}={new}"
-            )
-        est.__dict__[self._name] = value
-
-
-def fixed() -> Any:
-    """Return a :class:`Fixed` attribute, typed so that a class may annotate it with the type of its value."""
-    return Fixed()
-
-
 class Estimator:
     r"""State per sample beside any torch optimizer. It behaves like an optimizer of ``torch.optim``.
 
@@ -106,8 +79,9 @@ class Estimator:
     """
 
     data_fingerprint: str | None = None
-    mode: str = fixed()
-    dtype: torch.dtype = fixed()
+    mode: str
+    dtype: torch.dtype
+    _fixed: tuple[str, ...] = ("mode", "dtype")  # attributes that decide what rows mean: they are set once
 
     def __init__(self, engine: Engine | None) -> None:
         self._hooks: dict[str, OrderedDict[int, Hook]] = {family: OrderedDict() for family in FAMILIES}
@@ -115,6 +89,18 @@ class Estimator:
         if engine is not None:
             self.mode, self.dtype = engine.mode, engine.dtype
             engine.open()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._fixed and name in self.__dict__:
+            plain = str | bool | int | torch.dtype | None
+            old, new = (
+                repr(each) if isinstance(each, plain) else type(each).__name__ for each in (self.__dict__[name], value)
+            )
+            raise AttributeError(
+                f"{name} of {type(self).__name__} is fixed at {old}, since its state depends on it: build another "
+                f"estimator with {name}={new}"
+            )
+        super().__setattr__(name, value)
 
     @property
     def _engine(self) -> Engine:
@@ -157,7 +143,7 @@ class Estimator:
     def defaults(self) -> dict[str, Any]:
         """Values of the hyper-parameters that a group leaves out (``None``: by mode)."""
         groups, role = self._facts.groups, self._role
-        return groups.defaults if role is None else groups.defaults_of(role)
+        return groups.defaults if role is None else groups.own(role, groups.defaults)
 
     @property
     def n(self) -> int | None:
@@ -509,7 +495,8 @@ class Estimator:
         engine, role = self._facts.open(), self._role
         with doing("state_dict()", self.t), engine.copying():
             state = states.state_dict(engine) if role is None else states.part_state_dict(engine, role)
-        return self._run_replacing("state_dict_post", state)
+        replaced: dict[str, Any] = self._run("state_dict_post", state)
+        return replaced
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` into an estimator of the same configuration; drops anything pending.
@@ -534,7 +521,7 @@ class Estimator:
         """
         engine, role = self._facts.open(), self._role
         if isinstance(state_dict, Mapping):
-            state_dict = self._run_replacing("load_state_dict_pre", dict(state_dict))
+            state_dict = self._run("load_state_dict_pre", dict(state_dict))
         engine.await_save()
         with doing("load_state_dict()", self.t), engine.writing():
             if role is None:
@@ -554,15 +541,12 @@ class Estimator:
             self._hooks[family].move_to_end(handle.id, last=False)
         return handle
 
-    def _run(self, family: str, *args: Any) -> None:
+    def _run(self, family: str, *args: Any) -> Any:
+        """Run hooks; return the only argument, a state, or what the last hook returned in its place."""
         for hook in list(self._hooks[family].values()):
-            hook(self, *args)
-
-    def _run_replacing(self, family: str, state: dict[str, Any]) -> dict[str, Any]:
-        for hook in list(self._hooks[family].values()):
-            result = hook(self, state)
-            state = state if result is None else result
-        return state
+            result = hook(self, *args)
+            args = (result,) if len(args) == 1 and result is not None else args
+        return args[0] if args else None
 
     def register_step_pre_hook(self, hook: Hook) -> RemovableHandle:
         """Call ``hook(estimator, args, kwargs)`` before each commit, until ``remove()`` of the handle."""

@@ -171,6 +171,7 @@ class Component(Estimator, ABC):
 
     mode: str = "single"
     role = "part"
+    _fixed = ("dtype",)
     learnable: torch.nn.Module | None = None
     state_grows = False  # some of it is made later, so that its names are saved too
     _owner: ref[Estimator] | None = None
@@ -296,7 +297,7 @@ class Component(Estimator, ABC):
             else:
                 self.own_groups.append({**raw, **edited})
 
-    def belong(self, owner: Estimator) -> None:
+    def belong(self, owner: Any) -> None:
         """Become a part of ``owner``; called at construction of the owner and of its copies."""
         if self._core is not None and self._core.t:
             warnings.warn(

@@ -167,6 +167,7 @@ class SampleGroups:
         self.defaults = self._joined({role: part.own_defaults for role, part in components.items()})
         self.groups = self._merge(given)
         self.checked: Groups = []
+        self._seen = ""
         self.check()
 
     def _merge(self, given: Groups | None) -> Groups:
@@ -196,19 +197,20 @@ class SampleGroups:
         groups = self.checked or self.groups
         return sum(group["n"] for group in groups) if "n" in groups[0] else None
 
-    def _own(self, role: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    def own(self, role: str, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the hyper-parameters of one component in a group, or among the defaults, by its own names."""
         return {key: group[name] for key, name in self.names[role].items()}
 
     def _fill(self, group: dict[str, Any]) -> None:
         """Replace ``None`` by the default of the mode, which may depend on the other values."""
-        own = {role: self._own(role, group) for role in self.names}
+        own = {role: self.own(role, group) for role in self.names}
         for role, part in self._components.items():
             part.fill(own[role], self._mode)
         group.update(self._joined(own))
 
     def check(self) -> None:
         """Refuse bad edits; one comparison where nothing changed."""
-        if self._unchanged():
+        if repr(self.groups) == self._seen:  # which tells 3.0 from 3, an array from a number
             return
         if self.checked and len(self.checked) != len(self.groups):
             raise ValueError(
@@ -228,20 +230,12 @@ class SampleGroups:
                     f"n of {what} is fixed at {known}, got {group.get('n')!r}; append rows with add_sample_group"
                 )
             for role, part in self._components.items():
-                part.check(self._own(role, group))
+                part.check(self.own(role, group))
             self._fill(group)  # None may have been put in
-        self.checked = [dict(group) for group in self.groups]
+        self._note()
 
-    def _unchanged(self) -> bool:
-        try:
-            if self.groups != self.checked:
-                return False
-        except (ValueError, RuntimeError):  # an array was put in: comparing it gives no single truth value
-            return False
-        for group, checked in zip(self.groups, self.checked, strict=True):
-            if [*map(type, group.values())] != [*map(type, checked.values())]:
-                return False  # 3.0 equals 3, but is no number of updates
-        return True
+    def _note(self) -> None:
+        self.checked, self._seen = [dict(group) for group in self.groups], repr(self.groups)
 
     def saved(self) -> Groups:
         """Return a copy of plain values; there may have been edits since :meth:`check`."""
@@ -264,7 +258,7 @@ class SampleGroups:
         for own, group in zip(self.groups, trial.groups, strict=True):
             own.clear()
             own.update(group)
-        self.checked = trial.checked
+        self._note()
 
     def completed(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group that :meth:`append` takes, with the defaults of what it leaves out; refuse a bad one."""
@@ -276,17 +270,13 @@ class SampleGroups:
         new = plain({**self.defaults, **given})
         self._fill(new)
         for role, part in self._components.items():
-            part.check(self._own(role, new))
+            part.check(self.own(role, new))
         return new
 
     def append(self, group: dict[str, Any]) -> None:
         """Append a completed group."""
         self.groups.append(group)
-        self.checked = [*self.checked, dict(group)]
-
-    def defaults_of(self, role: str) -> dict[str, Any]:
-        """Return the defaults of one component's hyper-parameters, by its own names."""
-        return self._own(role, self.defaults)
+        self._note()
 
     def of_part(self, role: str) -> Groups:
         """Return the groups by one component's own names; edits are written through."""

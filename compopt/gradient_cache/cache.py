@@ -170,8 +170,8 @@ def _arguments(columns: list[Column], extra: Tensor | None, tau: Any) -> tuple[T
     for name, made, given in (("tau", temperatures, tau), ("extra", features[2:], extra)):
         if made and given is not None:
             raise ValueError(f"{name} comes from model and as {name}=; give one of them")
-    z1, z2, further = [*features, None, None][:3]
-    return z1, z2, extra if further is None else further, temperatures[0] if temperatures else tau
+    z2, further = [*features[1:], None, None][:2]
+    return features[0], z2, extra if further is None else further, temperatures[0] if temperatures else tau
 
 
 def _check_samples(tower: Tower, z1: Tensor) -> None:
@@ -185,14 +185,12 @@ def _check_samples(tower: Tower, z1: Tensor) -> None:
 
 def _differentiate(loss: Tensor, columns: list[Column], others: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Give columns their gradients; return pairs of the other tensors and theirs."""
-    columns = [column for column in columns if column.leaf.requires_grad]
-    own = {id(column.leaf) for column in columns}
-    others = [x for x in others if x.requires_grad and id(x) not in own]
-    leaves = [*(column.leaf for column in columns), *others]
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
-    for column, gradient in zip(columns, gradients, strict=False):
-        column.gradient = gradient
-    return [(x, g) for x, g in zip(others, gradients[len(columns) :], strict=True) if g is not None]
+    leaves = {id(x): x for x in (*(column.leaf for column in columns), *others) if x.requires_grad}
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if leaves else ()
+    gradients = dict(zip(leaves, found, strict=True))
+    for column in columns:
+        column.gradient = gradients.pop(id(column.leaf), None)
+    return [(leaves[key], gradient) for key, gradient in gradients.items() if gradient is not None]
 
 
 def _back_propagate(

@@ -83,11 +83,6 @@ class FittingSize:
     def __repr__(self) -> str:
         return f"FittingSize({self.size})"
 
-    @property
-    def due(self) -> bool:
-        """Return True if the next call begins with a trial."""
-        return self.trials is None or self.calls < self.trials
-
     def halve(self) -> None:
         """Halve the size; raise a ``RuntimeError`` if that is not possible."""
         if self.size == 1:
@@ -100,8 +95,8 @@ class FittingSize:
 
 def with_trials(towers: list[Tower]) -> list[tuple[Tower, FittingSize]]:
     """Return the towers that begin with a trial; refuse those whose trial other ranks would take part in."""
-    sized = [(tower, tower.size) for tower in towers if isinstance(tower.size, FittingSize)]
-    due = [(tower, size) for tower, size in sized if size.due and torch.is_grad_enabled()]
+    sized = [(tower, tower.size) for tower in towers if isinstance(tower.size, FittingSize) and torch.is_grad_enabled()]
+    due = [(tower, size) for tower, size in sized if size.trials is None or size.calls < size.trials]
     for tower, _ in due:
         if tower.module is None:
             raise ValueError("FittingSize needs a module as model; give that, or a number as micro_batch_size")
@@ -125,9 +120,10 @@ def fit(ranks: Ranks, towers: list[Tower], tried: list[tuple[Tower, FittingSize]
             tower.split()
         return failed
 
+    wrappers = [wrapper for tower, _ in tried for wrapper in tower.wrappers]
     again = bool(tried)
     while again:
-        with gathered(ranks, [wrapper for tower, _ in tried for wrapper in tower.wrappers]):
+        with gathered(ranks, wrappers):
             failed = ranks.agree(fails)
         again = any(ranks.gather_objects(failed))
     for size in {size for _, size in tried}:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -92,7 +94,7 @@ class Tower:
         """Encode the largest micro-batch with a graph and compute gradients of parameters, without adding them up."""
         inside = self.model.module if holds_a_module(self.model) else self.model
         with replayed(random_state(self.devices), self.devices), kept(self.statistics):
-            made = [z for z in outputs_of(inside, self.encode, max(self.parts, key=amount)) if z.requires_grad]
+            made = [z for z in outputs_of(inside, self.encode, max(self.parts, key=_amount)) if z.requires_grad]
             learned = [p for p in self.parameters() if p.requires_grad]
             if made and learned:
                 torch.autograd.grad(made, learned, [torch.zeros_like(z) for z in made], allow_unused=True)
@@ -167,28 +169,20 @@ def holds_a_module(model: Any) -> bool:
 # -- inputs ---------------------------------------------------------------------------------------------------------
 
 
-def _cut(inputs: Any, at: slice) -> Any:
-    """Return the samples of a micro-batch."""
+def _map(function: Callable[[Any], Any], inputs: Any) -> Any:
+    """Return inputs with a function of each tensor and list that has an entry per sample, at any depth."""
     if isinstance(inputs, Mapping):
-        return {key: _cut(value, at) for key, value in inputs.items()}
+        return {key: _map(function, value) for key, value in inputs.items()}
     if isinstance(inputs, tuple):
-        made = (_cut(value, at) for value in inputs)
+        made = [_map(function, value) for value in inputs]
         return type(inputs)(*made) if hasattr(inputs, "_fields") else tuple(made)
-    return inputs[at] if _is_column(inputs) else inputs
+    return function(inputs) if isinstance(inputs, list) or (isinstance(inputs, Tensor) and inputs.dim() > 0) else inputs
 
 
-def _is_column(inputs: Any) -> bool:
-    """Return True for what has an entry per sample."""
-    return isinstance(inputs, list) or (isinstance(inputs, Tensor) and inputs.dim() > 0)
-
-
-def _columns(inputs: Any) -> Iterator[Tensor | list[Any]]:
-    """Yield the tensors and lists that have an entry per sample, at any depth."""
-    if isinstance(inputs, Mapping | tuple):
-        for value in inputs.values() if isinstance(inputs, Mapping) else inputs:
-            yield from _columns(value)
-    elif _is_column(inputs):
-        yield inputs
+def _columns(inputs: Any) -> list[Tensor | list[Any]]:
+    found: list[Tensor | list[Any]] = []
+    _map(found.append, inputs)
+    return found
 
 
 def lengths(inputs: Any) -> set[int]:
@@ -196,7 +190,7 @@ def lengths(inputs: Any) -> set[int]:
     return {len(column) for column in _columns(inputs)}
 
 
-def amount(inputs: Any) -> int:
+def _amount(inputs: Any) -> int:
     """Return the number of elements of tensors and lists."""
     return sum(column.numel() if isinstance(column, Tensor) else len(column) for column in _columns(inputs))
 
@@ -213,8 +207,8 @@ def split(inputs: Any, size: Sizes) -> list[Any]:
             raise ValueError(f"micro_batch_size must return sizes that sum up to {length} samples, got {sizes}")
     else:
         sizes = equal_sizes(length, 1 if callable(size) else checks.count("micro_batch_size", size))
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    return [_cut(inputs, slice(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+    ends = accumulate(sizes)
+    return [_map(itemgetter(slice(end - size, end)), inputs) for size, end in zip(sizes, ends, strict=True)]
 
 
 def equal_sizes(length: int, size: int) -> list[int]:
