@@ -37,10 +37,10 @@ import torch
 from torch import Tensor, nn
 
 import compopt
-from benchmarks.report import RESULTS
+from benchmarks.report import RESULTS, mean_spread, table
 from benchmarks.studies.default.tasks import DIM, Glyphs, Task, Words
 from benchmarks.studies.default.training import Setting, how, train
-from benchmarks.studies.search import SEEDS, Arm, Job, Results, Search, main
+from benchmarks.studies.search import SEEDS, Arm, Job, Results, Search, by_seed, difference, main, provenance, settings
 from benchmarks.studies.state.gradients import gradient_errors
 from compopt import functional as F
 from compopt.estimator.component import Call, Estimate
