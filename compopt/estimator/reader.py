@@ -256,7 +256,7 @@ class BatchReader:
     def _fetch_own(
         self, rows: Tensor, host_rows: Tensor | None, fetch: Fetch | None, depositing: bool
     ) -> Tensor | None:
-        """Return rows of the samples of this rank, ``(b, R * 2 * words)``; ``None`` on shards (no indices yet)."""
+        """Return rows of this rank's samples, one line each; ``None`` on shards, which need all indices first."""
         assert self.table is not None
         self.table.rows.ready()
         if depositing:
