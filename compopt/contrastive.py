@@ -398,7 +398,7 @@ class ContrastiveEstimator(Estimator):
 
     def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, temperature: float | Tensor) -> PairStatistics:
         """Sweep all pairs of the batch, or, with several ranks, those of this rank's anchors."""
-        policy, own = given.policy, given.own.unit
+        policy, own, values = given.policy, given.own.unit, batch.values
         options = PairOptions(
             distinct=batch.distinct,
             directions=given.anchors,
@@ -408,8 +408,8 @@ class ContrastiveEstimator(Estimator):
             chunk_size=self.chunk_size,
             moments=self.temperature.learns or given.wants(temperature),  # for the derivative with respect to it
             policy=policy if policy is not None and policy.selects else None,
-            guide=[value for name, value in batch.values.items() if name.startswith("guide")],
-            key=batch.values.get("within1"),
+            guide=[values[f"guide{view}"] for view in range(1, len(own) + 1)] if "guide1" in values else (),
+            key=values.get("within1"),
             held=given.momentum is not None,
         )
         own = own if given.momentum is None else torch.cat([own, given.momentum])

@@ -93,10 +93,8 @@ class Objective:
         g = self.tau_gradients()
         if tau.dim() == 0:
             return tau, (g / g.numel()).sum().to(tau.dtype)
-        g = g[self.batch.own]
-        return tau, (g / g.numel()).sum_to_size(tau.shape).to(tau.dtype) * (
-            len(tau) * self.ranks / len(self.batch.rows) if self.ranks > 1 else 1
-        )
+        g, share = g[self.batch.own], len(tau) * self.ranks / len(self.batch.rows) if self.ranks > 1 else 1
+        return tau, (g / g.numel()).sum_to_size(tau.shape).to(tau.dtype) * share
 
     def learned_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Parameters of the normalizer with their whole gradients."""
@@ -111,10 +109,11 @@ class Objective:
             by_alpha = self.estimate.through_alpha(self._alpha_slope())
             by_alpha = by_alpha if isinstance(by_alpha, Tensor) else torch.stack(by_alpha)
             gradient += by_alpha[:, self.batch.own]
-        found = own.pull_back(self._times_ranks(gradient))
+        gradients = [(own, gradient)]
         if extra is not None and of_extra is not None:
-            found += extra.pull_back(self._times_ranks(of_extra)[None])
-        return found
+            gradients.append((extra, of_extra[None]))
+        scaled = [(features, g if self.ranks == 1 else g * self.ranks) for features, g in gradients]
+        return [pair for features, g in scaled for pair in features.pull_back(g)]
 
     def serve_others(self) -> None:
         """Compute what other ranks, or features from outside the batch, wait for, where own ones want no gradient."""
@@ -122,9 +121,6 @@ class Objective:
             self._weighted()
         if self.estimate.through_alpha is not None:
             self.estimate.through_alpha(self._alpha_slope())
-
-    def _times_ranks(self, gradient: Tensor) -> Tensor:
-        return gradient if self.ranks == 1 else gradient * self.ranks
 
     def _alpha_slope(self) -> Tensor:
         """Derivative of the value with respect to ``alpha``, ``(B, A)``."""

@@ -44,7 +44,7 @@ SIDES: dict[Also, tuple[int, int]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Source:
     """Features of one call, and what sweeps them.
 
@@ -75,16 +75,15 @@ class Source:
         self, options: PairOptions, views: Sequence[int] | None = None, tau: float | Tensor | None = None
     ) -> PairStatistics:
         """Sweep the pairs of all views, or of two of them, at these temperatures or at another one."""
-        own, everyone = self.own, self.everyone
-        if views is not None:
-            own, everyone = torch.stack([own[view] for view in views]), tuple(everyone[view] for view in views)
+        own = self.own if views is None else torch.stack([self.own[view] for view in views])
         tau, keys = self.tau if tau is None else tau, list(self.batch.keys.values())
         fused = reason_for_torch(self.backend, own, unknown_option(options)) is None
         if fused:
             options = options._replace(precision=precision_of(tau))
         if self.ranks.size == 1:
             return (FusedPairs if fused else Pairs)(own, tau, keys, options)
-        gathered = FusedGatheredPairs if fused else GatheredPairs
+        gathered, everyone = FusedGatheredPairs if fused else GatheredPairs, self.everyone
+        everyone = everyone if views is None else tuple(everyone[view] for view in views)
         return gathered(own, everyone, tau, keys, options, self.ranks, self.batch.sizes)
 
 

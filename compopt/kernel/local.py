@@ -75,7 +75,7 @@ class Pairs(PairStatistics):
         # Rows may overwrite S unless S is needed again: for the columns, for the moments, or beside what is selected.
         again = self._columns_are_anchors or self.moments or options.policy is not None
         self._row_buffer = 0 if self.uniform or not again else 1
-        self._selected = self._matrix()
+        self._selected = None if options.policy is None else self._matrix()
         self._buffers: list[Tensor] = []
         self._blocks: list[Block] = []
         self._spare: Tensor | None = None
