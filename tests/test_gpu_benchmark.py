@@ -1,12 +1,15 @@
 """`make gpu` on the pretend accelerator: every part runs, and the page says which device printed it."""
 
 import json
+import math
 import subprocess
 import sys
 
 import pytest
+import torch
 
-from benchmarks.gpu import trace
+from benchmarks.gpu import fused, trace
+from benchmarks.gpu.machine import Machine
 from benchmarks.report import ROOT
 
 
@@ -39,6 +42,18 @@ def test_a_trace_without_a_wait():
 )
 def test_a_trace_with_one(name, thread):
     assert trace.read([*STEP, event(name, 40, thread)])["waits"] == {name: 1}
+
+
+def test_the_fused_kernel_is_measured_in_both_precisions(monkeypatch):
+    """Plain torch stands for it, since the features are on the CPU."""
+    monkeypatch.setattr(fused, "reason_for_torch", lambda backend, z: None)
+    monkeypatch.setattr(fused, "DENSE", 0)  # nothing is compiled
+    machine = Machine(torch.device("cpu"), small=True, pretends=False, ends=math.inf)
+    before, found = torch.get_float32_matmul_precision(), fused.measure(machine, 0.01)
+    assert torch.get_float32_matmul_precision() == before and not machine.left_out
+    assert [(r["B"], r["d"], r["precision"]) for r in found["times"]] == [(96, 32, "TF32"), (96, 32, "bf16")]
+    assert all(cell["seconds"][0] > 0 for r in found["times"] for cell in r["rows"].values())
+    assert all(0 < error < 1e-2 for r in found["errors"] for error in r["rows"].values())
 
 
 @pytest.mark.slow
