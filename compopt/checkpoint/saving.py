@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,18 +34,30 @@ CLAIMS = 4  # directories of an estimator that stay claimed; some trainers name 
 
 
 @overload
-def save(est: Estimator, directory: os.PathLike[str], keep: int = ..., blocking: Literal[True] = ...) -> Path: ...
+def save(
+    est: Estimator,
+    directory: os.PathLike[str],
+    keep: int = ...,
+    incremental: bool | None = ...,
+    blocking: Literal[True] = ...,
+) -> Path: ...
 
 
 @overload
-def save(est: Estimator, directory: StrPath, keep: int = ..., blocking: Literal[True] = ...) -> Path | str: ...
+def save(
+    est: Estimator, directory: StrPath, keep: int = ..., incremental: bool | None = ..., blocking: Literal[True] = ...
+) -> Path | str: ...
 
 
 @overload
-def save(est: Estimator, directory: StrPath, keep: int = ..., *, blocking: Literal[False]) -> SaveHandle: ...
+def save(
+    est: Estimator, directory: StrPath, keep: int = ..., incremental: bool | None = ..., *, blocking: Literal[False]
+) -> SaveHandle: ...
 
 
-def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = True) -> Path | str | SaveHandle:
+def save(
+    est: Estimator, directory: StrPath, keep: int = 2, incremental: bool | None = None, blocking: bool = True
+) -> Path | str | SaveHandle:
     """Write a new checkpoint of everything committed; pending deposits are not part of it.
 
     Every rank writes the rows that it holds, in files of at most 2^18 rows, and holds a few copies of one file in
@@ -74,6 +87,7 @@ def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = Tru
         directory: of the run's checkpoints, a path or URL that all ranks see; created if need be. It serves one
             estimator of one run; another one may go on there once it was loaded from it.
         keep: complete checkpoints to keep, the new one included; older and unfinished ones are removed.
+        incremental: deprecated, without effect: every save writes all rows.
         blocking: ``False``: write beside training. Equal on all ranks.
 
     Returns:
@@ -92,6 +106,7 @@ def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = Tru
         Exception: whatever the save before raised beside training, if nobody was told; this one was not made.
 
     Warns:
+        DeprecationWarning: ``incremental`` was passed.
         UserWarning: the file system has no locks, so that nobody notices two runs that save there.
         RuntimeWarning: at a later commit, that a save beside training failed.
 
@@ -110,6 +125,8 @@ def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = Tru
     check_estimator(est)
     checks.count("keep", keep)
     checks.flag("blocking", blocking)
+    if incremental is not None:
+        warnings.warn("incremental= has no effect: every save writes all rows; leave it out", DeprecationWarning, 2)
     engine = est._engine
     with doing("compopt.save()", est.t):
         root = engine.ranks.agree(lambda: _begin(est, directory))
