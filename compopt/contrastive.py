@@ -356,8 +356,7 @@ class ContrastiveEstimator(Estimator):
 
         Communicates: as a call.
         """
-        checked = map(given.get, ("z1", "z2", "encode", "tau", "extra", "extra_index"))
-        check_cached(self, *checked)
+        check_cached(self, given["z1"], *map(given.get, ("z2", "encode", "tau", "extra", "extra_index")))
         with torch.enable_grad():
             leaves = {name: _leaf(given[name]) for name in ("z1", "z2", "extra") if given.get(name) is not None}
             loss = self(**{**given, **leaves})

@@ -25,7 +25,9 @@ class PlacementOptions(TypedDict, total=False):
 
 
 Init = TypeVar("Init", bound=Callable[..., None])
-E, P, R = TypeVar("E"), ParamSpec("P"), TypeVar("R")
+E = TypeVar("E")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def takes_options(base: type | tuple[type, ...], kind: Any) -> Callable[[Init], Init]:
@@ -73,7 +75,8 @@ def with_arguments_of(
             _, *given = signature.bind(self, *args, **kwargs).arguments.items()
             return method(self, dict(given))
 
-        called.__signature__ = signature.replace(return_annotation=inspect.signature(method).return_annotation)  # type: ignore[attr-defined]
+        shown = signature.replace(return_annotation=inspect.signature(method).return_annotation)
+        called.__signature__ = shown  # type: ignore[attr-defined]
         return called
 
     return decorate

@@ -78,8 +78,9 @@ class RowBlock:
         for part in self._bounds():
             s, same = self._similarities(part)
             rows = self._exponentials(s, scale[part], part.start)
-            if self.excluded is not None and (same is not None or rows.excluded is not None):
-                self.excluded[part] = same.sum(1) if rows.excluded is None else rows.excluded
+            excluded = same.sum(1) if same is not None and rows.excluded is None else rows.excluded
+            if self.excluded is not None and excluded is not None:
+                self.excluded[part] = excluded
             parts.append(Sums.over(rows, 1, part.start))
             if not self.recompute:
                 self._kept.append((s, rows))

@@ -49,11 +49,11 @@ class Anchors(NamedTuple):
 
     def part(self, anchors: slice) -> Anchors:
         """Some of the anchors."""
-        return self._make(None if value is None else value[anchors] for value in self)
+        return Anchors(self.scale[anchors], *(None if value is None else value[anchors] for value in self[1:]))
 
     def contiguous(self) -> Anchors:
         """The same in memory without gaps, which the kernels read."""
-        return self._make(None if value is None else value.contiguous() for value in self)
+        return Anchors(self.scale.contiguous(), *(None if value is None else value.contiguous() for value in self[1:]))
 
 
 class AnchorSums(NamedTuple):
@@ -418,9 +418,9 @@ class _LogSums(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, facts: dict[str, Any]) -> Tensor:
         low = torch.bfloat16 if facts["precision"] == "bf16" else x.dtype
         x, y, ctx.facts = x.to(low), y.to(low), facts
-        anchors = (Anchors(of_side).contiguous() for of_side in scale.unbind(1))
+        rows, columns = (Anchors(of_side).contiguous() for of_side in scale.unbind(1))
         with torch.autocast(x.device.type, enabled=False):
-            found = sums(Operands(x, y, *anchors, moments=ctx.needs_input_grad[2], **facts))
+            found = sums(Operands(x, y, rows, columns, moments=ctx.needs_input_grad[2], **facts))
         sides = [side for side in found if side is not None]
         log_sums = torch.stack([side.log_total() for side in sides], dim=1)
         means = [torch.where(side.total == 0, 0, side.dot / side.total) for side in sides if side.dot is not None]
@@ -436,8 +436,8 @@ class _LogSums(torch.autograd.Function):
         if not any(ctx.needs_input_grad[:2]):
             return None, None, of_scale, None
         sides = zip(scale.unbind(1), (grad * scale).unbind(1), log_sums.unbind(1), strict=True)
-        anchors = (Anchors(of_side, None, factor, top).contiguous() for of_side, factor, top in sides)
-        operands, transposed = Operands(x, y, *anchors, **ctx.facts), ctx.needs_input_grad[1]
+        rows, columns = (Anchors(of_side, None, factor, top).contiguous() for of_side, factor, top in sides)
+        operands, transposed = Operands(x, y, rows, columns, **ctx.facts), ctx.needs_input_grad[1]
         with torch.autocast(x.device.type, enabled=False):  # backward() may be called where it is on
             of_x, of_y = products(operands, transposed)
         return of_x, of_y if transposed else None, of_scale, None
