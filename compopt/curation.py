@@ -548,7 +548,7 @@ def _write_csv(path: Path, columns: Mapping[str, np.ndarray]) -> None:
 
 
 def _write_npy(path: Path, columns: Mapping[str, np.ndarray]) -> None:
-    np.save(path, np.rec.fromarrays([*columns.values()], names=[*columns]))
+    np.save(path, np.rec.fromarrays([*columns.values()], names=",".join(columns)))
 
 
 def _write_parquet(path: Path, columns: Mapping[str, np.ndarray]) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import compopt
 from compopt.estimator import attach as forgotten
@@ -298,3 +299,62 @@ def test_a_save_without_any_commit_is_noticed_at_once(tmp_path, save):
     loop.call(2)
     saved()
     assert not loop.said
+
+
+# a scale that nothing uses ----------------------------------------------------------------------------------------
+
+
+class Clip(torch.nn.Module):
+    """Two towers and the scale that CLIP returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.logit_scale = torch.nn.Parameter(torch.tensor(2.6593))
+
+    def forward(self, images, texts):
+        return self.image(images), self.text(texts), self.logit_scale.exp()
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone: DDP is as strict in it as in a larger one."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def train_clip(how):
+    """Three updates; what was said, how it ended, and after how many commits."""
+    clip = Clip()
+    if how == "frozen":
+        clip.logit_scale.requires_grad_(False)
+    if how == "ignored":  # torch's name of a parameter of the model itself
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(clip, [".logit_scale"])
+    model = clip if how == "bare" else DistributedDataParallel(clip, find_unused_parameters=how == "unused")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    est, ended = compopt.SogCLREstimator(N, tau=0.1), "well"
+    est.attach(optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for t in range(3):
+                images, texts = torch.randn(2, B, 4, generator=generator(t)).unbind()
+                z1, z2, scale = model(images, texts)
+                est(z1, z2, torch.arange(t, t + B), tau=1 / scale if how == "tau" else None).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except RuntimeError as error:
+            ended = str(error)
+    return [str(w.message) for w in caught if "logit_scale" in str(w.message)], ended, est.t
+
+
+def test_a_scale_that_ddp_waits_for(one_rank):
+    said, ended, t = train_clip("idle")
+    assert t == 1 and "Expected to have finished reduction" in ended  # by torch, at the second call
+    assert len(said) == 1 and all(w in said[0] for w in ("'logit_scale'", "requires_grad_(False)", "tau=1 / scale"))
+
+
+@pytest.mark.parametrize("how", ["frozen", "ignored", "unused", "bare", "tau"])
+def test_a_scale_that_nobody_waits_for(how, one_rank):
+    assert train_clip(how) == ([], "well", 3)

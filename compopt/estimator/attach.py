@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -10,6 +11,7 @@ from weakref import WeakMethod, WeakSet, ref
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -199,6 +201,7 @@ class Attachments:
     *No commit*: ``step()`` never runs, or the attached optimizer is not the one that updates the model.
     *A learned temperature that no optimizer has*: it gets gradients and keeps its value.
     *Batch positions for an index*: every batch has 0 .. B - 1, so that a few rows are shared by all samples.
+    *A scale of the model that nothing uses*: ``DistributedDataParallel`` waits for its gradient and ends the next call.
 
     None of them waits for a device.
 
@@ -217,6 +220,7 @@ class Attachments:
         self.unsure_of_positions, self._positions = True, 0  # and the calls with batch positions so far
         self.unsure_of_optimizer, self._calls = True, 0  # and the calls so far
         self._before: list[Tensor] = []  # learned parameters at the first of them
+        self._looked_for_scale = False
 
     def add(self, optimizer: Any, commit: Commit, carried: Any = None) -> RemovableHandle:
         """Attach once; see :meth:`Estimator.attach`. ``carried``: the estimator, where its state is to travel."""
@@ -243,6 +247,11 @@ class Attachments:
         """Return the kind of the last optimizer that was attached, if no attached one is alive; else ``None``."""
         alive = any(each.optimizer() is not None for each in self._attached.values())
         return None if alive else next((each.kind for each in reversed(self._attached.values())), None)
+
+    def _parameters(self) -> list[Tensor]:
+        """Return the parameters of all optimizers that have the hook."""
+        optimizers = [optimizer for each in self._attached.values() if (optimizer := each.listening()) is not None]
+        return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
     # -- no commit ---------------------------------------------------------------------------------------------
 
@@ -311,9 +320,7 @@ class Attachments:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not parameters or len(gradients) < len(parameters):
             return
-        optimizers = [optimizer for each in self._attached.values() if (optimizer := each.listening()) is not None]
-        owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        if owned.issuperset(map(id, parameters)):  # a learning rate of 0 is a choice
+        if {*map(id, self._parameters())}.issuperset(map(id, parameters)):  # a learning rate of 0 is a choice
             return
 
         def tell(idle: int) -> None:
@@ -327,6 +334,26 @@ class Attachments:
         three = zip(parameters, self._before, gradients, strict=True)
         idle = torch.stack([(g != 0).any() & (p == before.to(p.device)).all() for p, before, g in three]).any()
         async_checks.watch(idle.to(torch.int32), tell)
+
+    # -- a scale that nothing uses -----------------------------------------------------------------------------
+
+    def look_for_scale(self) -> None:
+        """Warn, at the first commit, of a scalar without gradient for which ``DistributedDataParallel`` waits."""
+        if self._looked_for_scale:
+            return
+        self._looked_for_scale = True
+        parameters = [p for p in self._parameters() if p.requires_grad]
+        if all(p.grad is None for p in parameters):  # taken away already
+            return
+        name = _awaited([p for p in parameters if p.grad is None and p.numel() == 1])
+        if name is not None:
+            warn(
+                f"parameter {name!r} of the model in DistributedDataParallel had no gradient in this update, and DDP "
+                f"waits for one: the next forward will raise 'Expected to have finished reduction'. The estimator has "
+                f"a temperature of its own and needs no logit_scale: freeze the parameter before wrapping the model, "
+                f"{name}.requires_grad_(False), or let it be the temperature, tau=1 / scale at the call with the scale "
+                f"(logit_scale.exp()) that forward returns"
+            )
 
     # -- batch positions ---------------------------------------------------------------------------------------
 
@@ -365,3 +392,22 @@ def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         stepped = attachments.stepped  # read once: another thread may commit and end the watch meanwhile
         if stepped is not None:
             stepped[id(optimizer)] = True
+
+
+def _awaited(parameters: Sequence[Tensor]) -> str | None:
+    """Return the name of the first of some parameters without gradient that ends the next call of a model in DDP.
+
+    All ``DistributedDataParallel`` of the process are searched, because a parameter does not know its module.
+    """
+    if not parameters or not (dist.is_available() and dist.is_initialized()):
+        return None
+    wanted = {id(parameter) for parameter in parameters}
+    kind = torch.nn.parallel.DistributedDataParallel
+    for model in [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]:
+        if model.find_unused_parameters or model.static_graph:
+            continue
+        for name, parameter in model.module.named_parameters():
+            ignored = name if "." in name else f".{name}"  # as DDP compares them
+            if id(parameter) in wanted and ignored not in model.parameters_to_ignore:
+                return str(name)
+    return None

@@ -369,6 +369,7 @@ class Estimator:
             engine.attachments.committed(engine.pending)
             engine.pending = 0
             engine.t += 1
+        engine.attachments.look_for_scale()
         self._run("step_post", (), {})
 
     @outside_of_graphs
