@@ -370,14 +370,14 @@ ABOUT = (
     f"{PAIRS:,} training pairs, {PASSES} passes, temperature {TAU}, gamma {GAMMA} of the moving averages, small "
     "encoders from scratch. Recall: R@1, in per cent on the test half, mean ± standard deviation of the seeds; in "
     "brackets the difference from the same loss with today's alpha: the mean over the seeds ± its standard error, or "
-    "one difference. An empty cell has not been run."
+    "one difference. Cells are empty, and losses left out, that have not been run on these seeds."
 )
 ARE = (
     "What alpha is before the sweep: *last visit*, the row of the sample (at a first visit, a quarter of all, the "
     "batch's own); *scaled*, then all weights are divided by their mean sum; *queue*, the queue's normalizer, the "
     "batch counted as if it were like the queue; *queue, last visit*, with the row for the batch's part; *before*, the "
     "network before it learns from the batch; *quarter*, of a quarter of the batch. *Bounded*: no pair weighs more "
-    "than 1; *saturated*: ``w / (1 + w)`` in the place of a weight w."
+    "than 1; *saturated*: `w / (1 + w)` in the place of a weight `w`."
 )
 ERRORS = (
     "Every 16th batch of the second and of the last pass: the share of anchors whose weights add up to less than "
@@ -397,7 +397,12 @@ def page(results: Results) -> str:
     parts += [provenance(runs, "benchmarks/studies/known_alpha.py"), ABOUT, ARE]
     columns = dict.fromkeys(f"{arm.data}, {arm.batch}" for arm in ARMS.values())
     body = [[loss, *(_recall(finals, where, loss) for where in columns)] for loss in LOSSES]
-    parts += ["## Recall", table(["", *columns], body), "## Weights and gradients", ERRORS]
+    parts += [
+        "## Recall",
+        table(["", *columns], [line for line in body if any(line[1:])]),
+        "## Weights and gradients",
+        ERRORS,
+    ]
     head = ["", "", "outside, %", "largest sum", "relative error", "cosine", "exact: bias", "spread"]
     lines = [_errors(arm, runs) for arm, runs in finals.items()]
     return "\n\n".join([*parts, table(head, lines, "llr"), settings(STUDY, results, CHOSEN, "validation", 1)])
