@@ -97,9 +97,14 @@ def _cell(task: str, row: str, batch: int, accumulate: int = 1, forward: int = 0
     return Cell(task=task, loss=loss, first=first, grids=grids, widen=WIDEN, most=most, **where)
 
 
+def default_rate(samples: int) -> float:
+    """Return the default's learning rate for so many samples per update."""
+    return min(1e-3 * samples**0.5, LARGEST_RATE)
+
+
 def _default(task: str, batch: int, accumulate: int = 1, loss: str = DEFAULT) -> Cell:
     """Nothing is chosen: one setting for all data sets and batch sizes, and a rate by the samples per update."""
-    rate = min(1e-3 * (batch * accumulate) ** 0.5, LARGEST_RATE)
+    rate = default_rate(batch * accumulate)
     return Cell(task=task, loss=loss, batch=batch, accumulate=accumulate, first={"lr": rate})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 from benchmarks.report import mean_spread, table
@@ -20,7 +21,7 @@ from benchmarks.studies.default.arms import (
     VARIED,
 )
 from benchmarks.studies.default.tasks import DIM, PAIRS, SAMPLES
-from benchmarks.studies.search import SEEDS, Results, by_seed, difference, provenance, settings
+from benchmarks.studies.search import SEEDS, Job, Results, by_seed, difference, provenance, settings
 
 MEASURES = {
     "glyphs": "image to name and name to image, R@1 among the held-out pairs",
@@ -34,6 +35,16 @@ AGAINST = (
     "The default less each loss at its best setting, in points: mean of the differences by seed ± their standard error."
 )
 RECALL = "test/recall"
+# losses whose learning rates are compared with the rule, on the batch sizes whose rate is on the grids
+RULED, RULED_BATCHES, FACTORS = ("DCL", "Memory", "MoCo, DCL, moved"), (16, 64, 256, 1024), (0.25, 0.5, 1.0, 2.0, 4.0)
+RULE = (
+    f"What the default's rate, 0.001 times the square root of the samples per update, at most {arms.LARGEST_RATE:g}, "
+    "costs: validation recall at the best rate of the grid less that at the rule's, in points, and in brackets the "
+    "best rate as a multiple of the rule's. One seed, temperature 0.07, all other settings as at the beginning of the "
+    "search. `Memory` is the default's estimator. Two seeds differ by about a point. Then the mean and the largest "
+    "loss over all cells: with all rates multiplied by a factor, and with one factor for each data set, the best on "
+    "average over its batch sizes."
+)
 Finals = Mapping[str, list[dict[str, Any]]]
 # of the tables on other pages
 OVERVIEW, SMALL = ("InfoNCE", "DCL", DEFAULT), 16
@@ -77,6 +88,7 @@ def page(results: Results) -> str:
     )
     parts += ["## The default with one thing changed", more, variants()]
     parts += ["## Small data sets", f"{MEASURES['small']} In brackets what the default has more.", small_sets()]
+    parts += ["## The rule for the learning rate", RULE, *_regrets(results)]
     chosen = "Validation recall, in per cent; the chosen ones are bold."
     return "\n\n".join([*parts, settings(STUDY, results, chosen, "recall", 1)])
 
@@ -172,6 +184,59 @@ def _at_equal_time(finals: Finals) -> list[str]:
         "`default_time.md`, at the settings chosen above: small batches see fewer samples."
     )
     return ["## At equal time", told, table(["", *SETS], body)] if len(body) > 1 else []
+
+
+def _by_factor(results: Results, arm: str, batch: int) -> dict[float, float]:
+    """Validation recall in per cent by the multiple of the rule's rate, at the settings that a search begins with."""
+    first, found = STUDY.arms[arm].first, {}
+    for run in results.values():
+        options = dict(run["job"]["options"])
+        factor = options.pop("lr", 0.0) / arms.default_rate(batch)
+        begins = all(options.get(name) == value for name, value in first.items() if name != "lr")
+        if run["job"]["arm"] == arm and not Job(**run["job"]).final and begins:
+            found |= {each: 100 * STUDY.score(run) for each in FACTORS if abs(factor / each - 1) < 0.02}
+    return found
+
+
+def _regrets(results: Results) -> list[str]:
+    """Tables of what the rule for the learning rate costs, by cell and by loss."""
+    cells, body = {}, []
+    for loss, task in product(RULED, SETS):
+        row = []
+        for batch in RULED_BATCHES:
+            found = _by_factor(results, arm, batch) if (arm := f"{task}: {loss}, {batch}") in STUDY.arms else {}
+            if len(found) > 2 and 1.0 in found:
+                cells[loss, task, batch] = {factor: max(found.values()) - found[factor] for factor in found}
+            best = max(found, key=found.__getitem__, default=1.0)
+            row.append(f"{cells[loss, task, batch][1.0]:.1f} ({best:g})" if (loss, task, batch) in cells else "")
+        body.append([loss, task, *row])
+    by_cell = table(["", "", *(f"batch {batch}" for batch in RULED_BATCHES)], body, "llrrrr")
+    return [by_cell, _over_cells(cells)]
+
+
+def _over_cells(cells: Mapping[tuple[str, str, int], dict[float, float]]) -> str:
+    """Mean and largest loss of every loss, by a factor on the rule's rate."""
+    body = []
+    for loss in RULED:
+        mine = {key: losses for key, losses in cells.items() if key[0] == loss}
+        row = []
+        for factor in FACTORS[1:-1]:
+            lost = [losses[factor] for losses in mine.values() if factor in losses]
+            row.append(f"{sum(lost) / len(lost):.1f}, {max(lost):.1f}" if len(lost) == len(mine) else "")
+        body.append([loss, str(len(mine)), *row, _best_by_task(mine)])
+    return table(
+        ["", "cells", *(f"x {factor:g}" for factor in FACTORS[1:-1]), "a factor for each data set"], body, "lrrrrr"
+    )
+
+
+def _best_by_task(mine: Mapping[tuple[str, str, int], dict[float, float]]) -> str:
+    lost: list[float] = []
+    for task in SETS:
+        rows = [losses for (_, name, _), losses in mine.items() if name == task]
+        shared = set.intersection(*map(set, rows)) if rows else set()
+        if shared:
+            lost += min(([losses[factor] for losses in rows] for factor in sorted(shared)), key=sum)
+    return f"{sum(lost) / len(lost):.1f}, {max(lost):.1f}"
 
 
 def _differences(finals: Finals) -> str:
