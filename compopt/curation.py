@@ -548,7 +548,8 @@ def _write_csv(path: Path, columns: Mapping[str, np.ndarray]) -> None:
 
 
 def _write_npy(path: Path, columns: Mapping[str, np.ndarray]) -> None:
-    np.save(path, np.rec.fromarrays([*columns.values()], names=",".join(columns)))
+    kinds = [(name, column.dtype) for name, column in columns.items()]
+    np.save(path, np.rec.fromarrays([*columns.values()], dtype=kinds))
 
 
 def _write_parquet(path: Path, columns: Mapping[str, np.ndarray]) -> None:
