@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compopt
-from benchmarks.studies.default.arms import DEFAULT, LARGEST_TAU, MOMENTUM, Cell
+from benchmarks.studies.default.arms import DEFAULT, LARGEST_TAU, MICRO, MOMENTUM, Cell
 from benchmarks.studies.default.tasks import DIM, Task
 from benchmarks.studies.default.training import Loss
 
@@ -48,6 +48,40 @@ class DCLW(nn.Module):
     def _negatives(self, own: Tensor, other: Tensor) -> Tensor:
         similar = torch.cat(in_batch(own, [other, own] if self.unimodal else [other]), 1)
         return self.tau * torch.logsumexp(similar / self.tau, 1)
+
+    def step(self) -> None:
+        """It keeps nothing."""
+
+
+class MicroBatches(nn.Module):
+    """DCL on a whole window whose candidates have a gradient in their own micro-batch alone: an ideal memory.
+
+    It is what a memory of all micro-batches of an update could be, if its features were those of the present weights.
+
+    Args:
+        tau: temperature.
+        size: samples of a micro-batch.
+        balanced: the positive pulls a candidate by the share of its negatives' weights that have a gradient, as
+            :class:`~compopt.MemoryNormalizer` has it.
+    """
+
+    def __init__(self, tau: float, size: int, balanced: bool) -> None:
+        super().__init__()
+        self.tau, self.size, self.balanced = tau, size, balanced
+
+    def forward(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+        z = [F.normalize(z1), F.normalize(z2)]
+        return (self._direction(*z) + self._direction(*z[::-1])) / 2
+
+    def _direction(self, own: Tensor, other: Tensor) -> Tensor:
+        group = torch.arange(len(own)) // self.size
+        inside = group[:, None] == group
+        (similar,), (fixed,) = in_batch(own, [other]), in_batch(own, [other.detach()])
+        logits = torch.where(inside, similar, fixed) / self.tau
+        anchors, positives = torch.linalg.vecdot(own, other.detach()), torch.linalg.vecdot(own.detach(), other)
+        share = (logits.detach().softmax(1) * inside).sum(1) if self.balanced else 1.0
+        positive = anchors + share * (positives - positives.detach())
+        return (self.tau * torch.logsumexp(logits, 1) - positive).mean()
 
     def step(self) -> None:
         """It keeps nothing."""
@@ -195,6 +229,8 @@ LOSSES: dict[str, Build] = {
     "CLIP": lambda task, o: compopt.InfoNCEEstimator(o["tau"], learn_tau=True, multiply_tau=False, mode=task.mode),
     "SigLIP": lambda task, o: compopt.SigLIPEstimator(o["tau"]),
     "DCL": lambda task, o: compopt.DCLEstimator(o["tau"], mode=task.mode),
+    "DCL, micro-batches": lambda task, o: MicroBatches(o["tau"], MICRO, balanced=False),
+    "DCL, micro-batches, balanced": lambda task, o: MicroBatches(o["tau"], MICRO, balanced=True),
     "DCLW": lambda task, o: DCLW(o["tau"], task.mode == "unimodal"),
     "XBM": _queue(positive=True),
     "XBM, DCL": _queue(positive=False),

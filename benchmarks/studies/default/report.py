@@ -35,6 +35,14 @@ AGAINST = (
     "The default less each loss at its best setting, in points: mean of the differences by seed ± their standard error."
 )
 RECALL = "test/recall"
+EXPLAINED = (
+    f"Why accumulated micro-batches of {arms.MICRO} are below DCL on the whole window of 256. `{arms.IDEAL[0]}`: DCL on "
+    "the window, whose candidates have a gradient in their own micro-batch alone, at the settings of `DCL, 256 cached`: "
+    "what a memory of the whole window could be, if its features were those of the present weights. `balanced`: a "
+    "positive pulls a candidate only by the share of its negatives that have a gradient, as the default does. "
+    f"`{arms.WINDOW}`: the default with a memory as long as the window. `{arms.HALF}`: with half its learning rate. In "
+    "brackets the difference from `DCL, 256 cached`."
+)
 # losses whose learning rates are compared with the rule, on the batch sizes whose rate is on the grids
 RULED, RULED_BATCHES, FACTORS = ("DCL", "Memory", "MoCo, DCL, moved"), (16, 64, 256, 1024), (0.25, 0.5, 1.0, 2.0, 4.0)
 RULE = (
@@ -82,6 +90,7 @@ def page(results: Results) -> str:
     for task in SETS:
         parts += [f"## {task.capitalize()}", f"Measured: {MEASURES[task]}.", _of_task(finals, task)]
     parts += ["## Against the default", AGAINST, _differences(finals), *_at_equal_time(finals)]
+    parts += ["## Accumulation and a gradient cache", EXPLAINED, _accumulation(finals)]
     more = (
         f"At batch {VARIED}, nothing chosen: in brackets what the default has more. `{arms.MOMENTUM}`: those of a "
         f"copy with the decay 0.99, `compopt.recommended(..., momentum=True)`."
@@ -184,6 +193,20 @@ def _at_equal_time(finals: Finals) -> list[str]:
         "`default_time.md`, at the settings chosen above: small batches see fewer samples."
     )
     return ["## At equal time", told, table(["", *SETS], body)] if len(body) > 1 else []
+
+
+def _accumulation(finals: Finals) -> str:
+    cached, accumulated = "DCL, 256 cached", f"{DEFAULT}, 16 x 16"
+    changed = [f"{DEFAULT}, {change}, 16 x 16" for change in (arms.WINDOW, arms.HALF)]
+    body = []
+    for name in (cached, *(f"{loss}, 256 cached" for loss in arms.IDEAL), accumulated, *changed, "DCL, 16 x 16"):
+        row = [name]
+        for task in arms.GAPPED:
+            base, runs = finals.get(f"{task}: {cached}", []), finals.get(f"{task}: {name}", [])
+            gap = "" if name == cached else difference(by_seed(runs, RECALL), by_seed(base, RECALL))
+            row.append(f"{_recall(runs)} ({gap})" if gap else _recall(runs))
+        body.append(row)
+    return table(["", *arms.GAPPED], body)
 
 
 def _by_factor(results: Results, arm: str, batch: int) -> dict[float, float]:
