@@ -125,7 +125,7 @@ def _arms(task: str) -> dict[str, Cell]:
 
 
 def _explaining(task: str) -> dict[str, Cell]:
-    """An ideal memory at the settings of DCL in a gradient cache, and the default with a longer one or a smaller rate."""
+    """An ideal memory at the settings of DCL in a gradient cache; the default with a longer one or a smaller rate."""
     cached = _cell(task, "DCL", 256, forward=MICRO)
     ideal = {
         f"{loss}, 256 cached": replace(cached, loss=loss, after=f"{task}: DCL, 256 cached", grids={}) for loss in IDEAL

@@ -36,12 +36,12 @@ AGAINST = (
 )
 RECALL = "test/recall"
 EXPLAINED = (
-    f"Why accumulated micro-batches of {arms.MICRO} are below DCL on the whole window of 256. `{arms.IDEAL[0]}`: DCL on "
-    "the window, whose candidates have a gradient in their own micro-batch alone, at the settings of `DCL, 256 cached`: "
-    "what a memory of the whole window could be, if its features were those of the present weights. `balanced`: a "
-    "positive pulls a candidate only by the share of its negatives that have a gradient, as the default does. "
-    f"`{arms.WINDOW}`: the default with a memory as long as the window. `{arms.HALF}`: with half its learning rate. In "
-    "brackets the difference from `DCL, 256 cached`."
+    f"Why accumulated micro-batches of {arms.MICRO} are below DCL on the whole window of 256. `{arms.IDEAL[0]}`: DCL "
+    "on the window, whose candidates have a gradient in their own micro-batch alone, at the settings of `DCL, 256 "
+    "cached`: what a memory of the whole window could be, if its features were those of the present weights. "
+    "`balanced`: a positive pulls a candidate only by the share of its negatives that have a gradient, as the default "
+    f"does. `{arms.WINDOW}`: the default with a memory as long as the window. `{arms.HALF}`: with half its learning "
+    "rate. In brackets the difference from `DCL, 256 cached`."
 )
 # losses whose learning rates are compared with the rule, on the batch sizes whose rate is on the grids
 RULED, RULED_BATCHES, FACTORS = ("DCL", "Memory", "MoCo, DCL, moved"), (16, 64, 256, 1024), (0.25, 0.5, 1.0, 2.0, 4.0)
