@@ -389,9 +389,14 @@ class Component(Estimator, ABC):
     def deposit_state(self, **tensors: Tensor) -> None:
         """Deposit new values of entries of :attr:`state`; if any is not finite, none changes."""
         before = self.working_state(True)
-        finite = all_finite(torch.cat([value.flatten() for value in tensors.values() if value.is_floating_point()]))
-        accepted = {name: torch.where(finite, value, before[name]) for name, value in tensors.items()}
-        self._pending_state = {**before, **accepted}
+        new, old = list(tensors.values()), [before[name] for name in tensors]
+        if len({(value.shape, value.dtype) for value in (*new, *old)}) == 1:  # some numbers: one operation for all
+            stacked = torch.stack(new)
+            accepted = list(torch.where(all_finite(stacked), stacked, torch.stack(old)).unbind())
+        else:
+            finite = all_finite(torch.cat([value.flatten() for value in new if value.is_floating_point()]))
+            accepted = [torch.where(finite, *values) for values in zip(new, old, strict=True)]
+        self._pending_state = {**before, **dict(zip(tensors, accepted, strict=True))}
 
     def commit_state(self, found_inf: Tensor | None) -> None:
         """Commit the pending copy; where the 0-d flag ``found_inf`` is positive, the state stays."""
