@@ -164,8 +164,9 @@ class MomentumEncoder:
             alike[type(own), own.device, own.dtype].append((own, average, other.to(average.dtype)))
         for owns, averages, values in (zip(*group, strict=True) for group in alike.values()):
             torch._foreach_lerp_(averages, values, 1 - self.decay)
-            if averages[0] is not owns[0]:
-                torch._foreach_copy_(owns, averages)
+            for own, average in zip(owns, averages, strict=True):
+                if average is not own:
+                    own.copy_(average)  # not all at once, for which DTensor has no operation
         for name, own, other in buffers:
             if own.shape == other.shape:
                 own.copy_(other)
@@ -216,8 +217,9 @@ class MomentumEncoder:
         persistent are not among them.
         """
         parameters = {name: self._average(name, own.detach()) for name, own, _ in self._moved()}
-        persistent = self.module.state_dict().keys()
-        buffers = {name: own for name, own in self.module.named_buffers() if name in persistent}
+        modules = self.module.named_modules()  # a module's own state_dict() may have other names
+        derived = {f"{at}.{key}".lstrip(".") for at, module in modules for key in module._non_persistent_buffers_set}
+        buffers = {name: own for name, own in self.module.named_buffers() if name not in derived}
         return {"parameters": parameters, "buffers": buffers}
 
     @torch.no_grad()

@@ -215,6 +215,16 @@ def test_a_learned_temperature_in_no_optimizer(make, attach):
     assert loop.heard("learned temperature", "32 calls", "est.parameters()")
 
 
+def test_a_learned_temperature_in_no_optimizer_whose_gradient_the_model_takes_away():
+    """As model.zero_grad() does, which reaches the estimator's own parameters through as_module."""
+    loop = Loop(clip(), learned=False)
+    for _ in range(PATIENCE):
+        loop.train(1)
+        for p in loop.est.parameters():
+            p.grad = None
+    assert loop.heard("learned temperature", "32 calls", "est.parameters()")
+
+
 @pytest.mark.parametrize("make", [clip, remembers])
 @pytest.mark.parametrize("attach", [False, True])
 def test_a_learned_temperature_that_is_learned(make, attach):

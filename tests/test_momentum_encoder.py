@@ -212,6 +212,16 @@ def test_a_buffer_may_change_its_shape_and_is_no_state_if_not_persistent(shape):
     encoder.load_state_dict(fresh)
 
 
+def test_wrappers_that_rename_their_state_lose_no_buffer():
+    """Activation checkpointing takes its own name out of state_dict(), and named_buffers() has it."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = nn.Sequential(checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))))
+    encoder = compopt.MomentumEncoder(model)
+    names = {name.rpartition(".")[2] for name in encoder.state_dict()["buffers"]}
+    assert names == {"running_mean", "running_var", "num_batches_tracked"}
+
+
 def test_what_an_update_refuses_changes_nothing():
     def refused(change, message):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -356,6 +366,31 @@ def test_two_ranks_equal_one(wrapper):
             torch.testing.assert_close(weights[name], p, rtol=1e-8, atol=1e-10)
         assert resumed
         assert "takes no copies; make the copy" in message
+
+
+def in_half_precision(group):
+    """Averages of sharded parameters in half precision, which are beside them, and the parameters."""
+    model = Encoders(torch.bfloat16)
+    encoder = compopt.MomentumEncoder(model, DECAY)
+    sharded(model, encoder)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    for _ in range(3):
+        encoder.update()
+    averages = {name: p.full_tensor() for name, p in encoder.state_dict()["parameters"].items()}
+    return averages, parameters(encoder.module), parameters(model)
+
+
+@needs_fsdp2
+@pytest.mark.distributed
+def test_sharded_parameters_in_half_precision_follow_too():
+    start = parameters(Encoders(torch.bfloat16))
+    for averages, weights, trained in the_pool(2).run(in_half_precision, 2):
+        for name, average in averages.items():
+            expected = start[name].float().lerp(trained[name].float(), 1 - DECAY**3)
+            torch.testing.assert_close(average, expected, rtol=1e-5, atol=1e-6)
+            assert torch.equal(weights[name], average.bfloat16())
 
 
 def of_other_seeds(group):

@@ -147,6 +147,40 @@ def test_damage_is_refused_by_every_rank(tmp_path):
         assert file.name in message and rows == 0
 
 
+def saved_after_an_edit_on_one_rank(group, directory):
+    """Ranks that have split a network join it for the checkpoint, unless one of them cannot save."""
+    est = compopt.NeuCLIPEstimator(dim=4, prototypes=8, process_group=group)
+    est.sample_groups[0]["lr"] = -1.0 if torch.distributed.get_rank(group) else 1.0
+    with pytest.raises((ValueError, RuntimeError)) as refused:
+        compopt.save(est, directory)
+    est.sample_groups[0]["lr"] = 1.0
+    return str(refused.value), str(compopt.save(est, directory))
+
+
+@pytest.mark.distributed
+def test_a_bad_edit_on_one_rank_is_refused_by_every_rank(tmp_path):
+    (message, path), (own, same) = the_pool().run(saved_after_an_edit_on_one_rank, 2, str(tmp_path))
+    assert message == f"rank 1 failed: ValueError: {own}" and own == "lr must be 0 or greater, got -1.0"
+    assert path == same and [str(p) for p in tmp_path.glob("checkpoint-*")] == [path]
+
+
+def loaded_without_memory_on_one_rank(group, directory):
+    """State that is not rows is restored last."""
+    est = sogclr(process_group=group)
+    if torch.distributed.get_rank(group):
+        est.normalizer.take_state = lambda state: torch.empty(1 << 60)
+    with pytest.raises(RuntimeError) as raised:
+        compopt.load(est, directory)
+    return str(raised.value)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_fails_at_the_end_of_a_load_fails_it_on_all_ranks(tmp_path):
+    compopt.save(trained(), tmp_path)
+    other, own = the_pool().run(loaded_without_memory_on_one_rank, 2, str(tmp_path))
+    assert own in other and other.startswith("rank 1 failed: ")
+
+
 def loaded_while_pruned(group, directory, newer, options):
     """A newer checkpoint takes the place of the one that is read when rank 1 opens its rows: both must take it."""
     manifest.PIECE_ROWS = manifest.CHUNK_ROWS = 5

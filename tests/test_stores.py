@@ -290,6 +290,39 @@ def test_tickets_cost_nothing_when_forgotten():
     assert not any(ref() for ref in dropped)
 
 
+class GatedSlow(Gated):
+    """A store whose rows are read ahead, and counted."""
+
+    slow, reads = True, 0
+
+    def gather(self, rows):
+        self.reads += 1
+        return super().gather(rows)
+
+
+def test_tickets_that_are_dropped_before_their_turn_are_not_read():
+    rows = WriteBehind(GatedSlow(5))
+    commit_value(rows, 1)  # waits for the gate
+    kept, *dropped = [rows.prefetch(torch.tensor([2]), CPU) for _ in range(20)]
+    del dropped
+    rows.store.gate.set()
+    rows.settle()
+    assert rows.store.reads == 1 and value_of(kept.take()) == 1
+
+
+@marked(needs_accelerator)
+def test_reads_on_the_cpu_wait_for_no_write_and_leave_tickets_valid():
+    """As est.read(), beside batches on a device."""
+    rows, here = WriteBehind(GatedSlow(5)), torch.tensor([2], device=DEVICE)
+    ticket = rows.prefetch(torch.tensor([2]), DEVICE)
+    rows.commit(here, torch.full((1, 2), 3, device=DEVICE))  # waits for the gate
+    assert value_of(rows.fetch(torch.tensor([2]))) == 3 and ticket.ahead is not None
+    assert value_of(ticket.take()) == 3 and rows.store.reads == 2
+    rows.store.gate.set()
+    rows.settle()
+    assert value_of(rows.fetch(here, torch.tensor([2]))) == 3
+
+
 def test_tickets_of_two_threads_see_every_commit(switch_often):
     """With shards a background thread asks for tickets while the main thread takes and commits."""
     rows, issued = WriteBehind(RowStore(5, 1, on_host=True)), []

@@ -97,7 +97,8 @@ def _attempt(est: Estimator, root: Directory, t: int | None, last: bool) -> Chec
     source = root.of_first_rank(ranks, lambda: manifest.choose(root.listed(), t))
     try:
         content, rows, extra = ranks.agree(lambda: _verify(est, source, root))
-        states.fill(engine, {**content, "extra": extra}, lambda: _read_rows(engine, source, content, rows))
+        state = {**content, "extra": extra}
+        ranks.agree(lambda: states.fill(engine, state, lambda: _read_rows(engine, source, content, rows)))
     except Exception:  # on every rank
         named = source.path.resolve() == root.local.resolve()
         if last or named or all(ranks.gather_objects(ranks.agree(lambda: root.is_complete(source)))):

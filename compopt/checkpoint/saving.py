@@ -168,6 +168,7 @@ def _prepare(est: Estimator, root: Directory, keep: int, blocking: bool) -> _Job
     modes = ranks.gather_objects(blocking)
     if len(set(modes)) > 1:
         raise ValueError(f"blocking= must be the same on all ranks; by rank: {modes}")
+    ranks.agree(engine.groups.check)  # else it could not be loaded; now, since `_state` may communicate
     content, state = ranks.agree(lambda: _state(est))
     if table is not None:
         ranks.agree(table.at_rest)
@@ -178,7 +179,6 @@ def _prepare(est: Estimator, root: Directory, keep: int, blocking: bool) -> _Job
 
 def _state(est: Estimator) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return what the manifest says of the estimator, and state that is not rows; collective where ranks split it."""
-    est._engine.groups.check()  # else it could not be loaded again
     saved = states.rest(est._engine)
     content = {key: saved[key] for key in ("config", "sample_groups")}
     if est.data_fingerprint is not None:

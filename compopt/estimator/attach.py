@@ -220,6 +220,7 @@ class Attachments:
         self.unsure_of_positions, self._positions = True, 0  # and the calls with batch positions so far
         self.unsure_of_optimizer, self._calls = True, 0  # and the calls so far
         self._before: list[Tensor] = []  # learned parameters at the first of them
+        self._graded = False  # they had gradients at a commit
         self._looked_for_scale = False
 
     def add(self, optimizer: Any, commit: Commit, carried: Any = None) -> RemovableHandle:
@@ -316,9 +317,8 @@ class Attachments:
         if parameters and self._calls < max(PATIENCE, WINDOWS * self._longest):
             return
         calls, self.unsure_of_optimizer = self._calls, False
-        # an optimizer that has them may have taken their gradients away by now; without one nobody does
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if not parameters or len(gradients) < len(parameters):
+        self.updated(parameters)
+        if not self._graded:
             return
         if {*map(id, self._parameters())}.issuperset(map(id, parameters)):  # a learning rate of 0 is a choice
             return
@@ -331,9 +331,12 @@ class Attachments:
                     f"(compopt.as_module)"
                 )
 
-        three = zip(parameters, self._before, gradients, strict=True)
-        idle = torch.stack([(g != 0).any() & (p == before.to(p.device)).all() for p, before, g in three]).any()
+        idle = torch.stack([_idle(*pair) for pair in zip(parameters, self._before, strict=True)]).any()
         async_checks.watch(idle.to(torch.int32), tell)
+
+    def updated(self, parameters: Sequence[Parameter]) -> None:
+        """Note gradients at a commit; ``model.zero_grad()`` may take them away before the next call."""
+        self._graded |= bool(parameters) and all(parameter.grad is not None for parameter in parameters)
 
     # -- a scale that nothing uses -----------------------------------------------------------------------------
 
@@ -392,6 +395,12 @@ def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         stepped = attachments.stepped  # read once: another thread may commit and end the watch meanwhile
         if stepped is not None:
             stepped[id(optimizer)] = True
+
+
+def _idle(parameter: Parameter, before: Tensor) -> Tensor:
+    """Return a flag on the device: the value is unchanged, although its gradient, if there is one, is not zero."""
+    kept = (parameter.detach() == before.to(parameter.device)).all()
+    return kept if parameter.grad is None else kept & (parameter.grad != 0).any()
 
 
 def _awaited(parameters: Sequence[Tensor]) -> str | None:

@@ -352,6 +352,8 @@ class Estimator:
             engine.saving.warn()
         if engine.attachments.skipped():  # an attached engine has skipped the update
             self.discard()
+        if engine.attachments.unsure_of_optimizer:
+            engine.attachments.updated(list(self.parameters()))
         if not engine.pending:
             return
         if found_inf is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class Ticket:
         self.access.check()
         device, ahead = device or self.device, self.ahead
         read = None if ahead is None else ahead.result()
-        if read is None or self.ahead is None or _elsewhere(self.later, device) or self.device.type != device.type:
+        if read is None or self.ahead is None or self.device.type != device.type:
             return self.access.fetch(accelerator.to_device(self.rows, device), self.rows)
         block, rows, event = read
         accelerator.wait_event(event, device, (block, rows))
@@ -63,6 +63,19 @@ class Commit:
     host: tuple[Tensor, Tensor]
     event: Any
 
+    def on_host(self) -> tuple[Tensor, Tensor]:
+        """Wait for the copy on the CPU and return it."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return rows and block on a device; waits only on another one than the features' (``est.read()``)."""
+        if self.rows.device.type == device.type:
+            return self.rows, self.block
+        rows, block = self.on_host()
+        return accelerator.to_device(rows, device), accelerator.to_device(block, device)
+
 
 class WriteBehind:
     """A store on the host that neither reads nor writes make the main thread, or the accelerator, wait for.
@@ -74,7 +87,7 @@ class WriteBehind:
 
     The same thread gathers the rows of tickets and sends them to a device with streams. On other devices it only brings
     rows from the disk to memory, where taking the ticket reads them. Tickets that were under way when :meth:`settle`
-    was called read anew.
+    was called read anew, and those that are dropped are not read.
 
     On a device with streams, copies go through pinned memory on a side stream and nothing synchronises, provided
     that :meth:`fetch` is given the rows on the host too. The thread starts at the first use, ends when this object is
@@ -109,9 +122,6 @@ class WriteBehind:
         # over in any case. Afterwards, a commit half of which was met could already have left the pending ones.
         with self._changed:
             pending = list(self._pending)
-        if _elsewhere(pending, rows.device):  # est.read() waits for the device
-            self.settle()
-            pending = []
         block = accelerator.to_device(self.store.gather(rows.cpu() if host_rows is None else host_rows), rows.device)
         return overlay(block, rows, pending)
 
@@ -124,6 +134,7 @@ class WriteBehind:
             with self._changed:
                 ticket.ahead = self._submit(self._read_ahead, ticket.rows, device, self._side(device))
                 self._tickets.add(ticket)
+            finalize(ticket, ticket.ahead.cancel)  # nobody waits for it: a read that has not begun never does
         return ticket
 
     def _read_ahead(self, rows: Tensor, device: torch.device, side: Any) -> tuple[Tensor, Tensor, Any] | None:
@@ -182,9 +193,7 @@ class WriteBehind:
         if self._error is not None:
             return
         try:
-            if commit.event is not None:
-                commit.event.synchronize()
-            self.store.scatter(*commit.host)
+            self.store.scatter(*commit.on_host())
         except BaseException as error:
             self._error = error
         with self._changed:
@@ -234,17 +243,13 @@ class WriteBehind:
         return WriteBehind, (self.store, self._limit)
 
 
-def _elsewhere(commits: Sequence[Commit], device: torch.device) -> bool:
-    return any(commit.rows.device.type != device.type for commit in commits)
-
-
 def overlay(block: Tensor, rows: Tensor, commits: Sequence[Commit]) -> Tensor:
     """Replace what some commits, oldest first, wrote in a block that was read; without waiting for a device."""
-    commits = [commit for commit in commits if len(commit.rows)]
-    if not commits:
+    there = [commit.on(rows.device) for commit in commits if len(commit.rows)]
+    if not there:
         return block
-    written, order = torch.sort(torch.cat([commit.rows for commit in commits]), stable=True)
+    written, order = torch.sort(torch.cat([pair[0] for pair in there]), stable=True)
     # the last of equal rows: the newest commit's
     found = torch.searchsorted(written, rows, right=True).sub_(1).clamp_(min=0)
-    new = torch.cat([commit.block for commit in commits])[order[found]]
+    new = torch.cat([pair[1] for pair in there])[order[found]]
     return torch.where((written[found] == rows)[:, None], new, block)
