@@ -71,10 +71,16 @@ def deepspeed_compiled(extensions):
     built = extensions / f"built-{deepspeed.__version__}"
     extensions.mkdir(parents=True, exist_ok=True)
     with open(extensions / "session.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # ends with its process, unlike torch's own
-        if not built.exists():
+        # ends with its process, unlike torch's own, which a killed process leaves and others wait for
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for left in extensions.glob("*/lock"):
                 left.unlink()
+        except BlockingIOError:
+            fcntl.flock(file, fcntl.LOCK_SH)  # once another session has built it
+        if not built.exists():
             code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
             subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
             built.touch()
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield

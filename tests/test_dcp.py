@@ -191,6 +191,17 @@ def test_two_rows_that_changed_places():
     assert_same_bits(before, snapshot(other, N))
 
 
+@pytest.mark.parametrize("missing", [["log_u"], ["log_u", "tau", "count"]])
+def test_columns_that_are_missing(missing):
+    other, state = trained(seed=4), Stateful(trained()).state_dict()
+    before = snapshot(other, N)
+    for name in missing:
+        del state["rows"][name]
+    with pytest.raises(ValueError, match=r"rows must have the columns \['count', 'log_u', 'tau'.*, got \["):
+        Stateful(other).load_state_dict(state)
+    assert_same_bits(before, snapshot(other, N))
+
+
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
 def test_rows_that_no_run_writes(ranks):
     messages = the_pool().run(load_nan, ranks) if ranks > 1 else [load_nan(None)]

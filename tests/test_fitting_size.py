@@ -207,7 +207,7 @@ def without_room(group):
     model, *inputs = FSDP2().wrap(Encoders(torch.float64)), *data(dist.get_rank(), SHARES[2], torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(fitting, "room_for", lambda p: torch.empty(2**60))
+            patch.setattr(fitting, "room_for", lambda wrapper: torch.empty(2**60))
         with pytest.raises(RuntimeError) as raised:
             est, size = compopt.DCLEstimator(), compopt.FittingSize(8)
             compopt.gradient_cache(est, model, tuple(inputs[:2]), inputs[3], encode=two, micro_batch_size=size)
@@ -219,3 +219,17 @@ def without_room(group):
 def test_ranks_do_not_wait_for_one_that_cannot_hold_all_parameters():
     other, own = the_pool(2).run(without_room, 2)
     assert other.startswith("rank 1 failed: RuntimeError") and "can't allocate memory" in own
+
+
+def room_in_a_lower_precision(group):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = fully_shard(nn.Linear(5, 3), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    return sorted((held.numel(), held.dtype) for held in fitting.room_for(model))
+
+
+@pytest.mark.distributed
+def test_the_room_for_parameters_is_what_a_pass_gathers():
+    """FSDP2 divides float32, and gathers in the precision of the pass."""
+    assert the_pool(2).run(room_in_a_lower_precision, 2) == [[(3, torch.bfloat16), (15, torch.bfloat16)]] * 2

@@ -67,6 +67,7 @@ def cases():
     found += [(framework, "sogclr", "compiled", 2) for framework in ("DDP", "FSDP2")]
     found += [(framework, kind, "pair", 2) for framework in ("DDP", "FSDP2") for kind in ESTIMATORS if kind != "sogclr"]
     found += [("DDP", "sogclr", feature, 3) for feature in features]
+    found += [("FSDP2", "sogclr", feature, 3) for feature in ("pair", "negatives")]
     found += [(framework, "isogclr", feature, 3) for framework in torch_only[2:] for feature in ("pair", "negatives")]
     return [*found, ("StaticDDP", "sogclr", "pair", 2)]
 

@@ -643,6 +643,13 @@ def test_options_that_they_refuse_cannot_be_assigned(name):
         value_and_gradients(loss.compute_loss_from_embeddings, columns_of(2, 5, seed=9))
 
 
+def test_a_warning_of_theirs_is_given_once(caplog):
+    loss = losses().EstimatorLoss(Columns(), hardness_mode="all_negatives")
+    for _ in range(3):
+        value_and_gradients(loss.compute_loss_from_embeddings, columns_of(2, 5, seed=9))
+    assert sum("hardness weighting has no effect" in message for message in caplog.messages) == 1
+
+
 def test_options_beside_an_estimator_cannot_be_assigned():
     loss = loss_of(estimator(), eval_scale=10.0)
     assert not hasattr(loss, "scale")

@@ -152,7 +152,7 @@ def gathered(ranks: Ranks, wrappers: Iterable[Any]) -> Iterator[None]:
     """Hold all parameters of FSDP2 and ZeRO 3 on each rank, so that passes communicate nothing."""
     sharded = [wrapper for wrapper in dict.fromkeys(wrappers) if hasattr(wrapper, SYNC) or _is_zero3(wrapper)]
     if sharded:  # a rank without the memory must not leave others waiting for its parameters
-        ranks.agree(lambda: [room_for(p) for wrapper in sharded for p in wrapper.parameters()])
+        ranks.agree(lambda: [room_for(wrapper) for wrapper in sharded])
     with ExitStack() as stack:
         for wrapper in sharded:
             stack.enter_context(_gathered_by_zero3(wrapper) if _is_zero3(wrapper) else _gathered_by_fsdp2(wrapper))
@@ -163,20 +163,31 @@ def _is_zero3(wrapper: Any) -> bool:
     return hasattr(wrapper, BOUNDARY) and wrapper.zero_optimization_stage() == 3
 
 
-def room_for(p: nn.Parameter) -> Tensor:
-    """Allocate as much memory as a parameter takes that is not divided over ranks."""
-    return torch.empty(getattr(p, "ds_numel", p.numel()), dtype=p.dtype, device=p.device)
+def room_for(wrapper: Any) -> list[Tensor]:
+    """Allocate as much memory as parameters take that are not divided over ranks."""
+    if _is_zero3(wrapper):
+        found = [(getattr(p, "ds_numel", p.numel()), p.dtype, p.device) for p in wrapper.parameters()]
+    else:  # in the precision and on the device of a pass: shards may be in float32, or offloaded
+        each = [(group.device, p) for group in _groups_of_fsdp2(wrapper) for p in group.fsdp_params]
+        found = [(p._orig_size.numel(), p.param_dtype or p.orig_dtype, device) for device, p in each]
+    return [torch.empty(n, dtype=dtype, device=device) for n, dtype, device in found]
+
+
+def _groups_of_fsdp2(wrapper: Any) -> list[Any]:
+    """Return the groups of parameters that are gathered together."""
+    wrapper._get_fsdp_state()._lazy_init()  # sets what is read and kept here
+    modules = [module for module in wrapper.modules() if hasattr(module, SYNC)]
+    return [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
 
 
 @contextmanager
 def _gathered_by_fsdp2(wrapper: Any) -> Iterator[None]:
-    wrapper._get_fsdp_state()._lazy_init()  # sets what is kept here
-    modules = [module for module in wrapper.modules() if hasattr(module, SYNC)]
-    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    groups = _groups_of_fsdp2(wrapper)
     alone = {"post_forward_mesh_info": None, "reshard_after_backward": False, "reduce_grads": False}
     before = [{name: getattr(group, name) for name in alone} for group in groups]
-    for module in modules:
-        module.unshard()
+    for module in wrapper.modules():
+        if hasattr(module, SYNC):
+            module.unshard()
     for group in groups:
         vars(group).update(alone)
     try:

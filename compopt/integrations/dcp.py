@@ -201,6 +201,8 @@ def _checked(est: Estimator, packed: Any) -> dict[str, Any]:
 
 def _check_rows(est: Estimator, saved: Mapping[str, int], found: Mapping[str, int], parts: Mapping[str, Any]) -> None:
     """Refuse rows that are not those that were saved, or that no run writes."""
+    if saved.keys() - found.keys():
+        raise ValueError(f"rows must have the columns {sorted(saved)} of the checkpoint, got {sorted(found)}")
     for name in found:
         if saved.get(name) != found[name]:
             raise ValueError(

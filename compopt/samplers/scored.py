@@ -109,7 +109,7 @@ class ScoredSampler(Sampler[int]):
             self.left_out, self._known = self._choose(epoch), epoch
         self.epoch = epoch + 1
         order = rng.permutation(self._n, self.seed, epoch)
-        order = order[~torch.isin(order, self.left_out)]
+        order = order[~torch.zeros(self._n, dtype=torch.bool).index_fill_(0, self.left_out, True)[order]]
         size, rank = (self._ranks.size, self._ranks.rank) if self.divide else (1, 0)
         yield from order[: len(order) // size * size][rank::size].tolist()
 

@@ -160,6 +160,7 @@ class EstimatorLoss(nn.Module):
             raise ValueError(f"{', '.join(guided)} must be left out without guide=, the model that tells what is false")
         # holds the options, and evaluates; model cards would take an attribute ``loss`` for what is trained with
         self.ranking = MultipleNegativesRankingLoss(cast(Any, None), **ranking)
+        self._accepted = self._options()
         modules = (as_module(each, state=False) for each in self._by_dimension.values())
         self.estimators = nn.ModuleList(modules)  # for devices, and for parameters that the trainer optimizes
         self._looks = 0
@@ -226,11 +227,15 @@ class EstimatorLoss(nn.Module):
         texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return batch_to_device(guide.preprocess(texts), guide.device)
 
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self.ranking, name) for name in RankingOptions.__annotations__}
+
     def _ranking(self, embeddings: list[Tensor], labels: Tensor | None, guides: list[Tensor] | None) -> Tensor:
         """Compute the loss by the options, which may have been assigned since the last call."""
         loss, guided = self.ranking, guided_options(**self._guided) if self._guided else None
-        options = {name: getattr(loss, name) for name in RankingOptions.__annotations__}
-        MultipleNegativesRankingLoss(cast(Any, None), **options)  # refuses wrong values, which may have been assigned
+        if (options := self._options()) != self._accepted:
+            MultipleNegativesRankingLoss(cast(Any, None), **options)  # refuses wrong values, which were assigned
+            self._accepted = options
         alone = not loss.gather_across_devices or get_world_size() == 1
         other = loss.similarity_fct not in (cos_sim, dot_score)
         if other and self.index_labels:

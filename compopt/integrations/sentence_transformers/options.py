@@ -153,7 +153,3 @@ def by_direction(loss: MultipleNegativesRankingLoss) -> list[dict[str, Any]]:
         "pairs": PairPolicy(also=also, hardness=hardness) if also or hardness else None,
     }
     return [options, {**options, "pairs": None}] if both and hardness else [options]
-
-
-def _named(similarity: Callable[[Tensor, Tensor], Tensor]) -> str:
-    return getattr(similarity, "__qualname__", type(similarity).__name__)
