@@ -5,6 +5,7 @@ import torch
 
 import compopt
 from compopt import PairPolicy
+from compopt.estimator.reader import AsyncChecks
 from tests import four
 from tests.accelerated import BUILD, KINDS, STATELESS, WITH_ROWS, B, D, N, batch, one_step, same, same_rows, train
 from tests.cached import Noisy
@@ -61,6 +62,16 @@ def test_both_passes_of_a_gradient_cache_draw_the_same_random_numbers():
         drawn = [torch.rand(2, device=place) for place in ("cpu", DEVICE)]
         gradients.append([*(p.grad for p in tower.parameters()), *drawn])
     same(gradients[:1], gradients[1:])
+
+
+def test_a_fault_is_not_looked_for_before_it_has_arrived():
+    watched, heard = AsyncChecks(), []
+    watched.watch(torch.full((), 3, dtype=torch.int32, device=DEVICE), heard.append)
+    watched.poll()  # the copy may still be under way
+    assert heard in ([], [3])
+    synchronize()
+    watched.poll()
+    assert heard == [3]
 
 
 def test_a_bad_index_on_the_device_is_heard_of_at_a_later_call():

@@ -155,6 +155,13 @@ def test_more_rows_than_memory():
             RowStore(n, 1, on_host=True)
 
 
+def test_a_table_that_cannot_be_opened_leaves_no_lock(tmp_path):
+    (tmp_path / "rows.rows").mkdir()
+    with pytest.raises(IsADirectoryError) as refused:  # the error lives on, as in a notebook
+        DiskStore(tmp_path, "rows", 10, 1)
+    assert refused.value and not (tmp_path / "rows.lock").exists()
+
+
 def test_memory_is_claimed_when_it_is_written():
     start = time.perf_counter()
     store = RowStore(10**8, 2, on_host=True)  # 3.2 GB, which take seconds to write

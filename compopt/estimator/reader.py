@@ -40,8 +40,9 @@ class AsyncChecks:
         if value.device.type == "cpu":
             react(int(value))
         else:
-            value = accelerator.to_host(value) if accelerator.has_streams(value.device) else value
-            self._waiting.append((accelerator.event(value.device), value, react))
+            device = value.device
+            value = accelerator.to_host(value) if accelerator.has_streams(device) else value
+            self._waiting.append((accelerator.event(device), value, react))  # the copy is there after the event
 
     def poll(self) -> None:
         """Run the callbacks of everything that has arrived; one that raises is not run again."""

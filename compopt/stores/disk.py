@@ -79,20 +79,21 @@ class DiskStore(RowStore):
         remedy = "two runs would write one table; end that one, or name another offload_dir"
         self._lock = files.lock(self.path.with_suffix(".lock"), self._directory, remedy)
         self.stale = self.path.exists()
-        with files.named(self.path):
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        weakref.finalize(self, os.close, self._fd)
         self._written = np.zeros(0, dtype=np.bool_)  # pages that have a place on the disk
         self._table = torch.empty(self._shape(0), dtype=WORD, device="cpu")
-        if not self.stale:
-            try:
+        try:
+            with files.named(self.path):
+                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            weakref.finalize(self, os.close, self._fd)
+            if not self.stale:
                 self.resize(n)
                 self._own()
                 self._warn_of_room()
-            except BaseException:
+        except BaseException:
+            if not self.stale:
                 self.path.unlink(missing_ok=True)
-                self._lock = None  # now: the error refers to this object
-                raise
+            self._lock = None  # now: the error refers to this object
+            raise
 
     def _warn_of_room(self) -> None:
         usage = os.statvfs(self._directory)
