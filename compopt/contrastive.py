@@ -344,8 +344,9 @@ class ContrastiveEstimator(Estimator):
         call. The gradients of :meth:`parameters` are added to their ``.grad``, as a backward pass would do.
 
         Args:
-            given: the arguments of a call, in its order or by name: ``z1``, ``z2``, ``index``, ... All are as there but
-                ``encode``, which is refused: its features would get no gradient; and ``tau``, which has no graph.
+            z1, z2, index, ...: all arguments of a call, in its order or by name, with two exceptions.
+            encode: refused: its features would get no gradient.
+            tau: as in a call, without a graph.
 
         Returns:
             ``(loss, g1, g2)``, of a tensor of views ``(loss, g)``, and with ``extra`` its gradient too; detached, the

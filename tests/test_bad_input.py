@@ -601,6 +601,18 @@ def test_feature_gradients_refuses_as_a_call_does():
             est.feature_gradients(z1, z2, index, extra=bad)
 
 
+def test_feature_gradients_names_itself_where_arguments_do_not_fit():
+    est, (z1, z2, index) = make(), batch()
+    name = rf"{type(est).__name__}\.feature_gradients\(\): "
+    for act, why in (
+        (lambda: est.feature_gradients(), "missing a required argument: 'z1'"),
+        (lambda: est.feature_gradients(z1, z2, index, margin=1), "got an unexpected keyword argument 'margin'"),
+        (lambda: est.feature_gradients(z1, z2, index, z1=z1), "multiple values for argument 'z1'"),
+    ):
+        with pytest.raises(TypeError, match=name + why):
+            act()
+
+
 def test_feature_gradients_takes_tensors_of_inference_mode():
     z1, z2, index = batch()
     want = make().feature_gradients(z1, z2, index)

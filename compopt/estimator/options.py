@@ -72,7 +72,10 @@ def with_arguments_of(
     def decorate(method: Callable[[E, dict[str, Any]], R]) -> Callable[Concatenate[E, P], R]:
         @functools.wraps(method)
         def called(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
-            _, *given = signature.bind(self, *args, **kwargs).arguments.items()
+            try:
+                _, *given = signature.bind(self, *args, **kwargs).arguments.items()
+            except TypeError as error:
+                raise TypeError(f"{type(self).__name__}.{method.__name__}(): {error}") from None
             return method(self, dict(given))
 
         shown = signature.replace(return_annotation=inspect.signature(method).return_annotation)

@@ -40,9 +40,8 @@ class AsyncChecks:
         if value.device.type == "cpu":
             react(int(value))
         else:
-            device = value.device
-            value = accelerator.to_host(value) if accelerator.has_streams(device) else value
-            self._waiting.append((accelerator.event(device), value, react))  # the copy is there after the event
+            copied = accelerator.to_host(value) if accelerator.has_streams(value.device) else value
+            self._waiting.append((accelerator.event(value.device), copied, react))  # of the device, after the copy
 
     def poll(self) -> None:
         """Run the callbacks of everything that has arrived; one that raises is not run again."""

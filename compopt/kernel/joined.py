@@ -118,16 +118,15 @@ class JoinedPairs(PairStatistics):
     def _join(self, parts: Sequence[PairStatistics]) -> tuple[Scalar, Tensor, Tensor | None]:
         """Return ``|N_i|``, ``log_sum`` and ``mean_h`` of the anchors of one direction, ``(B, 1)``, over all kinds."""
         count: Scalar = sum((part.count for part in parts[1:]), parts[0].count + self._again)
-        some = torch.as_tensor(count > 0)
         # an anchor without candidates of some kind has a log_sum of 0 there
-        sums = [part.log_sum.where(torch.as_tensor(part.count > 0), -torch.inf) for part in parts]
+        sums = [_where(part.count, part.log_sum, -torch.inf) for part in parts]
         terms = torch.stack([*sums, *[torch.zeros_like(sums[0])] * int(self._again)])
-        log_sum = terms.logsumexp(0).where(some, 0)
+        log_sum = _where(count, terms.logsumexp(0), 0.0)
         if not self.moments:
             return count, log_sum, None
         shares = (terms[: len(parts)] - log_sum).exp_()  # of each kind in the sum
         means = torch.stack([part.mean_h for part in parts if part.mean_h is not None])
-        return count, log_sum, (shares * means).sum(0).where(some, 0)
+        return count, log_sum, _where(count, (shares * means).sum(0), 0.0)
 
     def _all_kinds(self, parts: Sequence[PairStatistics], log_sum: Tensor) -> Sums:
         """Return sums over all kinds, for the metric: weights of the first own anchors, which sum to one."""
@@ -163,6 +162,13 @@ class JoinedPairs(PairStatistics):
     def release(self) -> None:
         for _, part in (kind for kinds in self._by_anchor for kind in kinds):
             part.release()
+
+
+def _where(count: Scalar, value: Tensor, otherwise: float) -> Tensor:
+    """``value`` of anchors that have candidates; a count that is a number is compared on the host, without a copy."""
+    if isinstance(count, Tensor):
+        return value.where(count > 0, otherwise)
+    return value if count > 0 else torch.full_like(value, otherwise)
 
 
 def with_policy(source: Source, options: PairOptions, also: Sequence[Also]) -> JoinedPairs:

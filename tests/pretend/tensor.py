@@ -215,9 +215,17 @@ def unwrapped(values: Any) -> Any:
 
 
 def check_devices(name: str, args: Any, kwargs: Any) -> None:
-    """Refuse tensors of the host, but for single numbers and for indices, which torch copies, and waits for."""
+    """Refuse tensors of the host, but for single numbers and for indices, which torch copies, and waits for.
+
+    Single numbers are arguments of a kernel, except in ``where``, which copies them too.
+    """
     for x in tensors_in((args, kwargs)):
-        if isinstance(x, Tensor) and not isinstance(x, PretendTensor) and x.dim():
+        if isinstance(x, PretendTensor):
+            continue
+        if name == "where" and not x.dim():
+            LEDGER.transfer(False)
+            LEDGER.wait("a number on the host")
+        if x.dim():
             if not name.startswith(("index", "_index_put")):
                 raise RuntimeError(f"{name}: expected all tensors to be on {device()}, got one on {x.device}")
             LEDGER.transfer(False)
