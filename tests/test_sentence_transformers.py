@@ -834,6 +834,13 @@ def test_a_guide_with_other_tokens_reads_the_texts(other, kind):
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("batch", [1, 5])
+def test_embeddings_of_a_guide_that_are_missing(batch):
+    loss = losses().EstimatorLoss(Columns(), guide=Columns())
+    with pytest.raises(ValueError, match="guides is missing, each column's embeddings by the guide"):
+        loss.compute_loss_from_embeddings([column[:batch] for column in columns_of(2, 5, seed=7)])
+
+
 def test_a_guide_beside_an_estimator_with_rows():
     options = losses().guided_options(temperature=0.05, margin=0.05)
     est, model, guide = compopt.SogCLREstimator(N, **options), Given("x"), Given("guide")

@@ -241,8 +241,11 @@ class EstimatorLoss(nn.Module):
         if other and self.index_labels:
             raise ValueError("index_labels=True needs similarity_fct=cos_sim or dot_score of sentence_transformers")
         single = alone and len(embeddings[0]) == 1  # an estimator refuses a last batch of one sample; theirs does not
-        if single and guided is not None:
-            return _of_one_sample(embeddings, cast(Any, guides), guided["pairs"], guided["tau"])
+        if guided is not None:
+            if guides is None:
+                raise ValueError("guides is missing, each column's embeddings by the guide; call the loss with inputs")
+            if single:
+                return _of_one_sample(embeddings, guides, guided["pairs"], guided["tau"])
         if single or other:
             return loss.compute_loss_from_embeddings(embeddings, cast(Any, labels))
         group = _this_rank(cast(ProcessGroup, dist.group.WORLD)) if alone and is_dist_initialized() else None
