@@ -14,6 +14,7 @@ rows, state/ what --resume reads. Batch sizes count per process and forward, as 
 """
 
 import argparse
+import ast
 import contextlib
 import hashlib
 import inspect
@@ -34,7 +35,6 @@ import webdataset as wds
 from accelerate import DistributedDataParallelKwargs
 from accelerate.tracking import get_available_trackers
 from open_clip_train import scheduler
-from open_clip_train.params import ParseKwargs
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -83,6 +83,13 @@ class Decode(loop.Decode):
         return *batch, lost
 
 
+def count_samples(shards, path):
+    """Write the sizes of local shards."""
+    if any("://" in shard for shard in shard_list(shards)):
+        raise SystemExit("--sizes: shards at URLs need a saved ShardIndex, built where the shards are")
+    ShardIndex.build(shards).save(path)
+
+
 def look(flag, shard):
     """Read the first samples of a shard; a shard that gives none ends the run with the reader's error."""
     errors = []
@@ -121,7 +128,7 @@ def build_model(args):
     size = args.force_image_size
     size = size[0] if size and not size[1:] else size
     forced = {"force_patch_dropout": args.force_patch_dropout, "force_image_size": size}
-    forced |= {"pretrained": args.pretrained, "aug_cfg": args.aug_cfg}
+    forced |= {"pretrained": args.pretrained, "aug_cfg": dict(args.aug_cfg)}
     model, *transforms = open_clip.create_model_and_transforms(name, **forced)
     lock_towers(model, args)
     if args.grad_checkpointing:
@@ -141,7 +148,10 @@ def to_float8(model, device):
 
     Dimensions must be multiples of 16. Attention's own projections are no calls of a layer, and stay.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        raise SystemExit("--float8 needs torchao: pip install torchao") from None
 
     def fits(layer, name):
         return type(layer) is torch.nn.Linear and not any(size % 16 for size in layer.weight.shape)
@@ -309,7 +319,7 @@ class Trainer(loop.Loop):
         path = args.sizes or args.output / "shards.json"
         if args.sizes and not path.exists():
             raise SystemExit(f"--sizes {path}: no such file; write it with ShardIndex.build(shards).save")
-        launch.on_main(lambda: path.exists() or ShardIndex.build(args.shards).save(path))
+        launch.on_main(lambda: path.exists() or count_samples(args.shards, path))
         sizes = ShardIndex.load(path)
         if (read := len(shard_list(args.shards))) < len(sizes):
             self.accelerator.print(f"{read} of the {len(sizes)} shards of its index are read")
@@ -592,6 +602,17 @@ class Trainer(loop.Loop):
             self.accelerator.print(" ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
 
+def option(text):
+    """Return a name and a value; what is no literal of Python, such as a path, is text."""
+    name, given, value = text.partition("=")
+    if not (name and given):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
 def parse(argv=None):
     root = loop.flags(__doc__, "runs/clip")
     add = root.add_argument
@@ -604,7 +625,7 @@ def parse(argv=None):
     add("--zero-shot", type=Path, metavar="FOLDER", help="a test set in clip-benchmark's form, classified too")
     add("--evaluate", action="store_true", help="do this alone, with --pretrained or --resume")
     add("--estimator", choices=sorted(METHODS), default="sogclr")
-    words = {"action": ParseKwargs, "nargs": "*", "default": {}, "metavar": "NAME=VALUE"}
+    words = {"type": option, "nargs": "*", "default": [], "metavar": "NAME=VALUE"}
     add("--set", **words, help="options of the estimator: gamma=0.8")
     add("--learn-scale", action="store_true", help="the model's learned logit_scale is the temperature")
     add("--beta1", type=float, default=0.9)

@@ -288,13 +288,21 @@ def test_resuming_another_run_is_refused(given, tmp_path, change, said):
         (("--set", "offload=cpu"), "and not offload"),
         (("--estimator", "isogclr", "--set", "rho=0.1", "--learn-scale"), "learns temperatures of its own"),
         (("--val-shards", "nowhere*.tar"), "--val-shards: no shards at nowhere"),
-        (("--shards", "s3://bucket/{0..3}.tar"), "a URL, whose samples cannot be counted from here.*ShardIndex.load"),
+        (("--shards", "s3://bucket/{0..3}.tar"), "--sizes: shards at URLs need a saved ShardIndex"),
         (("--sizes", "nowhere.json"), "--sizes nowhere.json: no such file"),
     ],
 )
 def test_bad_arguments(given, tmp_path, more, said):
     with pytest.raises((SystemExit, ValueError), match=said):
         recipe.main(arguments(given, tmp_path, *more))
+
+
+def test_options_are_names_with_values(given, tmp_path, capsys):
+    options = dict(recipe.parse(arguments(given, tmp_path, "--set", "gamma=0.5", "a=b=c", "path=/x")).set)
+    assert options == {"gamma": 0.5, "a": "b=c", "path": "/x"}
+    with pytest.raises(SystemExit):
+        recipe.parse(arguments(given, tmp_path, "--set", "gamma"))
+    assert "'gamma' is not NAME=VALUE" in capsys.readouterr().err
 
 
 def test_bad_data(given, tmp_path):
