@@ -199,7 +199,7 @@ def _accumulation(finals: Finals) -> str:
     cached, accumulated = "DCL, 256 cached", f"{DEFAULT}, 16 x 16"
     changed = [f"{DEFAULT}, {change}, 16 x 16" for change in (arms.WINDOW, arms.HALF)]
     body = []
-    for name in (cached, *(f"{loss}, 256 cached" for loss in arms.IDEAL), accumulated, *changed, "DCL, 16 x 16"):
+    for name in (cached, *(f"{loss}, 256 cached" for loss in arms.IDEAL), accumulated, *changed):
         row = [name]
         for task in arms.GAPPED:
             base, runs = finals.get(f"{task}: {cached}", []), finals.get(f"{task}: {name}", [])
