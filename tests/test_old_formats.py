@@ -13,7 +13,7 @@ from tests.fixtures.make import ESTIMATORS, HERE, N, known, train
 from tests.helpers import assert_same_bits, snapshot
 from tests.test_sparse_saves import sogclr, visit
 
-FORMATS = {"0.1.0": 2, "0.2.0": 3}  # of directories
+FORMATS = {"0.1.0": 2, "0.2.0": 3, "0.3.0": 4}  # of directories
 REDEFINED = {("memory", "effective_negatives")}  # counts the memory's since
 EXPECTED = {version: json.loads((HERE / version / "expected.json").read_text()) for version in FORMATS}
 CASES = [(version, name) for version, names in EXPECTED.items() for name in names]
