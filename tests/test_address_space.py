@@ -29,6 +29,7 @@ def limit(more):
 def work(est, n):
     """Everything that a run does with its rows, but for copying all of them."""
     index = torch.tensor([n - 1, 0, 7, n // 2])
+    torch.manual_seed(0)  # with these features every anchor keeps a negative under every policy of pairs
     for _ in range(2):
         z1, z2 = torch.randn(2, 4, DIM, requires_grad=True).unbind()
         est.prefetch(index)

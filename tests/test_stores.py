@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import compopt
+from compopt import accelerator
 from compopt.stores import DiskStore, RowStore, WriteBehind
 from compopt.stores.snapshot import Snapshot
 from tests.devices import DEVICE, PRETEND, marked, needs_accelerator, quiet
@@ -324,7 +325,8 @@ def test_reads_on_the_cpu_wait_for_no_write_and_leave_tickets_valid():
     ticket = rows.prefetch(torch.tensor([2]), DEVICE)
     rows.commit(here, torch.full((1, 2), 3, device=DEVICE))  # waits for the gate
     assert value_of(rows.fetch(torch.tensor([2]))) == 3 and ticket.ahead is not None
-    assert value_of(ticket.take()) == 3 and rows.store.reads == 2
+    reads = 2 if accelerator.has_streams(DEVICE) else 3  # without streams a ticket reads when it is taken
+    assert value_of(ticket.take()) == 3 and rows.store.reads == reads
     rows.store.gate.set()
     rows.settle()
     assert value_of(rows.fetch(here, torch.tensor([2]))) == 3
