@@ -49,7 +49,7 @@ def test_rows_elsewhere_wait_for_nobody_and_change_nothing(name, offload, prefet
 
 
 def test_both_passes_of_a_gradient_cache_draw_the_same_random_numbers():
-    """Of the host's generator and of the device's."""
+    """Random numbers of the host's generator and of the device's are the same."""
     x, gradients = torch.randn(11, 5).to(DEVICE), []
     for cached in (False, True):
         tower = Noisy().float().to(DEVICE)

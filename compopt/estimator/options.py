@@ -25,6 +25,7 @@ class PlacementOptions(TypedDict, total=False):
 
 
 Init = TypeVar("Init", bound=Callable[..., None])
+F = TypeVar("F", bound=Callable[..., Any])
 E = TypeVar("E")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,8 +58,7 @@ def takes_options(base: type | tuple[type, ...], kind: Any) -> Callable[[Init], 
                     )
             init(self, *args, **kwargs)
 
-        checked.__signature__ = signature  # type: ignore[attr-defined]
-        return cast(Init, checked)
+        return cast(Init, _with_signature(checked, signature))
 
     return decorate
 
@@ -78,8 +78,13 @@ def with_arguments_of(
                 raise TypeError(f"{type(self).__name__}.{method.__name__}(): {error}") from None
             return method(self, dict(given))
 
-        shown = signature.replace(return_annotation=inspect.signature(method).return_annotation)
-        called.__signature__ = shown  # type: ignore[attr-defined]
-        return called
+        returns = inspect.signature(method).return_annotation
+        return _with_signature(called, signature.replace(return_annotation=returns))
 
     return decorate
+
+
+def _with_signature(function: F, signature: inspect.Signature) -> F:
+    """Let ``help()`` and ``inspect.signature`` show a signature, and return the function."""
+    cast(Any, function).__signature__ = signature
+    return function

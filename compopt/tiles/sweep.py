@@ -374,9 +374,8 @@ def products(o: Operands, transposed: bool) -> tuple[Tensor, Tensor]:
         transposed: compute ``A^T X``; otherwise it is zero.
     """
     rows, columns = (None if side is None or side.factor is None else side for side in (o.rows, o.columns))
-    o, one_wave = replace(o, rows=rows, columns=columns), triton_coefficients
-    if o.precision is None:
-        one_wave = torch_coefficients
+    o = replace(o, rows=rows, columns=columns)
+    one_wave = torch_coefficients if o.precision is None else triton_coefficients
     of_rows, of_columns = (z.new_zeros(z.shape, dtype=o.dtype) for z in (o.x, o.y))
     buffer: Tensor | None = None
     with tf32_allowed() if o.precision == "tf32" and o.x.is_cuda else contextlib.nullcontext():
