@@ -354,6 +354,8 @@ def test_what_is_fixed_at_construction(name):
     est = used()
     with refused(AttributeError, words, est=est, remedy=False):
         setattr(est, name, value)
+    with pytest.raises(AttributeError):
+        delattr(est, name)
     still_works(est)
     again = pickle.loads(pickle.dumps(est))  # as copies are made
     assert (again.mode, again.directions, again.dtype) == (est.mode, est.directions, est.dtype)

@@ -102,6 +102,11 @@ class Estimator:
             )
         super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if name in self._fixed:  # else it could be set anew
+            raise AttributeError(f"{name} of {type(self).__name__} is fixed, since its state depends on it")
+        super().__delattr__(name)
+
     @property
     def _engine(self) -> Engine:
         """Engine that methods act on; a part of another estimator refuses, and names its owner."""
