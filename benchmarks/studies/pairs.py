@@ -60,6 +60,7 @@ class Option:
         strengths: that are tried; none if it has none, or takes another option's.
         told: samples of one caption are not each other's negatives.
         mined: with the mined negatives, where there are any.
+        include_positive: the base is InfoNCE, whose sum contains the positive, in place of DCL.
         takes: the option whose settings it begins with; ``None``: its own learning rate is chosen.
         situations, bases: that have it.
     """
@@ -68,12 +69,14 @@ class Option:
     strengths: tuple[float, ...] = ()
     told: bool = False
     mined: bool = True
+    include_positive: bool = False
     takes: str | None = "no policy"
     situations: tuple[str, ...] = SITUATIONS
     bases: tuple[str, ...] = BASES
 
 
 MARGIN, DCL = "false negatives, margin", BASES[:1]  # a memory refuses guide, prior and several positives
+INCLUDED, PRIORS = "positive included", (0.001, 0.01, 0.05)
 OPTIONS: Mapping[str, Option] = {
     "no policy": Option(takes=None),
     "no mined negatives": Option(mined=False, situations=(MINED,)),
@@ -85,7 +88,16 @@ OPTIONS: Mapping[str, Option] = {
     "false negatives, guided": Option(lambda m: PairPolicy(false_negatives=m, guided=True), (-0.2, -0.05), bases=DCL),
     "hardness": Option(lambda beta: PairPolicy(hardness=beta), (1.0, 4.0)),
     "hardness of mined ones": Option(lambda beta: PairPolicy(hardness=(0.0, beta)), (1.0, 4.0), situations=(MINED,)),
-    "prior": Option(lambda share: PairPolicy(prior=share), (0.01, 0.05), bases=DCL),
+    "prior": Option(lambda share: PairPolicy(prior=share), PRIORS, bases=DCL),
+    INCLUDED: Option(takes=None, include_positive=True, situations=(DUPLICATES,), bases=DCL),
+    f"{INCLUDED}, prior": Option(
+        lambda share: PairPolicy(prior=share),
+        PRIORS,
+        takes=INCLUDED,
+        include_positive=True,
+        situations=(DUPLICATES,),
+        bases=DCL,
+    ),
     "told": Option(told=True, takes=None),
     "positives by label": Option(
         lambda strength: PairPolicy(positives="labels"), situations=(REPEATS, DUPLICATES), bases=DCL
@@ -201,7 +213,8 @@ class Policed:
         self.told, self.policy = OPTIONS[arm.option].told, policy or PairPolicy()
         self.task, self.teacher, self.nearest = task, teacher, nearest
         if arm.base == "DCL":
-            self.est = compopt.DCLEstimator(TAU, pairs=policy)
+            included = OPTIONS[arm.option].include_positive
+            self.est = compopt.InfoNCEEstimator(TAU, pairs=policy, include_positive=included)
         else:
             self.est = compopt.recommended(DIM, task.n, BATCH, pairs=policy)
 
