@@ -99,7 +99,7 @@ def _attempt(est: Estimator, root: Directory, t: int | None, last: bool) -> Chec
         content, rows, extra = ranks.agree(lambda: _verify(est, source, root))
         state = {**content, "extra": extra}
         ranks.agree(lambda: states.fill(engine, state, lambda: _read_rows(engine, source, content, rows)))
-    except Exception:  # on every rank
+    except Exception:  # raised on every rank
         named = source.path.resolve() == root.local.resolve()
         if last or named or all(ranks.gather_objects(ranks.agree(lambda: root.is_complete(source)))):
             raise

@@ -173,7 +173,7 @@ def choose(directory: Path, t: int | None) -> Checkpoint:
     """Return the newest complete checkpoint (with ``t`` commits, if given); ``directory`` may itself be one."""
     real = directory.resolve()
     own = checkpoint_at(real) if real.is_dir() else None
-    if own is None and (real / MANIFEST).is_file():  # a copy under another name
+    if own is None and (real / MANIFEST).is_file():  # a copy of a checkpoint under another directory name
         with _damage(real / MANIFEST):
             content = _load(real / MANIFEST)
             own = Checkpoint(real, 0, content["t"], content["save_id"])

@@ -17,7 +17,7 @@ from compopt.checkpoint.manifest import MANIFEST, Checkpoint
 from compopt.distributed.ranks import Ranks
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_COLLAPSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # what Path makes of a URL
+_COLLAPSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # a URL after conversion to a Path
 
 
 class Directory:
@@ -156,7 +156,7 @@ class Remote(Directory):
             return
         except FileNotFoundError:
             parent = path.rpartition("/")[0]
-            if "/" not in parent.strip("/"):  # a bucket
+            if "/" not in parent.strip("/"):  # the parent is a bucket
                 raise
             self._make(parent)
             with suppress(FileExistsError):  # another rank may create it too

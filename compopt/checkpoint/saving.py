@@ -228,8 +228,8 @@ class _Job:
     target: Checkpoint
     root: Directory
     ranks: Ranks
-    content: Mapping[str, Any]  # of the manifest
-    state: Mapping[str, Tensor]  # that is not rows
+    content: Mapping[str, Any]  # entries of the manifest
+    state: Mapping[str, Tensor]  # state that is not rows
     table: RowTable | None
     snapshot: Snapshot | None
     keep: int

@@ -35,7 +35,7 @@ class HasOptimizer(Protocol):
     """Protocol of wrappers and engines that keep an optimizer in ``.optimizer``."""
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | HasOptimizer:  # not Any, which the __getattr__ of modules fulfils
+    def optimizer(self) -> torch.optim.Optimizer | HasOptimizer:  # not Any, which every nn.Module would satisfy
         """Wrapped optimizer, or another wrapper."""
 
 
@@ -419,7 +419,7 @@ def _awaited(parameters: Sequence[Tensor]) -> str | None:
         if model.find_unused_parameters or model.static_graph:
             continue
         for name, parameter in model.module.named_parameters():
-            ignored = name if "." in name else f".{name}"  # as DDP compares them
+            ignored = name if "." in name else f".{name}"  # the form of names that DDP compares
             if id(parameter) in wanted and ignored not in model.parameters_to_ignore:
                 return str(name)
     return None

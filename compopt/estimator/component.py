@@ -444,7 +444,7 @@ class Component(Estimator, ABC):
                 raise ValueError(f"{name} of {kind} must be {allowed.describe(state[name].dtype)}, got {found}")
 
     def check_form(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse other names, shapes or dtypes; tensors may be on the meta device."""
+        """Check names, shapes and dtypes of saved state; tensors may be on the meta device."""
         kind, expected = type(self).__name__, self.expected_state(state)
         if set(state) != set(expected):
             raise ValueError(

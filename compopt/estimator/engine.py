@@ -41,7 +41,7 @@ class Alone(WeakValueDictionary[str, Any]):
 
 
 class Engine:
-    """State and machinery of one estimator, which its parts share.
+    """Groups, ranks, rows, counters and locks of one estimator, which its parts share.
 
     Args:
         parts: the parts by role, each a :class:`~compopt.estimator.Component`; a weak mapping for a part that is used

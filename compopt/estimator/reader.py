@@ -201,7 +201,7 @@ class BatchReader:
         return self._batch(alone, there, dict(values or {}), rows, host_rows, block, bad, like, known, False)
 
     def prefetch(self, keys: Mapping[str, Tensor]) -> None:
-        """Start reading the rows of a batch."""
+        """Start to read the rows of a future batch; ``keys`` as in :meth:`read`."""
         for name in self.row_keys:
             if name in keys:
                 check_range(name, keys[name], self.groups.n)  # an index on a device is checked at the call of its batch
@@ -283,7 +283,7 @@ class BatchReader:
         own: Tensor | None,
         values: Mapping[str, Tensor],
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the rows of the global batch and the values of all ranks."""
+        """Return the rows of the global batch and the values of all ranks. Collective."""
         block: Tensor | None = None
         if own is None and self.table is not None:
             assert host_rows is not None  # with several ranks all keys are on the CPU

@@ -31,7 +31,7 @@ class SaveHandle:
         self.path, self._abandon, self._pid = path, abandon, os.getpid()
         self._result: list[BaseException | None] = []  # empty until the save has ended
         self._told: list[str] = []  # how an error was reported to the user: "raised", "warned"
-        weakref.finalize(self, _warn, path, self._result, self._told)  # also at the interpreter's end
+        weakref.finalize(self, _warn, path, self._result, self._told)  # also when the interpreter exits
         self._thread = threading.Thread(target=self._run, args=(write,), name="compopt-save")
         try:
             self._thread.start()

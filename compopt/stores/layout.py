@@ -21,7 +21,7 @@ ROW_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Column:
-    """One named quantity per sample.
+    """Column of the table: a named quantity per sample.
 
     Attributes:
         name: key in :meth:`Estimator.read` and in checkpoints.
