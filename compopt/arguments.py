@@ -1,4 +1,4 @@
-"""Arguments of a call of :class:`~compopt.ContrastiveEstimator`: checked, and features made ready for the kernel."""
+"""Checks of the arguments of a call of :class:`~compopt.ContrastiveEstimator`, and preparation for the kernel."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from compopt.kernel.blocks import Extra
 from compopt.kernel.features import Encode, Encoder, Features, prepare, working_dtype
 from compopt.pairs import NO_POLICY, PairPolicy
 
-# Directions that have anchors, by the option's values.
+# Directions with anchors, by the value of directions=.
 DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
-# Arguments of a call that an option of a policy asks for, and the option as an error writes it.
+# Arguments of a call that an option of a policy requires, and the option as shown in error messages.
 OPTIONS = {"guide": "guided=True", "within": "within=True", "teacher": "targets=...", "prior": 'prior="given"'}
 
 
 @dataclass(frozen=True)
 class Given:
-    """Arguments of one call on one rank, checked.
+    """Checked arguments of one call on one rank.
 
     Attributes:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(b,)`` int64.
-        own: the features.
-        anchors: modalities or views that are anchors, the first ones.
-        tau: as :func:`~compopt.checks.inputs.check_tau` returns it; ``None``: the estimator decides.
-        extra, positions: further candidates, and their data-set positions, if there are any.
-        encoder: features of samples outside the batch, if the caller can give them.
-        facts: what must be alike on all ranks.
-        policy: of pairs, if there is one.
-        values: what the call brings for the policy: ``guide1``, ``guide2``, ... and ``teacher1``, ``teacher2``, ...,
-            ``(b, g)`` each, ``within1`` and ``prior1``, ``(b,)``, as far as it asks for them.
-        of_extra: ``guide``, ``(M, g)``, and ``within``, ``(M,)``, of the further candidates.
-        momentum: features of a momentum copy, as the kernel takes them, ``(2, b, d)``, if there are any.
-        sample_weight: ``(b,)``, if given.
-        graph: gradients may be wanted at all.
+        own: the features of this rank.
+        anchors: number of (leading) modalities or views that are anchors.
+        tau: result of :func:`~compopt.checks.inputs.check_tau`; ``None``: the estimator's temperature.
+        extra, positions: further candidates and their data-set positions, or ``None``.
+        encoder: encoder of samples outside the batch, or ``None``.
+        facts: integers that must be equal on all ranks.
+        policy: policy of pairs, or ``None``.
+        values: tensors that the policy requires: ``guide1``, ``guide2``, ... and ``teacher1``, ``teacher2``, ...,
+            ``(b, g)`` each, ``within1`` and ``prior1``, ``(b,)``.
+        of_extra: the same for the further candidates: ``guide``, ``(M, g)``, and ``within``, ``(M,)``.
+        momentum: prepared features of a momentum encoder, ``(2, b, d)``, or ``None``.
+        sample_weight: ``(b,)``, or ``None``.
+        graph: autograd is enabled in the caller.
     """
 
     keys: dict[str, Tensor]
@@ -66,7 +66,7 @@ class Given:
     graph: bool = field(default_factory=torch.is_grad_enabled)
 
     def wants(self, temperature: float | Tensor) -> bool:
-        """Return whether a temperature gets a gradient."""
+        """Return whether a temperature requires a gradient from this call."""
         return self.graph and isinstance(temperature, Tensor) and temperature.requires_grad
 
     @property
@@ -76,7 +76,7 @@ class Given:
         return [value for name, value in given if name.startswith(("guide", "teacher"))]
 
     def gather_extra(self, batch: Batch, ranks: Ranks) -> Extra | None:
-        """Return the further candidates of all ranks."""
+        """Return the further candidates of all ranks. Collective."""
         if self.extra is None:
             return None
         own = self.extra.unit[0]
@@ -93,12 +93,12 @@ class Given:
 
     @property
     def want_gradients(self) -> bool:
-        """True if any features do."""
+        """Return whether any features require a gradient."""
         return self.graph and (self.own.want_gradients or (self.extra is not None and self.extra.want_gradients))
 
 
 class Called(Protocol):
-    """Facts of the estimator that arguments are checked against."""
+    """Protocol of the estimator against which arguments are checked."""
 
     normalize: bool
     normalizer: Normalizer
@@ -114,7 +114,10 @@ class Called(Protocol):
 
 
 def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, Any]) -> Given:
-    """Refuse what one rank can refuse by itself, and prepare the features; ``asked`` has the other arguments."""
+    """Check all arguments that one rank can check by itself, and prepare the features.
+
+    ``asked`` contains the arguments other than ``z1`` and ``z2``, by name.
+    """
     refuse_transforms()
     encode, tau, extra, policy = (asked[name] for name in ("encode", "tau", "extra", "pairs"))
     engine = est._engine
@@ -143,7 +146,7 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
         if positions is not None and asked["index"] is None and asked["index2"] is None:
             raise TypeError("extra_index= has positions in the modality of index or index2; pass one of them")
         policy = est.pairs if policy is None else policy
-        if policy is not None:  # that of the construction too: hyper-parameters may have been edited
+        if policy is not None:  # also one that the constructor checked: hyper-parameters may have been edited
             check_policy(policy, est.normalizer, est.temperature, est.normalize, est.directions)
             policy = None if policy == NO_POLICY else policy
         more = None if extra is None else len(extra)
@@ -160,11 +163,11 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
         facts = {name: int(value is not None) for name, value in given.items()}
         facts |= {"extra": 0 if extra is None else 1 if positions is None else 2, **inputs.tau_facts(tau)}
         facts |= {"views": views, "anchors": directions}
-        if policy is not None:  # a fingerprint, since a first message has little room
+        if policy is not None:  # a fingerprint, since facts are single integers
             widths = [value.shape[1:] for value in values.values()]
             facts["policy"] = zlib.crc32(repr((policy, widths)).encode())
     encoder = None if encode is None else Encoder(encode, one, est.normalize, est.mode == "unimodal")
-    with full_precision(z1.device):  # autocast refuses to stack half precision of a kind that is not its own
+    with full_precision(z1.device):  # autocast cannot stack tensors of the other half-precision dtype
         own = Features.of(*features, normalize=est.normalize)
         further = None if extra is None else Features.of(extra, normalize=est.normalize)
     if isinstance(tau, Tensor):
@@ -175,7 +178,7 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
 
 
 def _check_keys(est: Called, asked: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
-    """Check the names of the samples: ``index`` and, if given, ``index2`` and ``labels``."""
+    """Return the checked keys of the samples: ``index`` and, if given, ``index2`` and ``labels``."""
     keys = {"index": est._index(asked["index"], batch)}
     if asked["index2"] is not None:
         if est.mode == "unimodal":
@@ -195,7 +198,7 @@ def check_cached(
     extra: Tensor | None,
     extra_index: Tensor | None,
 ) -> None:
-    """Refuse what a call with detached leaves in the place of its features would not notice."""
+    """Refuse arguments that a call with detached leaves in place of the features would not detect."""
     if encode is not None:
         raise ValueError("encode= needs a backward pass of its own features; call the estimator, not this")
     if isinstance(tau, Tensor) and tau.requires_grad:
@@ -212,7 +215,7 @@ def check_cached(
 
 
 def check_options(mode: str, directions: str, normalize: bool, multiply_tau: bool) -> None:
-    """Refuse options of an estimator that are none, or exclude each other."""
+    """Refuse unknown options of an estimator, and options that exclude each other."""
     checks.one_of("mode", mode, ("bimodal", "unimodal"))
     checks.one_of("directions", directions, DIRECTIONS)
     if directions == "forward" and mode == "unimodal":
@@ -224,7 +227,7 @@ def check_options(mode: str, directions: str, normalize: bool, multiply_tau: boo
 def check_policy(
     policy: PairPolicy, normalizer: Normalizer, temperature: Temperature, normalize: bool, directions: str
 ) -> None:
-    """Refuse a policy that has no meaning with these parts and options of an estimator."""
+    """Refuse a policy that these parts and options of an estimator do not support."""
     if not isinstance(policy, PairPolicy):
         raise TypeError(f"pairs must be a compopt.PairPolicy, got {type(policy).__name__}")
     normalizer.check_pairs(policy)
@@ -240,7 +243,7 @@ def check_policy(
 
 
 def check_given(z1: Tensor, z2: Tensor | None, mode: str, least: int) -> tuple[Tensor, ...]:
-    """Check the features of a call, and return the tensors that have them: two, or one with all views."""
+    """Return the checked features of a call as a tuple: ``z1`` and ``z2``, or one tensor with all views."""
     if z2 is None:
         inputs.check_views(z1, mode, least)
         return (z1,)
@@ -251,7 +254,7 @@ def check_given(z1: Tensor, z2: Tensor | None, mode: str, least: int) -> tuple[T
 def _check_extra(
     est: Called, extra: Tensor | None, extra_index: Tensor | None, keys: dict[str, Tensor], like: Tensor
 ) -> Tensor | None:
-    """Check further candidates, and return their positions if there are any."""
+    """Check further candidates; return their positions, or ``None`` if there are no positions."""
     if extra is None:
         if extra_index is not None:
             raise TypeError("extra_index= has the positions of extra=, which is None")
@@ -266,7 +269,7 @@ def _check_extra(
 def _check_momentum(
     est: Called, features: Sequence[Tensor] | None, like: Tensor, views: int, policy: PairPolicy | None
 ) -> Tensor | None:
-    """Check the features of a momentum copy, and return them as the kernel takes them."""
+    """Return the checked and prepared features of a momentum encoder, ``(2, b, d)``; ``None`` if there are none."""
     est.normalizer.check_momentum(features is not None)
     if features is None:
         return None
@@ -284,7 +287,7 @@ def _check_momentum(
 def _refuse_arguments(
     policy: PairPolicy | None, given: Mapping[str, Any], labelled: bool, batch: int, more: int | None
 ) -> None:
-    """Refuse a call in which something is missing that the policy asks for, or given in vain."""
+    """Refuse a call without an argument that the policy requires, or with one that has no effect."""
     for name, option in OPTIONS.items():
         wanted = policy is not None and name in policy.asks
         if wanted and given[name] is None:
@@ -304,11 +307,11 @@ def _refuse_arguments(
 def _check_asked(
     policy: PairPolicy, normalize: bool, given: Mapping[str, Any], like: Tensor, views: int, more: int | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors that the policy asks for, those of the batch and those of ``more`` further candidates."""
+    """Return the tensors that the policy requires, for the batch and for ``more`` further candidates."""
     found: dict[str, Sequence[Tensor]] = {}
     if policy.guided:
         features = inputs.check_guide(given["guide"], views, len(like), None if policy.spare_extra else more)
-        if policy.spare_extra and more is not None:  # candidates that are spared have any
+        if policy.spare_extra and more is not None:  # placeholders: the guide does not decide about extra=
             features.append(features[0].new_zeros(more, features[0].shape[1]))
         found["guide"] = _units(features, like, normalize)
     if policy.within:
@@ -331,17 +334,17 @@ def _check_asked(
 
 
 def _units(features: Sequence[Tensor], like: Tensor, normalize: bool) -> list[Tensor]:
-    """Features of another model, on the device and in the working dtype of those of the call."""
+    """Return prepared features of another model, on the device of ``like`` and in its working dtype."""
     there = (accelerator.to_device(z.detach(), like.device) for z in features)
     return [prepare(z.to(working_dtype(like.dtype), copy=True), normalize)[0] for z in there]
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without autocast, which would compute similarities in half precision."""
+    """Return a context that disables autocast, which would compute similarities in half precision."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else NOTHING
 
 
 def at_least(tau: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast tau to the working dtype if it has less: ``1 / tau`` of half precision has three digits."""
+    """Cast ``tau`` to at least the working dtype, since ``1 / tau`` in half precision has only three digits."""
     wanted = working_dtype(tau.dtype, dtype)
     return tau if tau.dtype == wanted else tau.to(wanted)

@@ -1,10 +1,11 @@
-r"""Exact quantities of a whole data set's features, to compare estimators with. Chunked: never ``n x n``.
+r"""Exact normalizers, losses and gradients over the features of a whole data set, as references for estimators.
 
-All take features ``z1, z2`` of shape ``(n, d)``, row ``i`` of both being sample ``i``, and one batch worth of
-definitions: negatives of ``i`` are all other samples, ``g_i = 1/|N_i| sum_{j in N_i} exp(h_ij / tau_i)``. In unimodal
-mode ``views="averaged"`` is objective V2 of SogCLR (one normalizer per sample, the mean of both views' ``g``) and
-``views="separate"`` objective V1. Work is ``O(n^2 d)``, memory ``O(chunk_size n)``, in float32, or in float64 for
-float64 features; logarithms are in nats. Nothing is stored or, unless a function says so, communicated.
+All functions accept features ``z1, z2`` of shape ``(n, d)``; row ``i`` of both is sample ``i``. The negatives of ``i``
+are all other samples, and ``g_i = 1/|N_i| sum_{j in N_i} exp(h_ij / tau_i)``. In unimodal mode ``views="averaged"`` is
+objective V2 of SogCLR (one normalizer per sample, the mean of ``g`` over both views), and ``views="separate"`` is
+objective V1. Similarities are computed in chunks: the work is ``O(n^2 d)`` and the memory ``O(chunk_size n)``, in
+float32, or in float64 for float64 features. Logarithms are in nats. Nothing is stored. Functions that communicate
+document it.
 """
 
 from __future__ import annotations
@@ -42,23 +43,24 @@ def log_normalizers(
     chunk_size: int = CHUNK_SIZE,
     directions: Directions = "both",
 ) -> Tensor:
-    """Exact ``log g_i`` (NeuCLIP, eq. 9).
+    """Compute the exact ``log g_i`` of all samples (NeuCLIP, eq. 9).
 
     Args:
-        z1, z2: ``(n, d)``.
-        tau: a number, or a tensor: 0-d, ``(n,)``, ``(n, 1)``, or ``(n, 2)`` for both directions.
+        z1, z2: features, ``(n, d)`` each.
+        tau: temperature, a number or a tensor: 0-d, ``(n,)``, ``(n, 1)``, or ``(n, 2)`` for both directions.
         mode, views: see the module.
         normalize: L2-normalise the features first.
-        chunk_size: rows of the similarity matrix at a time.
-        directions: as of :class:`~compopt.ContrastiveEstimator`.
+        chunk_size: number of rows of the similarity matrix to process at a time.
+        directions: as for :class:`~compopt.ContrastiveEstimator`.
 
     Returns:
-        ``(n, 2)``, a column per direction, in nats, without a graph; ``(n, 1)`` for unimodal averaged views and for one
-        direction.
+        ``(n, 2)``, one column per direction, in nats, without a graph; ``(n, 1)`` for unimodal averaged views and for
+        one direction.
 
     Raises:
-        ValueError: wrong shapes or devices, fewer than two samples, tau <= 0, an unknown option.
-        TypeError: ``z1`` and ``z2`` are no floating-point tensors of one dtype; another argument of the wrong type.
+        ValueError: wrong shapes or devices, fewer than two samples, tau <= 0, or an unknown option.
+        TypeError: ``z1`` and ``z2`` are not floating-point tensors of one dtype, or another argument has the wrong
+            type.
 
     Example:
         >>> import torch, compopt
@@ -82,14 +84,14 @@ def global_loss(
     chunk_size: int = CHUNK_SIZE,
     directions: Directions = "both",
 ) -> Tensor:
-    """Exact objective ``mean of tau_i log g_i`` over samples and directions.
+    """Compute the exact objective, the mean of ``tau_i log g_i`` over samples and directions.
 
     Args:
-        z1, z2, tau, mode, views, normalize, chunk_size, directions: as of :func:`log_normalizers`, which raises the
+        z1, z2, tau, mode, views, normalize, chunk_size, directions: as for :func:`log_normalizers`, which raises the
             same errors.
 
     Returns:
-        0-d, in nats times ``tau``; no gradient reaches the features, see :func:`global_gradient`.
+        A 0-d tensor in nats times ``tau``, without gradients for the features; see :func:`global_gradient`.
 
     Example:
         >>> import torch, compopt
@@ -112,15 +114,16 @@ def global_gradient(
     directions: Directions = "both",
     multiply_tau: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Exact gradient of :func:`global_loss` with respect to ``z1`` and ``z2``.
+    """Compute the exact gradient of :func:`global_loss` with respect to ``z1`` and ``z2``.
 
     Args:
-        z1, z2, tau, mode, views, normalize, chunk_size, directions: as of :func:`log_normalizers`, which raises the
+        z1, z2, tau, mode, views, normalize, chunk_size, directions: as for :func:`log_normalizers`, which raises the
             same errors.
-        multiply_tau: without it the gradient of the mean of ``log g_i``, whose terms do not weigh ``tau_i``.
+        multiply_tau: ``False``: return the gradient of the mean of ``log g_i``, without the factors ``tau_i``.
 
     Returns:
-        ``(g1, g2)``, ``(n, d)`` each, in the features' dtype; through the normalization, if there is one.
+        ``(g1, g2)``, ``(n, d)`` each, in the features' dtype. With ``normalize`` the gradient is that of the features
+        before the normalization.
 
     Example:
         >>> import torch, compopt
@@ -144,21 +147,21 @@ def global_gradient(
 
 
 def view_differences(z1: Tensor, z2: Tensor, normalize: bool = True) -> Tensor:
-    r"""Difference of what both views of each sample see: ``epsilon_i^2`` of SogCLR's Theorem 2 and Figure 2.
+    r"""Compute the difference between both views of each sample, ``epsilon_i^2`` of SogCLR (Theorem 2, Figure 2).
 
     .. math::
         \epsilon_i^2 = \frac1{|N_i|} \sum_{z \in N_i} \langle z^1_i - z^2_i, z \rangle^2
 
-    over both views ``z`` of all other samples, in time linear in ``n``. With one normalizer per sample (objective V2,
-    what SogCLR keeps) the gradient of V1 has an error of the order of the largest of them that training does not take
-    away.
+    The sum runs over both views ``z`` of all other samples; the time is linear in ``n``. With one normalizer per sample
+    (objective V2, as in SogCLR), the error of the gradient of objective V1 is of the order of the largest
+    ``epsilon_i^2``. Training does not reduce this error.
 
     Args:
         z1, z2: features of both views of a data set, ``(n, d)`` each, n >= 2.
-        normalize: L2-normalise them first.
+        normalize: L2-normalise the features first.
 
     Returns:
-        ``(n,)``, squared similarities.
+        ``(n,)``, mean squared differences of similarities.
 
     Example:
         >>> import torch, compopt
@@ -187,28 +190,28 @@ def normalizer_error(
     chunk_size: int = CHUNK_SIZE,
     anchors: int | None = None,
 ) -> Tensor:
-    """Mean squared error of the estimator's log-normalizers against the exact ones (NeuCLIP, appendix B.6).
+    """Compute the mean squared error of the estimator's log-normalizers (NeuCLIP, appendix B.6).
 
-    A stateful normalizer is judged by what it has stored, over the rows it has seen, each at its own temperature; a
-    stateless one by its estimates on random batches.
+    For a stateful normalizer, the error is that of the stored values, over all visited rows, each at its own
+    temperature. For a stateless normalizer, it is that of the estimates on random batches.
 
     Args:
-        est: any estimator.
-        z1, z2: current features of the whole data set it was built for, ``(n, d)``.
-        batch_size: for stateless normalizers, required there.
-        seed: of the random batches and of the anchors.
-        chunk_size: rows of the similarity matrix at a time.
-        anchors: judge a random sample of so many, against all candidates (the paper takes 10,000); ``None``: all.
+        est: a :class:`~compopt.ContrastiveEstimator` without ``pairs=``.
+        z1, z2: current features of the whole data set of the estimator, ``(n, d)`` each.
+        batch_size: batch size for a stateless normalizer, at least 2; required there.
+        seed: seed of the random batches and of the selection of anchors.
+        chunk_size: number of rows of the similarity matrix to process at a time.
+        anchors: number of randomly selected anchors, compared with all candidates (10,000 in the paper); ``None``: all.
 
     Returns:
-        0-d, in squared nats; NaN if no row has been seen.
+        A 0-d tensor in squared nats; NaN if no row has been visited.
 
     Raises:
-        ValueError: a stateless normalizer without ``batch_size``; a normalizer whose ``averages_views`` does not fit
-            what it stores; ``anchors`` or ``batch_size`` < 1.
+        ValueError: a stateless normalizer without ``batch_size``; a normalizer with an ``averages_views`` that does not
+            match its stored values; ``anchors`` < 1 or ``batch_size`` < 2.
         IndexError: more samples than the estimator has rows for.
 
-    Communicates: collective on shards and with a network that ranks split.
+    Communicates: collective on shards and with a network that is split across ranks.
 
     Example:
         >>> import torch, compopt
@@ -258,24 +261,25 @@ def gradient_error(
     seed: int = 0,
     chunk_size: int = CHUNK_SIZE,
 ) -> dict[str, Tensor]:
-    """Distance of the estimator's batch gradients, on average, from the exact global gradient.
+    """Compare the mean of the estimator's batch gradients with the exact global gradient.
 
-    The data set is cut into random batches ``repeats`` times; the batch gradients, each placed at its samples, are
-    averaged. With exact normalizers that average is unbiased, so what remains as ``repeats`` grows is the bias of
-    the estimates, given the state as it is. Nothing is deposited: a memory of features
-    (:class:`~compopt.MemoryNormalizer`) holds the same few samples in all batches, and that counts as bias here.
+    The data set is divided into random batches ``repeats`` times. The batch gradients are added to the gradients of
+    their samples and divided by the number of batches. With exact normalizers this mean is unbiased. The error that
+    remains for large ``repeats`` is therefore the bias of the estimates in the current state. Nothing is deposited: a
+    memory of features (:class:`~compopt.MemoryNormalizer`) contains the same few samples in all batches, and the
+    resulting error counts as bias here.
 
     Args:
-        est: any estimator; in training mode again afterwards, if it was before.
-        z1, z2: current features of the whole data set it was built for, ``(n, d)``.
-        batch_size: samples per batch; a last, shorter batch is left out.
-        repeats: number of cuts of the data set.
-        seed: of the random batches.
-        chunk_size: rows of the exact similarity matrix at a time.
+        est: a :class:`~compopt.ContrastiveEstimator` without ``pairs=``; its mode is restored afterwards.
+        z1, z2: current features of the whole data set of the estimator, ``(n, d)`` each.
+        batch_size: number of samples per batch; a shorter last batch is skipped, unless it is the first one.
+        repeats: number of random divisions of the data set.
+        seed: seed of the random batches.
+        chunk_size: number of rows of the exact similarity matrix to process at a time.
 
     Returns:
-        ``cosine`` of the angle between the two (1: the direction is right, whatever the length), and ``relative`` error
-        ``|mean - exact| / |exact|``, 0-d.
+        A dict of 0-d tensors: ``cosine`` of the angle between mean and exact gradient (1: same direction), and
+        ``relative``, the error ``|mean - exact| / |exact|``.
 
     Raises:
         ValueError, TypeError, IndexError: as a call and :func:`log_normalizers`; ``batch_size`` or ``repeats`` < 1.
@@ -300,7 +304,7 @@ def gradient_error(
     learned = [(parameter, parameter.grad) for parameter in est.parameters()]
     est.eval()
     for parameter, _ in learned:
-        parameter.grad = None  # which feature_gradients adds to
+        parameter.grad = None  # feature_gradients accumulates into .grad, which is restored below
     try:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(repeats):
@@ -314,7 +318,7 @@ def gradient_error(
                 batches += 1
     finally:
         est.train(training)
-        est._last, est._shown = seen  # metrics are those of the caller's last call
+        est._last, est._shown = seen  # restore the metrics of the caller's last call
         for parameter, grad in learned:
             parameter.grad = grad
     mean = total / batches
@@ -325,7 +329,7 @@ def gradient_error(
 
 
 def _about(est: ContrastiveEstimator, z1: Tensor, z2: Tensor) -> tuple[Batch, float | Tensor, Views]:
-    """Return rows and temperatures of all samples, and the ``views`` of the normalizer."""
+    """Return the rows and temperatures of all samples, and the ``views`` of the normalizer."""
     if not isinstance(est, ContrastiveEstimator):
         raise TypeError(f"est must be a ContrastiveEstimator, got {type(est).__name__}")
     if est.pairs is not None:
@@ -368,7 +372,7 @@ def _of_views(log_g: Tensor, mode: str, views: str) -> Tensor:
 def _exact_of_anchors(
     rows: Tensor, a: Tensor, b: Tensor, tau: float | Tensor, mode: str, chunk_size: int, directions: int
 ) -> Tensor:
-    """Return exact ``log g_i`` per direction or view of some anchors against all candidates, ``(len(rows), A)``."""
+    """Return the exact ``log g_i`` of the anchors ``rows`` per direction or view, ``(len(rows), A)``."""
     n, bimodal = len(a), mode == "bimodal"
     tau = torch.as_tensor(tau, dtype=a.dtype, device=a.device).expand(n, directions)
     columns = []

@@ -1,4 +1,4 @@
-"""Files that a run writes: errors that name them, durable writes, checksums, and locks between processes."""
+"""File utilities: informative errors, durable writes, checksums, and locks between processes."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _REMEDIES = {
 
 @contextmanager
 def named(path: str | os.PathLike[str], kept: str = "") -> Iterator[None]:
-    """Add a path, a remedy and what was ``kept`` unchanged to an ``OSError``; its class and ``errno`` stay.
+    """Add a path, a remedy and ``kept``, a note on unchanged data, to an ``OSError``; class and ``errno`` stay.
 
-    Blocks nest: an error that an inner block has explained passes unchanged.
+    Blocks may be nested: an error that an inner block has extended passes unchanged.
     """
     try:
         yield
@@ -61,7 +61,7 @@ def _free(path: str | os.PathLike[str]) -> str:
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory and its parents, and sync their names."""
+    """Create a directory and its parents, and sync their names."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -70,7 +70,7 @@ def make_directory(directory: Path) -> None:
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a new file and sync its content; its name is synced by :func:`sync_directory`."""
-    with open(path, "xb") as file:  # "x": never into a file that other checkpoints share
+    with open(path, "xb") as file:  # "x": never overwrite an existing file
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -86,7 +86,7 @@ def sync_directory(path: Path) -> None:
 
 
 def checksum(path: Path, crc32: bool = False) -> str:
-    """Return the SHA-256 of a file, or its CRC-32, in hexadecimal digits."""
+    """Return the SHA-256 of a file (or its CRC-32) in hexadecimal digits."""
     digest, crc = hashlib.sha256(), 0
     with open(path, "rb") as file:
         while piece := file.read(1 << 22):
@@ -99,18 +99,18 @@ def checksum(path: Path, crc32: bool = False) -> str:
 
 # -- locks -----------------------------------------------------------------------------------------------------------
 
-# Seconds to wait for a lock whose holder is about to end: the kernel frees the memory of a killed process first.
+# Seconds to wait for a lock. A killed process still holds its locks while the kernel frees its memory.
 PATIENCE = 2.0
-# A second flock of this process would be refused like that of another one, so that all share the one that it holds.
+# A second flock by this process would be refused like that of another process. All users share the lock that it holds.
 _locks: weakref.WeakValueDictionary[Path, Lock] = weakref.WeakValueDictionary()
 _guard = threading.RLock()
 
 
 class Lock:
-    """A locked file, see :func:`lock`; unlocked when nothing refers to this object any more.
+    """Locked file, see :func:`lock`; unlocked when this object is collected.
 
-    The kernel releases a flock when every copy of the descriptor is closed, as at the end of the process. Forked
-    children close theirs at once, so that a DataLoader's worker that outlives its run holds nothing.
+    The kernel releases a flock when all copies of the descriptor are closed, at the latest at the end of the process.
+    Forked children close their copies at once, so that a DataLoader worker that outlives its run holds no lock.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -123,31 +123,31 @@ def _unlock(path: Path, descriptor: int, pid: int) -> None:
         return
     if _is_file(path, descriptor):
         with suppress(OSError):
-            path.unlink()  # before the lock is given back: who waits for it then finds another file at its path
+            path.unlink()  # before unlocking: a waiting process then detects that its file is no longer at the path
     os.close(descriptor)
 
 
 def _is_file(path: Path, descriptor: int) -> bool:
-    """Return True while a file is in its place."""
+    """Return whether the file at ``path`` is the one of an open descriptor."""
     with suppress(OSError):
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     return False
 
 
 def lock(path: Path, what: Path, remedy: str) -> Lock | None:
-    """Lock a file on behalf of this process.
+    """Lock a file for this process.
 
     Args:
-        path: of the lock file; its directory exists.
-        what: the file or directory that is written, for messages.
-        remedy: advice for a refused run.
+        path: path of the lock file, in an existing directory.
+        what: the file or directory that the lock protects, for messages.
+        remedy: advice for a refused run, for messages.
 
     Returns:
-        The lock, which this process holds as long as something refers to it; ``None`` where there are no locks.
+        The lock, which this process holds until the object is collected; ``None`` if the file system has no locks.
 
     Raises:
-        RuntimeError: another process holds the lock; the message says which, on which machine, since when. Or the
-            system is Windows, where tables on disk and checkpoint directories are not available.
+        RuntimeError: another process holds the lock; the message contains process, machine and time. Or the system is
+            Windows, where tables on disk and checkpoint directories are not available.
         OSError: the lock file cannot be written.
 
     Warns:
@@ -162,7 +162,7 @@ def lock(path: Path, what: Path, remedy: str) -> Lock | None:
 
 
 def _acquire(path: Path, what: Path, remedy: str) -> Lock | None:
-    """Lock a file; return ``None`` where the file system has no locks."""
+    """Lock a file; return ``None`` if the file system has no locks."""
     end = time.monotonic() + PATIENCE
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -173,7 +173,7 @@ def _acquire(path: Path, what: Path, remedy: str) -> Lock | None:
             return held
         holder = _holder(descriptor)
         os.close(descriptor)
-        if refused is None:  # its holder has just removed the file
+        if refused is None:  # the former holder has just removed the file: try again
             continue
         if refused.errno not in (errno.EACCES, errno.EAGAIN):
             warnings.warn(
@@ -195,7 +195,7 @@ def _flock(descriptor: int) -> OSError | None:
 
 
 def _sign(descriptor: int) -> None:
-    """Write the holder into the lock file, if there is room on the disk."""
+    """Write process, host and time into the lock file; ignore a full disk."""
     since = datetime.now(timezone.utc).isoformat(timespec="seconds")
     with suppress(OSError):
         os.ftruncate(descriptor, 0)

@@ -1,4 +1,4 @@
-"""Hyper-parameters as functions of the step, in the manner of ``torch.optim.lr_scheduler``."""
+"""Schedules of hyper-parameters, with the interface of ``torch.optim.lr_scheduler``."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Schedule:
     Args:
         est: the estimator.
         key: a hyper-parameter of its groups.
-        fn: the number of steps so far -> the value.
+        fn: function from the number of steps so far to the value.
 
     Attributes:
-        t: steps so far.
+        t: number of steps so far.
 
-    State: ``t``; the value is in the groups. Communicates nothing.
+    State: ``t``; the current value is in the groups. Communicates nothing.
 
     Raises:
-        TypeError: ``est`` is no estimator, ``fn`` no function, or what it returns no hyper-parameter.
-        ValueError: the estimator has no such key. A value out of range is refused at the estimator's next call.
+        TypeError: ``est`` is not an estimator, ``fn`` is not callable, or its result cannot be a hyper-parameter.
+        ValueError: the estimator has no such key. The next call of the estimator refuses a value out of range.
 
     Example:
         >>> import compopt
@@ -52,32 +52,33 @@ class Schedule:
                 group[self.key] = value
 
     def step(self) -> None:
-        """Advance ``t`` by one update, and set its value."""
+        """Increment ``t``, and set the value for it in all sample groups."""
         self.t += 1
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps, ``{"t": t}``; the function is the caller's."""
+        """Return the number of steps, ``{"t": t}``; the function is not saved."""
         return {"t": self.t}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, and set its value."""
+        """Restore the result of :meth:`state_dict`, and set the value for it in all sample groups."""
         self.t = int(state_dict["t"])
         self._apply()
 
 
 class CosineGamma(Schedule):
-    r"""``gamma_min + (1 - gamma_min) (1 + cos(pi min(1, t / decay_steps))) / 2``: from 1 down to ``gamma_min``.
+    r"""Cosine schedule of ``gamma`` from 1 to ``gamma_min``.
 
-    FastCLIP's authors call :meth:`step` once per epoch, with ``decay_steps`` in epochs.
+    ``gamma = gamma_min + (1 - gamma_min) (1 + cos(pi min(1, t / decay_steps))) / 2``. FastCLIP's authors call
+    :meth:`step` once per epoch, with ``decay_steps`` in epochs.
 
     Args:
-        est: an estimator with a ``gamma``.
-        decay_steps: updates until ``gamma_min`` is reached; it stays there.
-        gamma_min: in (0, 1].
+        est: an estimator with the hyper-parameter ``gamma``.
+        decay_steps: number of steps until ``gamma_min`` is reached; ``gamma`` is constant afterwards.
+        gamma_min: final value, in (0, 1].
 
     Raises:
-        ValueError: decay_steps < 1, gamma_min outside (0, 1], an estimator without a ``gamma``.
+        ValueError: ``decay_steps`` < 1, ``gamma_min`` outside (0, 1], or an estimator without ``gamma``.
         TypeError: see :class:`Schedule`.
 
     References:

@@ -1,4 +1,4 @@
-"""``save`` and ``load``: checkpoints of tables that are larger than memory."""
+"""Checkpoints of tables that may be larger than memory: ``save`` and ``load``."""
 
 from compopt.checkpoint.loading import load
 from compopt.checkpoint.saving import save

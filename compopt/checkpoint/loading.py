@@ -1,4 +1,4 @@
-"""``load``: a checkpoint is verified, then read into any number of ranks and any placement."""
+"""Verification and loading of checkpoints, for any number of ranks and any placement of the rows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from compopt.estimator.base import Estimator
 from compopt.estimator.engine import Engine
 from compopt.stores.table import RowTable
 
-RETRIES = 8  # checkpoints that a load finds removed while it reads them, before it raises
-# safetensors makes what it reads on the default device, which may be another one.
+RETRIES = 8  # times that a load starts again because its checkpoint was removed meanwhile, before it raises
+# Used as a context: safetensors creates tensors on the default device, which may not be the CPU.
 _HOST = torch.device("cpu")
-_HEADER = 1 << 20  # bytes of a file beside those of its rows, at most
+_HEADER = 1 << 20  # largest size of a file in bytes, without its rows
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES |= {"C64": torch.complex64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
@@ -35,32 +35,32 @@ _State = dict[str, dict[str, Tensor]]  # state that is not rows, by role and nam
 
 
 def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path | str:
-    """Fill an estimator of the same configuration from a checkpoint; drops anything pending.
+    """Load a checkpoint into an estimator of the same configuration; drop pending deposits.
 
-    The number of ranks, ``shard`` and ``offload`` may differ from those of the writer. Everything is verified before
-    anything is written: files present, of the right length and checksum. Where a run that saves meanwhile removes the
-    checkpoint, the one that is newest then is loaded instead. ``load_state_dict`` post-hooks run.
+    The number of ranks, ``shard`` and ``offload`` may differ from those of the writer. Before anything is written, the
+    existence, length and checksum of all files and their values are verified. If a run that saves meanwhile removes the
+    checkpoint, the newest remaining one is loaded instead. ``load_state_dict`` post-hooks run.
 
     Args:
-        est: the estimator to fill.
-        directory: what was given to :func:`save` (its newest complete checkpoint is taken), or what it returned. From a
-            URL every rank copies the files that it needs to the local temporary directory first: for a shard those of
-            its rows, else all.
-        t: take the newest checkpoint with so many commits instead.
+        est: the estimator to load into.
+        directory: the directory passed to :func:`save`, of which the newest complete checkpoint is loaded, or the
+            result of :func:`save`. From a URL, every rank first copies the required files to the local temporary
+            directory: for a shard the files with its rows, otherwise all.
+        t: load the newest checkpoint with ``t`` commits; ``None``: the newest checkpoint.
 
     Returns:
-        The directory that was loaded, a ``Path``, or its URL as a string.
+        The directory of the loaded checkpoint as a ``Path``, or its URL as a string.
 
     Raises:
-        FileNotFoundError: no complete checkpoint.
-        OSError: the store does not answer; the message names the URL.
-        ImportError: fsspec or the driver for a URL is missing.
-        ValueError: another n, mode, method, dtype or data_fingerprint, or a damaged file; the message names the file
-            and both values, and the estimator is as it was. Values that no run writes, as :meth:`load_state_dict
-            <Estimator.load_state_dict>` refuses them.
-        TypeError: ``est`` is no estimator, ``directory`` no path, ``t`` no integer.
-        RuntimeError: ``est`` is a part of another estimator; with several ranks, another one failed or does something
-            else.
+        FileNotFoundError: there is no complete checkpoint.
+        OSError: the remote store does not respond; the message contains the URL.
+        ImportError: fsspec or the driver for a URL is not installed.
+        ValueError: another n, mode, method, dtype or data_fingerprint, or a damaged file; the message contains the file
+            and both values, and the estimator is unchanged. Also values that no run writes, as for
+            :meth:`load_state_dict <Estimator.load_state_dict>`.
+        TypeError: ``est`` is not an estimator, ``directory`` not a path, or ``t`` not an integer.
+        RuntimeError: ``est`` is a part of another estimator; with several ranks, another rank failed or runs another
+            operation.
 
     Communicates: collective; a few small messages.
 
@@ -91,7 +91,7 @@ def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path | str
 
 
 def _attempt(est: Estimator, root: Directory, t: int | None, last: bool) -> Checkpoint | None:
-    """Load the newest checkpoint; return ``None`` if a run that saves meanwhile has removed it. Collective."""
+    """Load the newest checkpoint; return ``None`` if another run has removed it meanwhile. Collective."""
     engine = est._engine
     ranks = engine.ranks
     source = root.of_first_rank(ranks, lambda: manifest.choose(root.listed(), t))
@@ -99,7 +99,7 @@ def _attempt(est: Estimator, root: Directory, t: int | None, last: bool) -> Chec
         content, rows, extra = ranks.agree(lambda: _verify(est, source, root))
         state = {**content, "extra": extra}
         ranks.agree(lambda: states.fill(engine, state, lambda: _read_rows(engine, source, content, rows)))
-    except Exception:  # on every rank
+    except Exception:  # raised on every rank
         named = source.path.resolve() == root.local.resolve()
         if last or named or all(ranks.gather_objects(ranks.agree(lambda: root.is_complete(source)))):
             raise
@@ -108,7 +108,7 @@ def _attempt(est: Estimator, root: Directory, t: int | None, last: bool) -> Chec
 
 
 def _verify(est: Estimator, source: Checkpoint, root: Directory) -> tuple[dict[str, Any], list[File], _State]:
-    """Refuse what is damaged or does not fit; return the manifest, its files of rows, and state that is not rows."""
+    """Verify a checkpoint, and return its manifest, its files of rows, and its state that is not rows."""
     ranks, table, path = est._engine.ranks, est._engine.table, source.path / MANIFEST
     root.get(path)
     content, found = manifest.read(source)
@@ -121,7 +121,7 @@ def _verify(est: Estimator, source: Checkpoint, root: Directory) -> tuple[dict[s
     root.get(source.path / STATE, state.bytes)
     extra = _read_state(est, source.path / STATE, state)
     own = rows[ranks.rank :: ranks.size]
-    if not root.shared:  # every rank checks what it reads
+    if not root.shared:  # every rank has its own copies and checks those that it reads
         own = [file for file in rows if table is not None and _may_have_rows_of(file, table)]
     for file in own:
         root.get(source.path / file.name, file.bytes)
@@ -137,7 +137,7 @@ def _may_have_rows_of(file: File, table: RowTable) -> bool:
 
 
 def _read_rows(engine: Engine, source: Checkpoint, content: Mapping[str, Any], rows: list[File]) -> None:
-    """Overwrite groups and this process's rows, whatever ranks wrote them. Collective."""
+    """Overwrite the groups and this process's rows, from the files of any number of ranks. Collective."""
     table = engine.table
 
     def overwrite() -> None:
@@ -153,12 +153,12 @@ def _read_rows(engine: Engine, source: Checkpoint, content: Mapping[str, Any], r
 
 
 def _parts(table: RowTable, source: Checkpoint, found: list[File]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield row numbers and columns of file after file, in the order of the manifest."""
+    """Yield row numbers and columns of each file, in the order of the manifest."""
     for file in found:
         if file.spans and _may_have_rows_of(file, table):
             opened = {name: _open(source.path / file.name).get_slice(name) for name in table.layout.offsets}
             local = torch.cat([torch.arange(start, stop) for start, stop in file.spans])
-            for start in range(0, file.rows, manifest.PIECE_ROWS):  # a file of version 2 may have more
+            for start in range(0, file.rows, manifest.PIECE_ROWS):  # a file of version 2 may exceed PIECE_ROWS
                 at = slice(start, start + manifest.PIECE_ROWS)
                 yield local[at] * file.stride + file.first, {name: column[at] for name, column in opened.items()}
 
@@ -172,7 +172,7 @@ def _open(path: Path, framework: str = "pt") -> Any:
         raise ValueError(f"{path} is damaged: it has a header of {header} bytes; load another checkpoint")
     try:
         return safe_open(path, framework=framework)
-    except Exception as error:  # safetensors has its own; all of them mean the same here
+    except Exception as error:  # safetensors raises its own types; all of them mean a damaged file
         raise ValueError(f"{path} is damaged ({error}); load another checkpoint") from None
 
 
@@ -188,7 +188,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def check_data(est: Estimator, where: str, saved: str | None) -> None:
-    """Refuse rows of other data, which would be taken for those of this."""
+    """Raise if a checkpoint has another data fingerprint, since its rows belong to other samples."""
     if None not in (saved, est.data_fingerprint) and saved != est.data_fingerprint:
         remedy = "load with the old index, then add_sample_group and set the fingerprint of the new one"
         if est.n is None:
@@ -201,7 +201,7 @@ def check_data(est: Estimator, where: str, saved: str | None) -> None:
 
 
 def _check_spans(path: Path, found: list[File], table: RowTable | None) -> None:
-    """Refuse files of rows that this estimator has not, or of more bytes than these take."""
+    """Refuse files with rows that this estimator does not have, or with more bytes than their rows need."""
     n, row_bytes = (0, 0) if table is None else (table.n, table.layout.row_bytes)
     for file in found:
         if not 0 <= file.first < file.stride == found[0].stride:
@@ -236,7 +236,7 @@ def _same(path: Path, what: str, found: object, wanted: object) -> None:
 
 
 def _check_rows(path: Path, file: File, table: RowTable | None) -> None:
-    """Refuse a file that is not the one that was written, or has other tensors than rows of this table."""
+    """Refuse a file with another size or checksum than in the manifest, or with other columns than this table."""
     _check_size(path, file)
     _check_sum(path, file)
     if table is None:
@@ -255,8 +255,8 @@ def _check_rows(path: Path, file: File, table: RowTable | None) -> None:
 
 
 def _forms(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file on the meta device; none of them is read."""
-    opened = _open(path, "np")  # torch maps a file as memory of its own, which may be more than there is
+    """Return the tensors of a file as meta tensors, without reading their values."""
+    opened = _open(path, "np")  # not "pt", which maps the whole file privately and may exceed the available memory
     forms = {}
     for name in list(opened.keys()):
         part = opened.get_slice(name)
@@ -268,7 +268,7 @@ def _forms(path: Path) -> dict[str, Tensor]:
 
 
 def _read_state(est: Estimator, path: Path, file: File) -> _State:
-    """Return state that is not rows, by role; it is checked as by ``load_state_dict``, its sizes before it is read."""
+    """Return state that is not rows by role, with the checks of ``load_state_dict``; sizes are checked before."""
     _check_size(path, file)
     engine, forms = est._engine, _forms(path)
     with _named(path):

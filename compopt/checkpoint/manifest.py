@@ -1,14 +1,14 @@
-"""Directories of checkpoints: names, manifests, and which of them are complete.
+"""Names, manifests and completeness of checkpoint directories.
 
 ::
 
-    directory/                                one run; what users pass to save() and load()
+    directory/                                one run; the argument of save() and load()
         checkpoint-00000007-t1200-9f3c1a22/   one save: number, commits, random id
             rows-00000of00004-00012.safetensors   piece 12 of the rows 0, 4, 8, ..., one tensor per column
             state.safetensors                 state that is not rows
-            manifest.json                     written last: a directory without it does not count
+            manifest.json                     written last: a directory without it is incomplete
 
-A row that is in no file has only zeros: it was never visited.
+Rows that are in no file are zeros: they were never visited.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from compopt import files
 FORMAT_VERSION = 4
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
-PIECE_ROWS = 1 << 18  # rows of a file at most; several copies of so many are in memory
-CHUNK_ROWS = 1 << 13  # rows that are left out of a file where all of them are zero
-KEPT = "earlier checkpoints are as they were"  # said with errors of a save
-_MOST = 1 << 25  # bytes of a manifest
+PIECE_ROWS = 1 << 18  # largest number of rows in a file; a save needs memory for several copies of them
+CHUNK_ROWS = 1 << 13  # number of rows in a chunk; a chunk of zeros is left out of the file
+KEPT = "earlier checkpoints are as they were"  # appended to errors of a save
+_MOST = 1 << 25  # largest size of a manifest in bytes
 _DIRECTORY = re.compile(r"checkpoint-(\d{8})-t(\d+)-([0-9a-f]{8})")
-# The kinds of what is in a manifest, and of each file in it: types, patterns of strings, lists of one kind.
+# Schemas of a file entry and of a manifest: types, patterns of strings, lists with one schema for all entries.
 _FILE: dict[str, Any] = {
     "name": re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors"),
     "bytes": int,
@@ -57,13 +57,15 @@ _CONTENT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class File:
-    """One file of a checkpoint.
+    """Manifest entry of one file of a checkpoint.
 
     Attributes:
-        checksum: SHA-256 in 64 hexadecimal digits; CRC-32 in 8 in a checkpoint of version 2 or 3.
-        first, stride: a row file is of the rank that holds the rows ``first, first + stride, ...``.
-        spans: local rows of that rank that are in the file, ``[start, stop)``, ascending. Where two files of version 3
-            have the same row, the later one in the manifest counts.
+        name: file name in the directory of the checkpoint.
+        bytes: size of the file.
+        checksum: SHA-256 in 64 hexadecimal digits; CRC-32 in 8 digits in a checkpoint of version 2 or 3.
+        first, stride: the writer of a row file held the rows ``first, first + stride, ...``.
+        spans: local rows of the writer in the file, as ascending ranges ``[start, stop)``. If two files of version 3
+            contain the same row, the later one in the manifest is used.
     """
 
     name: str
@@ -79,7 +81,7 @@ class File:
 
 
 def nonzero_spans(block: Tensor) -> list[tuple[int, int]]:
-    """Return the spans of a block of rows on the host that are left when chunks of zeros are taken away."""
+    """Return the spans of a block of rows on the host without its chunks of zeros."""
     spans: list[tuple[int, int]] = []
     for start in range(0, len(block), CHUNK_ROWS):
         stop = min(start + CHUNK_ROWS, len(block))
@@ -95,7 +97,7 @@ def nonzero_spans(block: Tensor) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Directory of one save."""
+    """Directory of one save, with the facts in its name: number, commits ``t``, and random id."""
 
     path: Path
     number: int
@@ -108,13 +110,13 @@ class Checkpoint:
 
 
 def checkpoint_at(path: Path) -> Checkpoint | None:
-    """Return the checkpoint that a directory's name denotes, if it denotes one."""
+    """Return the checkpoint with this directory name; ``None`` if the name is not that of a checkpoint."""
     match = _DIRECTORY.fullmatch(path.name)
     return None if match is None else Checkpoint(path, int(match[1]), int(match[2]), match[3])
 
 
 def checkpoints(directory: Path) -> list[Checkpoint]:
-    """Return all checkpoints of a run, complete or not, oldest first; links to those of other runs do not count."""
+    """Return all checkpoints of a run, complete or not, oldest first; symbolic links are ignored."""
     paths = directory.iterdir() if directory.is_dir() else ()
     found = (checkpoint_at(path) for path in paths if path.is_dir() and not path.is_symlink())
     return sorted(filter(None, found), key=lambda c: c.number)
@@ -126,17 +128,17 @@ def complete(directory: Path) -> list[Checkpoint]:
 
 
 def prepare(directory: Path, config: Mapping[str, Any]) -> None:
-    """Make the directory of a run; refuse one that is a checkpoint, or has those of another configuration."""
+    """Create the directory of a run; refuse a checkpoint, and a directory with checkpoints of another configuration."""
     if checkpoint_at(directory.resolve()) is not None or (directory / MANIFEST).exists():
         raise ValueError(f"{directory} is itself a checkpoint; save into the directory of the run")
     with files.named(directory, KEPT):
         files.make_directory(directory)
     try:
         found = read(complete(directory)[-1])[0]["config"]
-    except (IndexError, ValueError):  # nothing there, or a damaged one, which says nothing
+    except (IndexError, ValueError):  # no checkpoint, or a damaged one
         return
-    common = min(len(found.get("n", [])), len(config["n"]))  # groups may have been added since, or not yet
-    for key in ("mode", "method", "options", "n"):  # early versions did not keep the options
+    common = min(len(found.get("n", [])), len(config["n"]))  # either side may have additional sample groups
+    for key in ("mode", "method", "options", "n"):  # early versions did not save the options
         there, here = found.get(key, config[key]), config[key]
         if key == "n":
             there, here = list(there)[:common], here[:common]
@@ -158,20 +160,20 @@ def new(directory: Path, t: int) -> Checkpoint:
 
 
 def outdated(directory: Path, keep: int) -> list[Checkpoint]:
-    """Unmark all but the newest complete checkpoints; return these and the remains of unfinished saves before them."""
+    """Invalidate all but the ``keep`` newest complete checkpoints; return these and older unfinished ones."""
     found = checkpoints(directory)
     done = [c for c in found if c.complete]
     for old in done[:-keep]:
-        (old.path / MANIFEST).unlink()  # first, so that a kill in between leaves nothing that looks complete,
-        files.sync_directory(old.path)  # and no power loss does
+        (old.path / MANIFEST).unlink()  # first, so that a partially removed checkpoint never looks complete,
+        files.sync_directory(old.path)  # not even after a power loss
     return [c for c in found if c.number < done[-1].number and not c.complete]
 
 
 def choose(directory: Path, t: int | None) -> Checkpoint:
-    """Return the newest complete checkpoint (of ``t`` commits, if given); ``directory`` may itself be one."""
+    """Return the newest complete checkpoint (with ``t`` commits, if given); ``directory`` may itself be one."""
     real = directory.resolve()
     own = checkpoint_at(real) if real.is_dir() else None
-    if own is None and (real / MANIFEST).is_file():  # a copy under another name
+    if own is None and (real / MANIFEST).is_file():  # a copy of a checkpoint under another directory name
         with _damage(real / MANIFEST):
             content = _load(real / MANIFEST)
             own = Checkpoint(real, 0, content["t"], content["save_id"])
@@ -182,7 +184,7 @@ def choose(directory: Path, t: int | None) -> Checkpoint:
     if not directory.is_dir():
         problem = "is a file" if directory.exists() else "does not exist"
         raise FileNotFoundError(f"{directory} {problem}; pass the directory that was given to save()")
-    found = complete(directory) or complete(directory)  # a run that saves meanwhile may have removed all that it listed
+    found = complete(directory) or complete(directory)  # retry: a concurrent save may have removed all listed ones
     wanted = [c for c in found if t is None or c.t == t]
     if not wanted:
         what = "no complete checkpoint" if t is None else f"no complete checkpoint with t={t}"
@@ -194,7 +196,7 @@ def choose(directory: Path, t: int | None) -> Checkpoint:
 
 
 def write(checkpoint: Checkpoint, own: list[File], content: Mapping[str, Any]) -> None:
-    """Write the manifest, all of it or nothing."""
+    """Write the manifest atomically."""
     path = checkpoint.path / MANIFEST
     body = {"version": FORMAT_VERSION, "save_id": checkpoint.save_id, "t": checkpoint.t, **content}
     body["files"] = [asdict(file) for file in own]
@@ -203,7 +205,7 @@ def write(checkpoint: Checkpoint, own: list[File], content: Mapping[str, Any]) -
         raise ValueError(f"{path} would have {len(text)} bytes, {_MOST} are read: too many sample groups")
     partial = path.with_name(f"{MANIFEST}.partial")
     with files.named(path, KEPT):
-        files.sync_directory(checkpoint.path)  # the names of the files, before the manifest that vouches for them
+        files.sync_directory(checkpoint.path)  # the names of the files must be durable before the manifest
         files.write_file(partial, text)
         os.replace(partial, path)
         files.sync_directory(checkpoint.path)
@@ -211,12 +213,12 @@ def write(checkpoint: Checkpoint, own: list[File], content: Mapping[str, Any]) -
 
 
 def body_crc(body: Mapping[str, Any]) -> int:
-    """Return the CRC-32 of everything in a manifest but itself, independent of the layout of the text."""
+    """Return the CRC-32 of a manifest without its entry ``crc32``, independent of the layout of the text."""
     return zlib.crc32(json.dumps({k: v for k, v in body.items() if k != "crc32"}, sort_keys=True).encode())
 
 
 def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
-    """Return the content and the files of a manifest, which anybody may have written."""
+    """Return the checked content and file entries of a manifest; its content is not trusted."""
     path = checkpoint.path / MANIFEST
     with _damage(path):
         content = _load(path)
@@ -242,7 +244,7 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Turn whatever goes wrong in taking a manifest apart into an error that names it."""
+    """Convert errors of parsing a manifest to a ValueError that contains its path."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -263,10 +265,10 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _upgrade(content: dict[str, Any]) -> None:
-    """Convert a manifest of version 2 or 3.
+    """Convert a manifest of version 2 or 3, in place.
 
-    Version 3 has CRC-32 checksums and the save of each file. Version 2 has all rows, in files that are known by the
-    number of their first row and of their rows.
+    Version 3 has CRC-32 checksums, and the ``save_id`` of each file. Files of version 2 contain all rows, and their
+    entries have the first row and the number of rows (``first``, ``count``) in place of ``spans``.
     """
     for file in content["files"]:
         file["checksum"] = f"{file.pop('crc32'):08x}"
@@ -277,10 +279,10 @@ def _upgrade(content: dict[str, Any]) -> None:
 
 
 def _check(what: str, value: Any, wanted: Any) -> None:
-    """Refuse a value of another kind than a manifest has, before anything is made of it."""
+    """Check a value of a manifest against its schema ``wanted``, before the value is used."""
     kind = str if isinstance(wanted, re.Pattern) else wanted if isinstance(wanted, type) else type(wanted)
     given = type(value)
-    if given is not kind:  # a bool is an int to isinstance
+    if given is not kind:  # not isinstance, for which a bool is an int
         raise ValueError(f"{what} is {reprlib.repr(value)}, not of type {kind.__name__}")
     if isinstance(wanted, re.Pattern) and not wanted.fullmatch(value):
         raise ValueError(f"{what} is {reprlib.repr(value)}, not of the form {wanted.pattern}")

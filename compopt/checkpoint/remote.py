@@ -1,4 +1,4 @@
-"""Directories of a run's checkpoints, on a file system or behind a URL."""
+"""Directory of a run's checkpoints, on a file system or at a URL."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from compopt.checkpoint.manifest import MANIFEST, Checkpoint
 from compopt.distributed.ranks import Ranks
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_COLLAPSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # what Path makes of a URL
+_COLLAPSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")  # a URL after conversion to a Path
 
 
 class Directory:
-    """A run's directory on a file system, whose files are written and read in ``local``."""
+    """Directory of a run on a file system; files are written and read in ``local``, the directory itself."""
 
     shared = True  # all ranks see the same files in ``local``
 
@@ -32,17 +32,17 @@ class Directory:
         return local
 
     def listed(self) -> Path:
-        """Learn which checkpoints there are; return ``local``."""
+        """Update ``local`` with the names and manifests of the checkpoints, and return it."""
         return self.local
 
     def get(self, local: Path, size: int | None = None) -> None:
-        """Fetch a file, if it has so many bytes."""
+        """Make a file available at its path ``local``, if it has ``size`` bytes (``None``: any size)."""
 
     def put(self, local: Path) -> None:
-        """Hand over a file that was written."""
+        """Store a file that was written at its path ``local``."""
 
     def of_first_rank(self, ranks: Ranks, find: Callable[[], Checkpoint]) -> Checkpoint:
-        """Return the checkpoint that rank 0 finds or makes, in this rank's local directory. Collective."""
+        """Return the checkpoint that rank 0 finds or creates, with its path in this rank's ``local``. Collective."""
         found = ranks.agree(lambda: find() if ranks.rank == 0 else None)
         first, its_local = ranks.gather_objects((found, self.local))[0]
         if self.shared:
@@ -59,7 +59,7 @@ class Directory:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Name the place that the user knows in refusals."""
+        """Replace the local path in error messages by the URL that the user has passed."""
         try:
             yield
         except (FileNotFoundError, ValueError) as error:
@@ -69,14 +69,15 @@ class Directory:
 
 
 class Remote(Directory):
-    """A run's directory at a URL, with a temporary local directory, which goes with this object.
+    """Directory of a run at a URL, with a temporary local directory that is removed with this object.
 
-    The local directory has the names of the checkpoints, their manifests, and files under way. The store's listings are
-    never cached, because other processes write there. Errors of a driver become ``OSError`` that name the URL.
+    The local directory contains the directories of the checkpoints, their manifests, and files in transfer. Listings of
+    the store are never cached, because other processes write to the store. Errors of a driver are converted to
+    ``OSError`` with the URL in the message.
 
     Args:
-        url: of the directory.
-        local: a directory of files of which the store holds copies, in place of the temporary one; it stays.
+        url: URL of the directory.
+        local: a directory to use in place of the temporary one, with files to copy to the store; it is not removed.
     """
 
     shared = False
@@ -110,14 +111,14 @@ class Remote(Directory):
         return self.local
 
     def _copy_manifest(self, local: Path) -> set[str]:
-        """Make a local directory and copy the manifest into it, if there is one; return the names there are."""
+        """Create a local directory, copy the manifest into it, if there is one, and return the names in the store."""
         with self._named(local) as path:
             if not self._store.isdir(path):
                 return set()
             names = {entry["name"].rstrip("/").rpartition("/")[2] for entry in self._store.ls(path, detail=True)}
         local.mkdir(parents=True, exist_ok=True)
         if MANIFEST in names:
-            with suppress(FileNotFoundError):  # a run that saves meanwhile has removed it
+            with suppress(FileNotFoundError):  # a concurrent save may have removed it
                 self.get(local / MANIFEST)
         return names
 
@@ -132,33 +133,33 @@ class Remote(Directory):
             local.unlink()
 
     def copy(self, local: Path) -> None:
-        """Put a file that stays."""
+        """Copy a local file to the store, and keep the local file."""
         with self._named(local) as path:
             self._make(path.rpartition("/")[0])
             self._store.put_file(str(local), path)
 
     def find(self, local: Path) -> Sequence[Path]:
-        """Return the files below a directory of the store, as paths below the local one."""
+        """Return the files below a directory of the store, as paths in the local directory."""
         with self._named(local) as path:
             return [local / str(file)[len(path) :].lstrip("/") for file in self._store.find(path)]
 
     def delete(self, local: Path) -> None:
-        """Remove a directory of the store, and what is in it."""
+        """Remove a directory of the store and its content."""
         with self._named(local) as path, suppress(FileNotFoundError):
             self._store.rm(path, recursive=True)
 
     def _make(self, path: str) -> None:
-        """Make a directory where the store has such; a bucket is never made."""
+        """Create a directory, if the store has directories; a bucket is never created."""
         try:
             self._store.mkdir(path, create_parents=False)
         except FileExistsError:
             return
         except FileNotFoundError:
             parent = path.rpartition("/")[0]
-            if "/" not in parent.strip("/"):  # a bucket
+            if "/" not in parent.strip("/"):  # the parent is a bucket
                 raise
             self._make(parent)
-            with suppress(FileExistsError):  # another rank makes it too
+            with suppress(FileExistsError):  # another rank may create it too
                 self._store.mkdir(path, create_parents=False)
 
     def is_complete(self, checkpoint: Checkpoint) -> bool:
@@ -167,12 +168,12 @@ class Remote(Directory):
 
     def remove(self, checkpoint: Checkpoint) -> None:
         with self._named(checkpoint.path) as path, suppress(FileNotFoundError):
-            self._store.rm_file(f"{path}/{MANIFEST}")  # first: what is left does not look complete
+            self._store.rm_file(f"{path}/{MANIFEST}")  # first, so that a partial removal does not look complete
         self.delete(checkpoint.path)
 
     @contextmanager
     def _named(self, local: Path) -> Iterator[str]:
-        """Yield the path in the store, whose listing is made anew; name the URL in errors."""
+        """Yield the path in the store, without cached listings; add the URL to errors."""
         url = self.at(local)
         path = self._path + url[len(self.url) :]
         try:
@@ -180,12 +181,12 @@ class Remote(Directory):
             yield path
         except (FileNotFoundError, FileExistsError, PermissionError) as error:
             raise type(error)(f"{url}: {error}") from error
-        except Exception as error:  # drivers have their own
+        except Exception as error:  # drivers raise types of their own
             raise OSError(f"{url}: {type(error).__name__}: {error}") from error
 
 
 def open_directory(directory: str | os.PathLike[str]) -> Directory:
-    """Return the directory that a user names by its path or its URL; ``file://`` is a path."""
+    """Return the directory at a path or a URL; a ``file://`` URL is a path."""
     if not isinstance(directory, str | os.PathLike):
         remedy = "pass os.fsdecode(directory)" if isinstance(directory, bytes) else "pass a str or a pathlib.Path"
         raise TypeError(

@@ -1,4 +1,4 @@
-"""``save``: checkpoints of tables that are larger than memory, by any number of ranks, beside training or not."""
+"""Saving of checkpoints, by any number of ranks, in the foreground or in a background thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from compopt.stores.snapshot import Snapshot
 from compopt.stores.table import RowTable
 
 StrPath = str | os.PathLike[str]
-CLAIMS = 4  # directories of an estimator that stay claimed; some trainers name a new one for every save
+CLAIMS = 4  # largest number of directories locked per estimator; some trainers use a new one for every save
 
 
 @overload
@@ -58,61 +58,64 @@ def save(
 def save(
     est: Estimator, directory: StrPath, keep: int = 2, incremental: bool | None = None, blocking: bool = True
 ) -> Path | str | SaveHandle:
-    """Write a new checkpoint of everything committed; pending deposits are not part of it.
+    """Write a new checkpoint of all committed state; pending deposits are not part of it.
 
-    Every rank writes the rows that it holds, in files of at most 2^18 rows, and holds a few copies of one file in
-    memory. A new directory is made for every save and its manifest comes last, so that a process killed at any moment
-    leaves the previous checkpoint or the new one. ``state_dict`` pre-hooks run.
+    Every rank writes the rows that it holds, in files of at most 2^18 rows, and needs memory for a few copies of one
+    file. Every save creates a new directory and writes the manifest last, so that the previous or the new checkpoint is
+    complete if the process is killed at any time. ``state_dict`` pre-hooks run.
 
-    Every save reads and writes all rows but chunks of 8,192 that were never visited. Each checkpoint is complete by
-    itself: earlier ones may be removed.
+    Every save reads all rows, and writes all except chunks of 8,192 rows that were never visited. Each checkpoint is
+    independent: earlier ones may be removed.
 
-    *URLs.* ``directory`` may be a URL that fsspec knows, such as ``s3://bucket/run``; it takes ``pip install -e
-    ".[remote]"`` and the driver that fsspec names. Each file is written to the local temporary directory, put and
-    removed there, the manifest last.
+    *URLs.* ``directory`` may be a URL that fsspec supports, such as ``s3://bucket/run``. This requires ``pip install -e
+    ".[remote]"`` and the fsspec driver for the URL. Each file is written to the local temporary directory, copied to
+    the URL and removed locally; the manifest is copied last.
 
-    *Beside training.* With ``blocking=False`` the call returns once the device has done what it was given and the state
-    that is not rows is copied; a thread of each rank writes. What is committed meanwhile is not part of the checkpoint:
-    a commit copies the former values of rows that are not yet written into an undo log in memory. The next save waits
-    for this one, and so do ``load``, ``load_state_dict``, ``add_sample_group`` and the end of the interpreter; call
-    ``wait()`` before ``torch.distributed.destroy_process_group()``. An error is raised by ``wait()`` of the handle or,
-    if nobody called that, by the next save; the next commit only warns, because a rank that raises alone would leave
-    the others waiting.
+    *Background saves.* With ``blocking=False`` the call returns after the device has finished its queued work and the
+    state that is not rows has been copied; a thread of each rank writes the files. Later commits are not part of the
+    checkpoint: a commit copies the former values of rows that are not written yet to an undo log in memory. The next
+    save, ``load``, ``load_state_dict``, ``add_sample_group`` and the exit of the interpreter wait for the save. Call
+    ``wait()`` of the handle before ``torch.distributed.destroy_process_group()``. An error of the save is raised by
+    ``wait()``, or by the next save if ``wait()`` was not called. The next commit only warns, because the other ranks
+    would wait for a rank that raises alone.
 
-    One rank may also save in a thread of its own beside training: without ``blocking=False`` the next commit waits
-    until the state is written. Several ranks must save in the thread that calls the estimator.
+    With one rank, another thread may also call ``save`` during training: without ``blocking=False`` the next commit
+    waits until the state is written. With several ranks, the thread that calls the estimator must save.
 
     Args:
         est: the estimator.
-        directory: of the run's checkpoints, a path or URL that all ranks see; created if need be. It serves one
-            estimator of one run; another one may go on there once it was loaded from it.
-        keep: complete checkpoints to keep, the new one included; older and unfinished ones are removed.
-        incremental: deprecated, without effect: every save writes all rows.
-        blocking: ``False``: write beside training. Equal on all ranks.
+        directory: directory of the run's checkpoints, a path or URL that all ranks can access; created if necessary.
+            Only one estimator of one run may save there. Another one may continue there after it was loaded from it.
+        keep: number of complete checkpoints to keep, including the new one; older and unfinished ones are removed.
+        incremental: deprecated and without effect: every save writes all rows.
+        blocking: ``False``: write in a background thread. Equal on all ranks.
 
     Returns:
-        The directory of the new checkpoint, a ``Path``, or its URL as a string; with ``blocking=False`` a handle with
-        ``wait()``, which returns that once the checkpoint is complete, and ``done``.
+        The directory of the new checkpoint as a ``Path``, or its URL as a string. With ``blocking=False``, a handle:
+        ``wait()`` returns the directory or URL once the checkpoint is complete, and ``done`` tells whether it has
+        ended.
 
     Raises:
-        OSError: a file could not be written; the message names it, and the previous checkpoints are as they were.
-        ValueError: the directory is itself a checkpoint, or has those of another method.
-        ImportError: fsspec or the driver for a URL is missing.
-        TypeError: ``est`` is no estimator, ``directory`` no path, ``keep`` no integer, ``blocking`` neither True nor
-            False.
-        RuntimeError: another process saves into the directory (the message says which, on which machine, since when),
-            or another estimator of this process, from which this one was not loaded; ``est`` is a part of another
-            estimator; with several ranks, one does something else, or this is not the thread that calls.
-        Exception: whatever the save before raised beside training, if nobody was told; this one was not made.
+        OSError: a file could not be written; the message contains its path, and previous checkpoints are unchanged.
+        ValueError: the directory is itself a checkpoint, or contains checkpoints of another configuration; ``blocking``
+            differs between ranks.
+        ImportError: fsspec or the driver for a URL is not installed.
+        TypeError: ``est`` is not an estimator, ``directory`` not a path, ``keep`` not an integer, or ``blocking``
+            neither True nor False.
+        RuntimeError: another process saves into the directory (the message contains process, machine and time), or
+            another estimator of this process does and this one was not loaded from there; ``est`` is a part of another
+            estimator; with several ranks, another rank runs another operation, or this thread does not call the
+            estimator.
+        Exception: the error of the previous background save, if ``wait()`` has not raised it; no checkpoint is written.
 
     Warns:
         DeprecationWarning: ``incremental`` was passed.
-        UserWarning: the file system has no locks, so that nobody notices two runs that save there.
-        RuntimeWarning: at a later commit, that a save beside training failed.
+        UserWarning: the file system has no locks, so that two runs that save there are not detected.
+        RuntimeWarning: at a later commit: a background save failed.
 
-    Communicates: collective; a few small messages. Beside training they travel over a process group of their own, which
-    the first such save forms, once every rank has written; a rank that takes longer than the others by the timeout of
-    the group (30 minutes) fails the save.
+    Communicates: collective; a few small messages. The first background save forms a separate process group, over which
+    ranks exchange messages after they have written their files. The save fails if one rank finishes writing later than
+    another by more than the timeout of the group (30 minutes).
 
     Example:
         >>> import compopt, tempfile
@@ -134,13 +137,14 @@ def save(
             job = _prepare(est, root, keep, blocking)
             if blocking:
                 return job.run()
-            abandon = None if job.snapshot is None else job.snapshot.release  # not of the job, which has the directory
+            # Not job._release: the handle, which outlives the save, must not keep the job's temporary directory alive.
+            abandon = None if job.snapshot is None else job.snapshot.release
             engine.saving = SaveHandle(root.at(job.target.path), job.run, abandon)
             return engine.saving
 
 
 def check_estimator(est: Any) -> None:
-    """Refuse what has no rows; a module around an estimator has it in ``.est``."""
+    """Refuse an object that is not an estimator; for a module around one, the message suggests ``.est``."""
     if isinstance(est, Estimator):
         return
     inside = isinstance(getattr(est, "est", None), Estimator)
@@ -162,13 +166,13 @@ def _begin(est: Estimator, directory: StrPath) -> Directory:
 
 
 def _prepare(est: Estimator, root: Directory, keep: int, blocking: bool) -> _Job:
-    """Make the directory of the new save and take a snapshot of the state. Collective."""
+    """Create the directory of the new save, and take a snapshot of the state. Collective."""
     engine = est._engine
     ranks, table = engine.ranks, engine.table
     modes = ranks.gather_objects(blocking)
     if len(set(modes)) > 1:
         raise ValueError(f"blocking= must be the same on all ranks; by rank: {modes}")
-    ranks.agree(engine.groups.check)  # else it could not be loaded; now, since `_state` may communicate
+    ranks.agree(engine.groups.check)  # bad edits could not be loaded; check before `_state`, which may communicate
     content, state = ranks.agree(lambda: _state(est))
     if table is not None:
         ranks.agree(table.at_rest)
@@ -178,7 +182,7 @@ def _prepare(est: Estimator, root: Directory, keep: int, blocking: bool) -> _Job
 
 
 def _state(est: Estimator) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return what the manifest says of the estimator, and state that is not rows; collective where ranks split it."""
+    """Return the manifest's entries of the estimator, and state that is not rows; collective if that is split."""
     saved = states.rest(est._engine)
     content = {key: saved[key] for key in ("config", "sample_groups")}
     if est.data_fingerprint is not None:
@@ -202,7 +206,7 @@ _beside: WeakKeyDictionary[Engine, Ranks] = WeakKeyDictionary()
 
 
 def _ranks_beside(engine: Engine) -> Ranks:
-    """Return ranks whose messages do not meet those of training; the first call is collective."""
+    """Return ranks with a separate group, to keep messages apart from training; the first call is collective."""
     if engine not in _beside:
         group = engine.ranks.new_host_group()
         if group is None and engine.ranks.size > 1:
@@ -219,28 +223,28 @@ def _ranks_beside(engine: Engine) -> Ranks:
 
 @dataclass
 class _Job:
-    """One rank's part of a save, as of one moment between two commits."""
+    """Task of one rank in a save, with the state between two commits."""
 
     target: Checkpoint
     root: Directory
     ranks: Ranks
-    content: Mapping[str, Any]  # of the manifest
-    state: Mapping[str, Tensor]  # that is not rows
+    content: Mapping[str, Any]  # entries of the manifest
+    state: Mapping[str, Tensor]  # state that is not rows
     table: RowTable | None
     snapshot: Snapshot | None
     keep: int
 
     def run(self) -> Path | str:
-        """Write this rank's files, then on rank 0 the manifest; on return the checkpoint is complete. Collective."""
+        """Write this rank's files, then the manifest on rank 0; the checkpoint is complete on return. Collective."""
         ranks, is_first = self.ranks, self.ranks.rank == 0
         with doing("compopt.save()", self.target.t):
             try:
                 own = ranks.agree(lambda: list(self._write_files()))
                 everyone = [file for each in ranks.gather_objects(own) for file in each]
                 ranks.agree(lambda: self._write_manifest(everyone) if is_first else None)
-            except Exception:  # on every rank: nobody writes any more
+            except Exception:  # raised on every rank, so that no rank writes any more
                 with suppress(OSError):
-                    if is_first and not self.root.is_complete(self.target):  # else it may be loaded already
+                    if is_first and not self.root.is_complete(self.target):  # a complete one may be in use by a load
                         self.root.remove(self.target)
                 raise
             finally:
@@ -293,24 +297,24 @@ class _Job:
 
 # -- one estimator per directory -------------------------------------------------------------------------------------
 
-# By estimator: the latest directories that it saved into, with the lock of this process where there is one; and the
-# checkpoints (by save_id) that were there when it was saved to, or loaded from, their directory.
+# By estimator: the latest directories that it was saved into, with the lock of this process (None without locks); and
+# the save_ids of the checkpoints in a directory when the estimator was saved into it, or loaded from it.
 _locks: WeakKeyDictionary[Estimator, dict[Path, files.Lock | None]] = WeakKeyDictionary()
 _had: WeakKeyDictionary[Estimator, set[str]] = WeakKeyDictionary()
 _writers: WeakValueDictionary[str, Estimator] = WeakValueDictionary()
 
 
 def note_load(est: Estimator, checkpoint: Checkpoint) -> None:
-    """Note that an estimator has the rows of a checkpoint, and may go on to save beside it and those after it."""
+    """Record that an estimator contains the rows of a checkpoint and may continue to save into its directory."""
     beside = manifest.checkpoints(checkpoint.path.parent)
     _had.setdefault(est, set()).update(known.save_id for known in (checkpoint, *beside))
 
 
 def _check_rows(est: Estimator, directory: Path | str, newest: Checkpoint) -> None:
-    """Refuse a directory whose newest checkpoint has rows of another estimator of this process."""
+    """Refuse a directory if another estimator of this process has written its newest checkpoint."""
     if newest.save_id in _had.get(est, ()) or newest.save_id not in _writers:
         return
-    gc.collect()  # one that nothing uses any more may be part of a cycle
+    gc.collect()  # an unused writer may still be alive as part of a reference cycle
     if newest.save_id in _writers:
         raise RuntimeError(
             f"{directory} has checkpoints of another {type(est).__name__} of this process, whose rows a load would "
@@ -326,12 +330,12 @@ def _lock(est: Estimator, directory: Path) -> None:
     with files.named(path, manifest.KEPT):
         lock = files.lock(path, directory, remedy)
     own.pop(directory, None)
-    own[directory] = lock  # as the latest
+    own[directory] = lock  # inserted as the latest one
     while len(own) > CLAIMS:
         del own[next(iter(own))]
 
 
 def lock_file(directory: Path) -> Path:
-    """Return the lock file of a directory: beside it, or in it where its parent cannot be written."""
+    """Return the lock file of a directory: beside it, or inside it if its parent is not writable."""
     beside = directory.name and os.access(directory.parent, os.W_OK | os.X_OK)
     return directory.with_name(f".{directory.name}.lock") if beside else directory / ".lock"

@@ -1,4 +1,4 @@
-"""Checks of hyper-parameters and options; an error names the argument, the value and the remedy."""
+"""Checks of hyper-parameters and options; error messages contain the argument, the value and a remedy."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 Mode = Literal["bimodal", "unimodal"]
 Directions = Literal["both", "forward"]
-FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, 3.4e38  # what is computed in float32 must be a number there
+FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, 3.4e38  # bounds of values that are used in float32 arithmetic
 
 
 def number(name: str, value: Any) -> float:
-    """Return a finite real number as a float."""
+    """Return a finite real number as a float; refuse any other value."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    size: Any = abs(value)  # an integer may be too large for math.isfinite
+    size: Any = abs(value)  # not math.isfinite, which fails for very large integers
     if not size <= FLOAT32_MAX:
         known = isinstance(value, float) and not math.isfinite(value)
         raise ValueError(f"{name} must be finite{'' if known else ' in float32'}, got {value!r}")
@@ -28,7 +28,7 @@ def number(name: str, value: Any) -> float:
 
 
 def positive(name: str, value: Any) -> None:
-    """Refuse numbers that are not greater than 0, in float32 too."""
+    """Refuse numbers that are not greater than 0, also after conversion to float32."""
     if number(name, value) < FLOAT32_MIN:
         raise ValueError(f"{name} must be greater than 0{'' if value <= 0 else ' in float32'}, got {value!r}")
 
@@ -52,30 +52,30 @@ def decay(name: str, value: Any) -> None:
 
 
 def burn_in(name: str, value: Any) -> None:
-    """Refuse what is neither a count of at least 0 nor a fraction in [0, 1)."""
+    """Refuse values that are neither a count of at least 0 nor a fraction in [0, 1)."""
     if number(name, value) < 0 or (value >= 1 and (isinstance(value, float) or value != int(value))):
         raise ValueError(f"{name} must be a count of at least 0 or a fraction in [0, 1), got {value!r}")
 
 
 def one_of(name: str, value: Any, options: Collection[str]) -> None:
-    """Refuse all but a few words."""
+    """Refuse values other than the strings in ``options``."""
     if not isinstance(value, str) or value not in options:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}")
 
 
 def flag(name: str, value: Any) -> None:
-    """Refuse all but True and False, 0 and 1 too."""
+    """Refuse values other than True and False, including 0 and 1."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def count(name: str, value: Any) -> int:
-    """Return a positive integer."""
+    """Return a positive integer as an ``int``; refuse any other value."""
     return _integer(name, value, "positive", 1)
 
 
 def whole(name: str, value: Any) -> int:
-    """Return a non-negative integer."""
+    """Return a non-negative integer as an ``int``; refuse any other value."""
     return _integer(name, value, "non-negative", 0)
 
 
@@ -88,7 +88,7 @@ def _integer(name: str, value: Any, kind: str, least: int) -> int:
 
 
 def known_keys(what: str, given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse an unknown key with the list of the known ones."""
+    """Refuse unknown keys; the message lists the known ones."""
     for key in given:
         if key not in known:
             raise ValueError(f"{what} has no hyper-parameter {key!r}; known are {', '.join(sorted(known))}")

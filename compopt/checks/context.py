@@ -1,4 +1,4 @@
-"""Checks of the callers of an estimator, which may lose its derivatives or repeat its deposits."""
+"""Checks of the context of a call: transforms and callers that would drop derivatives or repeat deposits."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# Modules that call a function in forward and again in backward.
+# Modules that run a function in forward and again in backward.
 CHECKPOINTS = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing")
-# Modules from which the autograd engine is started, and by it the hooks.
+# Modules that start the autograd engine, which runs the hooks.
 ENGINE = ("torch.autograd", "torch.autograd.graph")
-# Functions that call step() of an optimizer, with gradients of zero, so that it makes its state: no update.
+# Functions that call step() of an optimizer with zero gradients only to create its state; this is not an update.
 STATE_MAKERS = {
     ("torch.distributed.checkpoint.state_dict", "_init_optim_state"),
     ("torch.distributed.optim.named_optimizer", "init_state"),
 }
-# Between such a function and a hook of the optimizer are a few frames of torch, of wrappers and of schedulers.
+# Largest number of frames (of torch, wrappers and schedulers) between such a function and a hook of the optimizer.
 STATE_MAKERS_DEPTH = 32
-# Modules that take parameters and groups from an optimizer's state dict, and leave the rest.
+# Modules that read state and groups from an optimizer's state dict, and drop all other entries.
 STATE_FILTERS = ("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp.fully_sharded_data_parallel")
 
 F = TypeVar("F", bound=Callable[..., object])
 
 
 def outside_of_graphs(function: F) -> F:
-    """Hide a method from ``torch.compile``: it reads and writes rows, and talks to other ranks.
+    """Exclude a method from ``torch.compile``, because it reads and writes rows and communicates with other ranks.
 
-    ``torch.compiler.disable`` imports the compiler, which takes longer than the rest of torch; it is asked for only
-    when somebody else has imported it.
+    ``torch.compiler.disable`` imports the compiler, which takes longer than the rest of torch. It is therefore called
+    only if the compiler has already been imported.
     """
     disabled: list[Callable[..., object]] = []
 
@@ -50,7 +50,7 @@ def outside_of_graphs(function: F) -> F:
 
 
 def refuse_transforms() -> None:
-    """Raise RuntimeError inside ``torch.func``: transforms see neither the closed-form gradient nor the rows."""
+    """Raise RuntimeError inside ``torch.func``, which handles neither the closed-form gradient nor the rows."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             "an estimator cannot be called inside a transform of torch.func (grad, vmap, jvp, jacrev, jacfwd, hessian "
@@ -61,8 +61,8 @@ def refuse_transforms() -> None:
 
 
 def refuse_tangents(*given: tuple[str, object]) -> None:
-    """Raise RuntimeError for a named argument with a tangent of forward-mode AD, which would be dropped."""
-    if forward_ad._current_level < 0:  # outside of dual_level() there are none
+    """Raise RuntimeError for a named argument with a tangent of forward-mode AD, which would be lost."""
+    if forward_ad._current_level < 0:  # outside of dual_level() there are no tangents
         return
     for name, value in given:
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
@@ -74,14 +74,14 @@ def refuse_tangents(*given: tuple[str, object]) -> None:
 
 
 def in_checkpoint() -> bool:
-    """Return whether a checkpointed function makes this call, in forward or again in backward.
+    """Return whether a checkpointed function makes this call, in forward or in the recomputation during backward.
 
-    Torch tells a function neither that it is checkpointed nor that it is being recomputed; but in both cases a
-    checkpoint is among its callers. The nearest caller decides: where the engine comes first, it runs a hook, which is
-    no part of the function whose gradient is being computed.
+    Torch has no query for either case, but in both of them a checkpoint module is on the call stack. The nearest caller
+    decides: if the autograd engine is nearer than the checkpoint, the engine runs a hook, which is not part of the
+    checkpointed function.
     """
     frame = inspect.currentframe()
-    while frame is not None:  # a loop, since every call that deposits comes here
+    while frame is not None:  # not _callers(): the depth is unlimited, and every depositing call runs this loop
         module = frame.f_globals.get("__name__")
         if module in CHECKPOINTS or module in ENGINE:
             return module in CHECKPOINTS
@@ -90,21 +90,21 @@ def in_checkpoint() -> bool:
 
 
 def makes_optimizer_state() -> bool:
-    """Return whether ``step()`` of an optimizer runs only to make its state, for ``torch.distributed.checkpoint``.
+    """Return whether ``torch.distributed.checkpoint`` calls ``step()`` only to create the state of an optimizer.
 
-    Nothing else tells: a learning rate of zero may be the first one of a schedule, and whether gradients are zero is
-    known to the device alone.
+    The call stack is the only evidence: a learning rate of zero may be the first value of a schedule, and a comparison
+    of the gradients with zero would wait for the device.
     """
     return any(caller in STATE_MAKERS for caller in _callers())
 
 
 def drops_entries() -> bool:
-    """Return whether ``state_dict()`` of an optimizer is for a module that drops all but state and groups."""
+    """Return whether the caller of an optimizer's ``state_dict()`` drops all entries except state and groups."""
     return any(module in STATE_FILTERS for module, _ in _callers())
 
 
 def _callers() -> Iterator[tuple[str | None, str]]:
-    # modules and names of the functions that are running, nearest first
+    # Yields module and name of the functions on the call stack, nearest first.
     frame = inspect.currentframe()
     for _ in range(STATE_MAKERS_DEPTH):
         if frame is None:
@@ -114,12 +114,12 @@ def _callers() -> Iterator[tuple[str | None, str]]:
 
 
 def in_backward() -> bool:
-    """Return whether this thread is inside a backward pass."""
+    """Return whether this thread runs a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def warn(message: str) -> None:
-    """Warn with the user's own line."""
+    """Warn with the location of the nearest caller outside of compopt and torch."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("compopt.", "torch.")):
         level, frame = level + 1, frame.f_back

@@ -1,6 +1,7 @@
 """Checks of the arguments of a call: features, temperatures, data-set indices.
 
-Values are looked at where that is free, on the host; an index on a device is flagged there instead.
+Values are checked on the host only, since reading them from a device would wait for it. Bad values on a device become a
+flag or NaN there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ INDEX_REMEDY = (
     "pass positions in the data set of n samples, from 0 on. Those of a part (Subset, random_split, train_test_split) "
     "are positions in the whole: give its n, or number the part by itself, compopt.data.Indexed(part)"
 )
-SMALL = 512  # integers up to which Python's own functions are faster than NumPy's
+SMALL = 512  # largest number of integers for which Python's functions are faster than NumPy's
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -31,7 +32,7 @@ def check_strided(name: str, value: Tensor) -> None:
 
 
 def check_vector(name: str, value: Any, batch: int | None, of: str = "a batch of {} samples") -> Tensor:
-    """Return a 1-D integer tensor of ``batch`` entries (``None``: any number) as int64; ``of``: of what they are."""
+    """Return a 1-D integer tensor with ``batch`` entries (``None``: any number) as int64; ``of`` is for messages."""
     if not isinstance(value, Tensor):
         remedy = f"; pass torch.as_tensor({name})" if isinstance(value, list | tuple | range | np.ndarray) else ""
         wanted = "integers" if batch is None else f"{batch} integers"
@@ -52,7 +53,7 @@ def check_vector(name: str, value: Any, batch: int | None, of: str = "a batch of
 
 
 class Survey(NamedTuple):
-    """Facts about integers on the host: the least, the greatest, and whether all differ."""
+    """Minimum and maximum of integers on the host, and whether all differ."""
 
     low: int
     high: int
@@ -60,7 +61,7 @@ class Survey(NamedTuple):
 
 
 def survey(value: Tensor) -> Survey | None:
-    """Look through integers on the host once, for all checks; ``None`` on a device, which must not be waited for."""
+    """Compute the facts that all checks of integers use, on the host; ``None`` on a device, to avoid waiting for it."""
     count = value.shape[0]
     if value.device.type != "cpu" or count == 0:
         return None
@@ -72,7 +73,7 @@ def survey(value: Tensor) -> Survey | None:
 
 
 def check_range(name: str, value: Tensor, n: int | None, known: Survey | None = None) -> Tensor | None:
-    """Raise IndexError on the host; on a device, return a 0-d flag that says whether any entry is out of range."""
+    """Raise IndexError for an entry outside ``0 .. n - 1`` on the host; on a device, return a 0-d flag instead."""
     if n is None or value.shape[0] == 0:
         return None
     known = known or survey(value)
@@ -85,7 +86,7 @@ def check_range(name: str, value: Tensor, n: int | None, known: Survey | None = 
 
 
 def check_pool(candidates: Any, scores: Tensor) -> Tensor:
-    """Return positions of the candidates that ``scores`` ``(B, M)`` are of, ``(M,)`` int64; none twice."""
+    """Return the distinct positions of the candidates (columns) of ``scores`` ``(B, M)``, as ``(M,)`` int64."""
     if scores.shape[1] == 0:
         raise ValueError("scores have no columns; a pool needs at least one candidate")
     names = check_vector("candidates", candidates, scores.shape[1], "scores of {} candidates")
@@ -96,14 +97,14 @@ def check_pool(candidates: Any, scores: Tensor) -> Tensor:
 
 
 def one_name(labels: Any, group: Any) -> Any:
-    """Return ``labels``, which ``group`` is the older name of; ``None`` if neither is given."""
+    """Return ``labels`` or, under its older name, ``group``; ``None`` if neither is given."""
     if labels is not None and group is not None:
         raise TypeError("labels and group are two names of one argument, and both are given; keep labels")
     return group if labels is None else labels
 
 
 def check_features(z1: Any, z2: Any, least: int = 2) -> None:
-    """Refuse all but two floating-point matrices ``(B, d)`` of one shape, dtype and device; at least so many rows."""
+    """Check that features are two floating-point matrices ``(B, d)`` of one shape, dtype and device, B >= ``least``."""
     for name, z in (("z1", z1), ("z2", z2)):
         if not isinstance(z, Tensor):
             raise TypeError(f"{name} must be a tensor of features (B, d), got {type(z).__name__}")
@@ -129,7 +130,7 @@ def check_features(z1: Any, z2: Any, least: int = 2) -> None:
 
 
 def check_views(views: Any, mode: str, least: int = 2) -> None:
-    """Refuse all but a floating-point tensor ``(V, B, d)`` of two or more views, in unimodal mode."""
+    """Check that views are a floating-point tensor ``(V, B, d)`` with V >= 2, in unimodal mode, and B >= ``least``."""
     if not isinstance(views, Tensor):
         remedy = "; pass torch.stack(views)" if isinstance(views, list | tuple) else ""
         raise TypeError(f"without z2 z1 must be a tensor of views (V, B, d), got {type(views).__name__}{remedy}")
@@ -144,7 +145,7 @@ def check_views(views: Any, mode: str, least: int = 2) -> None:
 
 
 def check_anchors(anchors: Any, views: int, mode: str) -> int:
-    """Return how many views are anchors, the first ones; ``None``: all."""
+    """Return the number of (leading) views that are anchors; all views for ``anchors=None``."""
     if anchors is None:
         return views
     if mode != "unimodal":
@@ -155,7 +156,7 @@ def check_anchors(anchors: Any, views: int, mode: str) -> int:
 
 
 def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return further candidates ``(M, d)`` as the features ``like``, and their positions, ``(M,)`` int64."""
+    """Return further candidates ``(M, d)``, which must match ``like``, and their positions, ``(M,)`` int64."""
     if not isinstance(extra, Tensor):
         raise TypeError(f"extra must be a tensor of features (M, d), got {type(extra).__name__}")
     check_strided("extra", extra)
@@ -166,7 +167,7 @@ def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Ten
 
 
 def check_momentum(features: Any, like: Tensor) -> list[Tensor]:
-    """Return a momentum copy's features of both modalities or views, ``(B, d)`` each, as the features ``like``."""
+    """Return a momentum encoder's features of both modalities or views, ``(B, d)`` each, which must match ``like``."""
     wanted = "a pair, the copy's features of the samples of z1 and of z2"
     checked = _check_matrices("momentum_features", features, [len(like)] * 2, wanted, like.shape[1])
     for number, z in enumerate(checked):
@@ -178,7 +179,7 @@ def check_momentum(features: Any, like: Tensor) -> list[Tensor]:
 
 
 def check_guide(guide: Any, views: int, batch: int, more: int | None) -> list[Tensor]:
-    """Return the guide's features, ``(B, g)`` of each modality or view, and ``(M, g)`` of ``more`` candidates."""
+    """Return the guide's features: ``(B, g)`` per modality or view, and ``(M, g)`` for ``more`` further candidates."""
     sizes = [batch] * views + ([] if more is None else [more])
     also = "" if more is None else ", and of extra (or PairPolicy(spare_extra=True))"
     wanted = f"{len(sizes)} tensors of features, one per modality or view{also}"
@@ -186,7 +187,7 @@ def check_guide(guide: Any, views: int, batch: int, more: int | None) -> list[Te
 
 
 def check_teacher(teacher: Any, batch: int, classes: bool, views: int = 2) -> list[Tensor]:
-    """Return a teacher's features of all modalities or views, ``(B, g)`` each, or one matrix of soft labels."""
+    """Return a teacher's features, ``(B, g)`` per modality or view, or (``classes``) one ``(B, C)`` of soft labels."""
     if not classes:
         of = "of z1 and of z2" if views == 2 else "one per view"
         return _check_matrices("teacher", teacher, [batch] * views, f"{views} tensors of features, {of}")
@@ -202,7 +203,7 @@ def check_teacher(teacher: Any, batch: int, classes: bool, views: int = 2) -> li
 
 
 def _check_matrices(name: str, given: Any, sizes: list[int], wanted: str, width: int | None = None) -> list[Tensor]:
-    """Return floating-point matrices of these numbers of rows, of ``width`` columns or (``None``) equally many."""
+    """Return floating-point matrices with ``sizes`` rows and ``width`` columns (``None``: the same number in all)."""
     if not isinstance(given, tuple | list) or len(given) != len(sizes):
         raise ValueError(f"{name} must be {wanted}, got {_count(given)}")
     for number, (z, size) in enumerate(zip(given, sizes, strict=True)):
@@ -214,13 +215,13 @@ def _check_matrices(name: str, given: Any, sizes: list[int], wanted: str, width:
 
 
 def check_prior(prior: Any, batch: int, dtype: torch.dtype) -> Tensor:
-    """Return priors of the samples, ``(B,)``, in a dtype; those on a device that are no shares become NaN."""
-    prior = _check_per_sample("prior", prior, batch, dtype)  # where a share just below 1 may be 1
+    """Return priors of the samples, ``(B,)``, in ``dtype``; values on a device outside (0, 1) become NaN."""
+    prior = _check_per_sample("prior", prior, batch, dtype)  # cast before the range check: it may round up to 1
     return _valid(prior, (prior > 0) & (prior < 1), "prior must be in (0, 1), got {}; it is a share of the negatives")
 
 
 def check_sample_weight(weight: Any, batch: int, dtype: torch.dtype) -> Tensor:
-    """Return weights of the samples, ``(B,)``, in a dtype; those on a device that are no weights become NaN."""
+    """Return weights of the samples, ``(B,)``, in ``dtype``; bad weights on a device become NaN."""
     if isinstance(weight, Tensor) and weight.requires_grad:
         raise ValueError("sample_weight requires a gradient, which it does not get; pass sample_weight.detach()")
     weight = _check_per_sample("sample_weight", weight, batch, dtype)
@@ -228,7 +229,7 @@ def check_sample_weight(weight: Any, batch: int, dtype: torch.dtype) -> Tensor:
 
 
 def _check_per_sample(name: str, value: Any, batch: int, dtype: torch.dtype) -> Tensor:
-    """Return one floating-point number for each sample, ``(B,)``, detached and in a dtype."""
+    """Return one floating-point number per sample, ``(B,)``, detached and in ``dtype``."""
     _check_floats(name, value, " (B,)")
     if value.shape != (batch,):
         raise ValueError(f"{name} must have shape ({batch},), one for each sample, got {tuple(value.shape)}")
@@ -236,7 +237,7 @@ def _check_per_sample(name: str, value: Any, batch: int, dtype: torch.dtype) -> 
 
 
 def _valid(value: Tensor, valid: Tensor, message: str) -> Tensor:
-    """Refuse what is not valid on the CPU; on a device make it NaN."""
+    """Refuse invalid entries on the CPU; replace them by NaN on a device."""
     if value.device.type != "cpu":
         return value.where(valid, torch.nan)
     wrong = value[~valid]
@@ -246,7 +247,7 @@ def _valid(value: Tensor, valid: Tensor, message: str) -> Tensor:
 
 
 def _check_floats(name: str, z: Any, shape: str = "") -> None:
-    """Refuse what is no floating-point tensor, or has no values, no columns, or another layout."""
+    """Refuse values that are not a dense floating-point tensor with values and at least one column."""
     if not isinstance(z, Tensor) or z.dtype not in _FLOATS:
         raise TypeError(f"{name} must be a floating-point tensor{shape}, got {getattr(z, 'dtype', type(z).__name__)}")
     if z.layout != torch.strided or z.is_meta:
@@ -256,7 +257,7 @@ def _check_floats(name: str, z: Any, shape: str = "") -> None:
 
 
 def check_within(within: Any, batch: int, more: int | None) -> list[Tensor]:
-    """Return keys of the batch, ``(B,)`` int64, and of ``more`` further candidates."""
+    """Return the keys of the batch, ``(B,)`` int64, and those of ``more`` further candidates, ``(M,)``."""
     keys = list(within) if isinstance(within, tuple | list) else [within]
     if len(keys) != (1 if more is None else 2):
         pair = "a pair of tensors of keys, (B,) and those of extra (M,)"
@@ -280,7 +281,7 @@ def _check_alike(name: str, z: Tensor, z1: Tensor) -> None:
 
 
 def check_values(name: str, value: Any, shape: str, axes: int) -> Tensor:
-    """Return a floating-point tensor with so many axes, detached, in the working dtype; ``shape`` is for messages."""
+    """Return a floating-point tensor with ``axes`` axes, detached and at least float32; ``shape`` is for messages."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor {shape}, got {getattr(value, 'dtype', type(value))}")
     if value.dim() != axes:
@@ -291,7 +292,7 @@ def check_values(name: str, value: Any, shape: str, axes: int) -> Tensor:
 
 
 def check_tau(tau: Any, batch: int, directions: int = 2) -> float | Tensor:
-    """Return a positive number, or a tensor 0-d, ``(B,)``, ``(B, 1)`` or ``(B, A)``, with 0 or 2 axes."""
+    """Return a positive number or a checked tensor: 0-d, ``(B, 1)`` (also for ``(B,)``) or ``(B, A)``."""
     if not isinstance(tau, Tensor):
         checks.positive("tau", tau)
         return float(tau)
@@ -310,7 +311,7 @@ def check_tau(tau: Any, batch: int, directions: int = 2) -> float | Tensor:
 
 
 def tau_facts(tau: float | Tensor | None) -> dict[str, int]:
-    """Return what ranks must have alike of ``tau`` as integers: its kind and, where the host knows it, its value."""
+    """Return the facts of ``tau`` that must be equal on all ranks: its kind, and the bits of a value on the host."""
     if tau is None:
         return {"tau_kind": 0, "tau": 0}
     if not isinstance(tau, Tensor):

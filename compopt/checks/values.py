@@ -1,4 +1,4 @@
-"""Checks of the tensors and numbers of a checkpoint: values that no run can have written are refused by name."""
+"""Checks of the tensors and numbers of a checkpoint, which refuse values that no run can have written."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 Bound = float | Sequence[float]
-MOST = (1 << 63) - 1  # of an integer of 64 bits
+MOST = (1 << 63) - 1  # largest integer of 64 bits
 
 
 @dataclass(frozen=True)
 class Range:
-    """Range of the values that a column, or an entry of state that is not rows, may hold; floats are finite.
+    """Range of the allowed values of a column, or of an entry of state that is not rows; values must be finite.
 
     Attributes:
-        above: every value is greater than this number.
-        least, most: bounds that a value may equal; a number, or one for each element of a vector.
+        above: exclusive lower bound.
+        least, most: inclusive bounds; a number, or one number per element of a vector.
         samples: values are positions of samples, ``0 .. n - 1``.
     """
 
@@ -30,11 +30,11 @@ class Range:
     samples: bool = False
 
     def outside(self, value: Tensor, n: int | None = None) -> Tensor | None:
-        """Return True where a value is outside, in the shape of ``value``; ``None``: it is so nowhere."""
+        """Return a mask of the values outside the range, with the shape of ``value``; ``None``: all are inside."""
         if not value.numel():
             return None
         if not value.is_complex() and all(bool(self._inside(end, n).all()) for end in torch.aminmax(value)):
-            return None  # one pass over large tables
+            return None  # fast path for large tables: one pass, and no mask
         return ~self._inside(value, n)
 
     def _bounds(self, n: int | None) -> list[tuple[str, Callable[..., Any], Bound]]:
@@ -50,7 +50,7 @@ class Range:
         return inside
 
     def describe(self, dtype: torch.dtype, n: int | None = None) -> str:
-        """Return a sentence on what values of ``dtype`` must be, such as ``finite and > 0``."""
+        """Return a description of the allowed values of ``dtype``, such as ``finite and > 0``."""
         finite = ["finite"] if dtype.is_floating_point or dtype.is_complex else []
         return " and ".join([*finite, *(f"{sign} {bound}" for sign, _, bound in self._bounds(n))])
 
@@ -59,9 +59,9 @@ FINITE = Range()
 
 
 def dense(what: str, value: Any, like: Tensor | None = None) -> None:
-    """Refuse what is no tensor (``TypeError``), or has no values that can be copied (``ValueError``).
+    """Refuse a value that is not a tensor (``TypeError``), or that has no values to copy (``ValueError``).
 
-    A subclass that wraps other tensors is refused unless it is that of ``like`` (DTensor).
+    A subclass that wraps other tensors (DTensor) is refused unless ``like`` has the same type.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{what} must be a tensor, got {str(value)[:80]!r} of type {type(value).__name__}")
@@ -76,14 +76,14 @@ def dense(what: str, value: Any, like: Tensor | None = None) -> None:
 
 
 def mapping(what: str, value: Any) -> None:
-    """Refuse what is no mapping, with a ``TypeError``."""
+    """Refuse a value that is not a mapping, with a ``TypeError``."""
     if not isinstance(value, Mapping):
         found = f"{str(value)[:80]!r} of type {type(value).__name__}"
         raise TypeError(f"{what} of the checkpoint must be a dict, got {found}")
 
 
 def integer(what: str, value: Any, least: int, most: int) -> int:
-    """Return an integer in ``least .. most``; a float is none, whatever its value."""
+    """Return an integer in ``least .. most``; floats are refused, even integral ones."""
     try:
         found = None if isinstance(value, bool) else operator.index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Contract of every estimator, and its parts: all that a new method imports."""
+"""Public interface for new methods: the estimator base class, its parts and the types that they use."""
 
 from compopt.checks.values import Range
 from compopt.estimator.base import Estimator

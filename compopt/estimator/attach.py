@@ -1,4 +1,4 @@
-"""Commit after every real update of a torch optimizer, whoever wraps it, and warnings of loops that forget it."""
+"""Hooks that commit after each real update of a (wrapped) torch optimizer, and warnings when a loop never commits."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from compopt.estimator.reader import AsyncChecks
 Commit = Callable[[Tensor | None], None]
 
 KEY = "compopt"
-LIMIT = 1 << 30  # bytes of a state that goes into an optimizer's: a copy in memory, and in every file
-UPDATES = 3  # of the model without a commit, where no attached optimizer could still commit
-# Calls without a commit, where no update is seen (an optimizer may run no hooks), if that is also so many times the
-# longest window so far (accumulation may be long)
+LIMIT = 1 << 30  # largest state, in bytes, that an optimizer's state dict may contain: it is copied into every file
+UPDATES = 3  # model updates without a commit before a warning, if no attached optimizer can still commit
+# Calls without a commit before a warning, if no update is observed (an optimizer may run no hooks). The number of calls
+# must also reach WINDOWS times the longest window so far, since gradient accumulation may be long.
 PATIENCE, WINDOWS = 256, 8
-POSITIONS, BATCHES = 100, 2  # calls with index 0 .. B - 1, and how many batches the data set must have at least
+POSITIONS, BATCHES = 100, 2  # calls with index 0 .. B - 1 before a warning; minimum size of the data set in batches
 
 
 class HasOptimizer(Protocol):
-    """Wrapper or engine around an optimizer."""
+    """Protocol of wrappers and engines that keep an optimizer in ``.optimizer``."""
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | HasOptimizer:  # not Any, which the __getattr__ of modules fulfils
-        """Optimizer, or another wrapper."""
+    def optimizer(self) -> torch.optim.Optimizer | HasOptimizer:  # not Any, which every nn.Module would satisfy
+        """Wrapped optimizer, or another wrapper."""
 
 
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     """Follow ``.optimizer`` through wrappers and engines to the object whose ``step`` runs hooks."""
     hooked = [each for each in _chain(optimizer) if isinstance(getattr(each, "_optimizer_step_post_hooks", None), dict)]
-    if hooked:  # a proxy, such as Lightning's, shows the hooks of what it wraps
+    if hooked:  # a proxy, such as Lightning's, exposes the hooks of the wrapped optimizer
         hooks = hooked[0]._optimizer_step_post_hooks
         return [each for each in hooked if each._optimizer_step_post_hooks is hooks][-1]
     raise TypeError(
@@ -52,7 +52,7 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _chain(optimizer: Any) -> Iterator[Any]:
-    """Yield the object, the object that it wraps, and so on, each once."""
+    """Yield the object, then the object that it wraps, and so on; stop at a cycle."""
     seen: list[Any] = []
     while optimizer is not None and not any(optimizer is other for other in seen):
         seen.append(optimizer)
@@ -63,21 +63,21 @@ def _chain(optimizer: Any) -> Iterator[Any]:
 def commit_after_step(optimizer: Any, commit: Commit) -> RemovableHandle:
     """Call ``commit(found_inf)`` after each ``optimizer.step()``.
 
-    ``found_inf`` is the tensor that ``GradScaler`` leaves on a fused optimizer, whose step hook runs on skipped
-    steps too; ``None`` where there is none.
+    ``found_inf`` is the tensor that ``GradScaler`` sets on a fused optimizer, because the step hook of a fused
+    optimizer also runs on skipped steps. It is ``None`` if the optimizer has no such tensor.
     """
-    reference = WeakMethod(commit)  # an optimizer does not keep an estimator alive
+    reference = WeakMethod(commit)  # weak: an optimizer must not keep an estimator alive
 
     @outside_of_graphs
     def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
         alive = reference()
-        # torch.distributed.checkpoint calls step() of an optimizer that has no state yet, to make it: that is no update
+        # torch.distributed.checkpoint calls step() to create the state of a new optimizer; this is not an update.
         if alive is not None and not makes_optimizer_state():
             alive(getattr(optimizer, "found_inf", None))
 
-    # An optimizer around a base_optimizer (SAM) may be used without its own step: the hook is on both, and where both
-    # run, the second has nothing to commit.
+    # A loop may call only the base_optimizer of a wrapping optimizer (SAM). The hook is therefore registered on both;
+    # if both run, the second one finds nothing to commit.
     base = getattr(getattr(optimizer, "base_optimizer", None), "_optimizer_step_post_hooks", None)
     if not isinstance(base, dict):
         return optimizer.register_step_post_hook(hook)
@@ -87,7 +87,7 @@ def commit_after_step(optimizer: Any, commit: Commit) -> RemovableHandle:
 
 
 def refuse_entry(est: Any, why: str) -> None:
-    """Raise: the state of an estimator cannot be an entry of the optimizer's."""
+    """Raise the ValueError for an estimator state that cannot be an entry of the optimizer's state dict."""
     raise ValueError(
         f"attach(checkpoint=True) makes the state of the {type(est).__name__} a part of optimizer.state_dict(), but "
         f"{why}; attach without checkpoint=, and save with compopt.save(est, directory), with the callbacks and "
@@ -96,7 +96,7 @@ def refuse_entry(est: Any, why: str) -> None:
 
 
 def check_entry(est: Any, optimizer: Any, inner: torch.optim.Optimizer) -> None:
-    """Refuse a state that should not be copied into one file, and an optimizer that would not run the hooks."""
+    """Refuse a state that must not be copied into one file, and an optimizer that does not run the hooks."""
     engine, torchs = est._engine, torch.optim.Optimizer
     size = 0 if engine.table is None else engine.table.n * engine.table.layout.row_bytes
     size += sum(value.nbytes for part in engine.parts.values() for value in part.state.values())
@@ -114,20 +114,21 @@ def check_entry(est: Any, optimizer: Any, inner: torch.optim.Optimizer) -> None:
 
 
 class Attached:
-    """Optimizer that commits an estimator's deposits, held weakly, and perhaps carries its state.
+    """Weak reference to an optimizer that commits an estimator's deposits and, optionally, saves its state.
 
-    The state is an entry of the optimizer's, whose hooks have the id of the handle, which removes them too. The saved
-    parameter groups say that there is an entry: an optimizer that is loaded without these hooks ignores the entry, but
-    keeps its groups, so that attaching later finds out.
+    The estimator's state is an entry of the optimizer's state dict. The hooks that save and load the entry are
+    registered under the id of the handle, so that ``handle.remove()`` removes them too. The first saved parameter group
+    records that the entry exists: an optimizer that is loaded without these hooks drops the entry but keeps its
+    groups, so that a later ``attach`` detects the loss.
     """
 
     def __init__(self, given: Any, inner: torch.optim.Optimizer, commit: Commit) -> None:
         self.kind, self.optimizer, self.handle = type(inner).__name__, ref(inner), commit_after_step(inner, commit)
-        # DeepSpeed's engine counts the updates that it skipped, and runs no hook for them.
+        # DeepSpeed's engine counts the updates that it skips, and runs no hook for them.
         counting = [each for each in _chain(given) if isinstance(getattr(each, "skipped_steps", None), int)]
         self._engine = ref(counting[0]) if counting else None
         self._skipped: int = counting[0].skipped_steps if counting else 0
-        self.est: ref[Any] | None = None  # whose state it carries
+        self.est: ref[Any] | None = None  # the estimator that the optimizer's state dict contains
         self._loading: Any = None
 
     def skipped(self) -> bool:
@@ -137,13 +138,13 @@ class Attached:
         return self._skipped > before
 
     def listening(self) -> torch.optim.Optimizer | None:
-        """Return the optimizer if it is alive and has the hook."""
+        """Return the optimizer if it is alive and still has the hook; otherwise ``None``."""
         optimizer = self.optimizer()
         hooked = optimizer is not None and self.handle.id in optimizer._optimizer_step_post_hooks
         return optimizer if hooked else None
 
     def carry(self, est: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Make the state of an estimator an entry of the optimizer's."""
+        """Register hooks that save and load the estimator's state as an entry of the optimizer's state dict."""
         families = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")
         tables: Any = [getattr(optimizer, f"_optimizer_{family}_hooks") for family in families]
         if self.handle.id in tables[0]:
@@ -167,7 +168,7 @@ class Attached:
         return None if self.est is None else self.est()
 
     def _save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Put the entry into a state that the optimizer made."""
+        """Add the estimator's entry to the optimizer's state dict."""
         est = self._carried()
         if est is not None:
             if drops_entries():
@@ -176,7 +177,7 @@ class Attached:
             state_dict["param_groups"][0][self.key] = True
 
     def _take(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Keep the entry until the optimizer has loaded its own state, a copy without it."""
+        """Keep the entry for :meth:`_load`, and return a copy of the state dict without it for the optimizer."""
         groups = [{k: v for k, v in group.items() if k != self.key} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": groups}
         self._loading, est = state_dict.pop(self.key, None), self._carried()
@@ -189,42 +190,43 @@ class Attached:
         return state_dict
 
     def _load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Load what :meth:`_take` has kept."""
+        """Load the entry that :meth:`_take` kept."""
         est, state, self._loading = self._carried(), self._loading, None
         if est is not None and state is not None:
             est.load_state_dict(state)
 
 
 class Attachments:
-    """Optimizers that commit an estimator's deposits, and warnings, once each, of loops in which something is missing.
+    """Optimizers that commit an estimator's deposits, and one-time warnings about mistakes in the training loop.
 
-    *No commit*: ``step()`` never runs, or the attached optimizer is not the one that updates the model.
-    *A learned temperature that no optimizer has*: it gets gradients and keeps its value.
-    *Batch positions for an index*: every batch has 0 .. B - 1, so that a few rows are shared by all samples.
-    *A scale of the model that nothing uses*: ``DistributedDataParallel`` waits for its gradient and ends the next call.
+    *No commit*: ``step()`` never runs, or the attached optimizer does not update the model.
+    *Learned temperature without an optimizer*: the parameter receives gradients and keeps its value.
+    *Batch positions as index*: every index is 0 .. B - 1, so that all samples share a few rows.
+    *Unused scale of the model*: ``DistributedDataParallel`` waits for its gradient and raises at the next forward.
 
-    None of them waits for a device.
+    No check waits for a device.
 
     Attributes:
-        stepped: since the last call, by the id of each optimizer of the process, if updates of the model are counted.
-        unsure_of_positions: no index of something else than positions in the batch has come.
-        unsure_of_optimizer: learned parameters may have gradients and no optimizer.
+        stepped: by the id of each optimizer of the process, whether it has stepped since the last call; ``None``: model
+            updates are not counted.
+        unsure_of_positions: every index so far equals the positions in its batch.
+        unsure_of_optimizer: it is not known yet whether an optimizer updates the learned parameters.
     """
 
     def __init__(self) -> None:
         self._attached: dict[int, Attached] = {}  # by the optimizer's id
-        self._updates = 0  # of the model, since the first call of this window
+        self._updates = 0  # model updates since the first call of this window
         self.stepped: dict[int, bool] | None = None
-        self._longest = 0  # calls of the longest window that was committed
+        self._longest = 0  # calls in the longest committed window
         self._said_pending = False
-        self.unsure_of_positions, self._positions = True, 0  # and the calls with batch positions so far
-        self.unsure_of_optimizer, self._calls = True, 0  # and the calls so far
-        self._before: list[Tensor] = []  # learned parameters at the first of them
-        self._graded = False  # they had gradients at a commit
+        self.unsure_of_positions, self._positions = True, 0  # _positions: calls with batch positions so far
+        self.unsure_of_optimizer, self._calls = True, 0  # _calls: calls so far
+        self._before: list[Tensor] = []  # values of the learned parameters at the first call
+        self._graded = False  # the learned parameters had gradients at a commit
         self._looked_for_scale = False
 
     def add(self, optimizer: Any, commit: Commit, carried: Any = None) -> RemovableHandle:
-        """Attach once; see :meth:`Estimator.attach`. ``carried``: the estimator, where its state is to travel."""
+        """Attach once, see :meth:`Estimator.attach`; the optimizer saves the state of ``carried``, if given."""
         inner = unwrap(optimizer)
         if carried is not None:
             check_entry(carried, optimizer, inner)
@@ -237,15 +239,15 @@ class Attachments:
 
     def skipped(self) -> bool:
         """Return whether an engine has skipped an update since the last call of this method."""
-        skipped = [each.skipped() for each in self._attached.values()]  # every one must look
+        skipped = [each.skipped() for each in self._attached.values()]  # a list: every counter must be read
         return any(skipped)
 
     def listening(self) -> str | None:
-        """Return the kind of a living optimizer that has the hook, or ``None``."""
+        """Return the class name of an optimizer that is alive and has the hook, or ``None``."""
         return next((each.kind for each in self._attached.values() if each.listening() is not None), None)
 
     def gone(self) -> str | None:
-        """Return the kind of the last optimizer that was attached, if no attached one is alive; else ``None``."""
+        """Return the class name of the last attached optimizer if no attached optimizer is alive; else ``None``."""
         alive = any(each.optimizer() is not None for each in self._attached.values())
         return None if alive else next((each.kind for each in reversed(self._attached.values())), None)
 
@@ -257,19 +259,19 @@ class Attachments:
     # -- no commit ---------------------------------------------------------------------------------------------
 
     def committed(self, window: int) -> None:
-        """Note that a window of this many calls was committed."""
+        """Record the commit of a window of ``window`` calls."""
         self._longest = max(self._longest, window)
         self._watch(False)
 
     def pending(self, calls: int) -> None:
-        """Warn once when so many calls wait for a commit that somebody must have forgotten it."""
+        """Warn once if so many calls wait for a commit that the loop must lack one."""
         if self._said_pending:
             return
         if calls == 1:
-            by_hand = self._longest > 0 and self.gone() is None  # such a loop may take its time
+            by_hand = self._longest > 0 and self.gone() is None  # a loop that calls step() itself may commit late
             self._watch(not by_hand and self.listening() is None)
         known = dict(self.stepped or {})  # a copy: an optimizer may step in another thread
-        if known and all(known.values()):  # which of them has the model is not known
+        if known and all(known.values()):  # it is not known which optimizer has the model: wait for all
             self._updates += 1
             self.stepped = dict.fromkeys(known, False)
         patient = calls < max(PATIENCE, WINDOWS * self._longest)
@@ -279,7 +281,7 @@ class Attachments:
         self._say_pending(f"{calls} calls have deposited{meanwhile} and none was committed: ")
 
     def saving(self, t: int, calls: int) -> None:
-        """Warn once when a state is saved that knows nothing, although there were calls."""
+        """Warn once if a state without any commit is saved although calls have deposited."""
         if t == 0 and calls > 1 and not self._said_pending:
             self._say_pending(f"{calls} calls have deposited and none was committed; what is saved has none of them: ")
 
@@ -304,13 +306,13 @@ class Attachments:
         self._updates, self.stepped = 0, {} if on else None
         if on:
             _watching.add(self)
-        if on and not _hooks:  # once for all optimizers; it must not be removed while another thread runs it
+        if on and not _hooks:  # one global hook, never removed: another thread may be running it
             _hooks.append(register_optimizer_step_post_hook(_note))
 
     # -- a learned temperature ---------------------------------------------------------------------------------
 
     def learned(self, parameters: Sequence[Parameter], async_checks: AsyncChecks) -> None:
-        """Watch, at a call, the parameters that the user's optimizer should learn."""
+        """Check, at a call, that the user's optimizer updates the learned parameters."""
         self._calls += 1
         if self._calls == 1:
             self._before = [parameter.detach().clone() for parameter in parameters]
@@ -320,7 +322,7 @@ class Attachments:
         self.updated(parameters)
         if not self._graded:
             return
-        if {*map(id, self._parameters())}.issuperset(map(id, parameters)):  # a learning rate of 0 is a choice
+        if {*map(id, self._parameters())}.issuperset(map(id, parameters)):  # a learning rate of 0 is legitimate
             return
 
         def tell(idle: int) -> None:
@@ -335,18 +337,18 @@ class Attachments:
         async_checks.watch(idle.to(torch.int32), tell)
 
     def updated(self, parameters: Sequence[Parameter]) -> None:
-        """Note gradients at a commit; ``model.zero_grad()`` may take them away before the next call."""
+        """Record at a commit that gradients exist; ``model.zero_grad()`` may clear them before the next call."""
         self._graded |= bool(parameters) and all(parameter.grad is not None for parameter in parameters)
 
     # -- a scale that nothing uses -----------------------------------------------------------------------------
 
     def look_for_scale(self) -> None:
-        """Warn, at the first commit, of a scalar without gradient for which ``DistributedDataParallel`` waits."""
+        """Warn, at the first commit, about a scalar without gradient for which ``DistributedDataParallel`` waits."""
         if self._looked_for_scale:
             return
         self._looked_for_scale = True
         parameters = [p for p in self._parameters() if p.requires_grad]
-        if all(p.grad is None for p in parameters):  # taken away already
+        if all(p.grad is None for p in parameters):  # zero_grad() has already cleared the gradients
             return
         name = _awaited([p for p in parameters if p.grad is None and p.numel() == 1])
         if name is not None:
@@ -361,16 +363,16 @@ class Attachments:
     # -- batch positions ---------------------------------------------------------------------------------------
 
     def positions(self, index: Tensor, n: int | None, remembered: bool) -> None:
-        """Watch for an index of positions in the batch, as this rank gave it.
+        """Warn if every index so far equals the positions in the batch.
 
         Args:
-            index: ``(b,)``.
-            n: number of rows; ``None``: there are none.
-            remembered: samples of earlier batches are known by their index, rows or not.
+            index: index of this rank, ``(b,)``.
+            n: number of rows; ``None``: the estimator has no rows.
+            remembered: the estimator identifies samples of earlier batches by their index, with or without rows.
         """
         if len(index) == 0:
             return
-        large = remembered if n is None else n >= BATCHES * len(index)  # without n the data set may be of any size
+        large = remembered if n is None else n >= BATCHES * len(index)  # without n the size of the data set is unknown
         possible = large and index.device.type == "cpu" and int(index[-1]) == len(index) - 1
         self.unsure_of_positions = possible and np.array_equal(index.numpy(), np.arange(len(index)))
         self._positions += 1
@@ -392,21 +394,22 @@ _hooks: list[Any] = []
 @outside_of_graphs
 def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for attachments in tuple(_watching):
-        stepped = attachments.stepped  # read once: another thread may commit and end the watch meanwhile
+        stepped = attachments.stepped  # read once: another thread may commit and set it to None meanwhile
         if stepped is not None:
             stepped[id(optimizer)] = True
 
 
 def _idle(parameter: Parameter, before: Tensor) -> Tensor:
-    """Return a flag on the device: the value is unchanged, although its gradient, if there is one, is not zero."""
+    """Return a 0-d flag on the device: the value is unchanged, and the gradient, if there is one, is not zero."""
     kept = (parameter.detach() == before.to(parameter.device)).all()
     return kept if parameter.grad is None else kept & (parameter.grad != 0).any()
 
 
 def _awaited(parameters: Sequence[Tensor]) -> str | None:
-    """Return the name of the first of some parameters without gradient that ends the next call of a model in DDP.
+    """Return the name of the first given parameter whose missing gradient makes DDP raise at the next forward.
 
-    All ``DistributedDataParallel`` of the process are searched, because a parameter does not know its module.
+    All ``DistributedDataParallel`` modules of the process are searched, because a parameter has no reference to its
+    module. ``None`` if there is no such parameter.
     """
     if not parameters or not (dist.is_available() and dist.is_initialized()):
         return None
@@ -416,7 +419,7 @@ def _awaited(parameters: Sequence[Tensor]) -> str | None:
         if model.find_unused_parameters or model.static_graph:
             continue
         for name, parameter in model.module.named_parameters():
-            ignored = name if "." in name else f".{name}"  # as DDP compares them
+            ignored = name if "." in name else f".{name}"  # the form of names that DDP compares
             if id(parameter) in wanted and ignored not in model.parameters_to_ignore:
                 return str(name)
     return None

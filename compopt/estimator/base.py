@@ -1,4 +1,4 @@
-"""Contract of every estimator: groups, rows, read / deposit / commit, hooks, checkpoints."""
+"""Base class of all estimators: sample groups, rows, read / deposit / commit, hooks, checkpoints."""
 
 from __future__ import annotations
 
@@ -31,42 +31,47 @@ FAMILIES = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_
 
 
 class Estimator:
-    r"""State per sample beside any torch optimizer. It behaves like an optimizer of ``torch.optim``.
+    r"""Base class of estimators: per-sample state beside a torch optimizer, with the interface of ``torch.optim``.
 
     *Read, deposit, commit.* A call in training mode reads committed rows and deposits proposals, as ``backward``
-    deposits gradients; only :meth:`step` writes them. Several deposits before one step (gradient accumulation)
-    are all committed; a row deposited more than once gets the mean of its proposals (of ``u``, where ``log u``
-    is stored). Under :meth:`eval` or ``torch.no_grad()`` nothing is deposited.
+    deposits gradients. Only :meth:`step` writes proposals to the rows. It commits all deposits since the last step
+    (gradient accumulation). A row with several proposals is set to their mean (the mean of ``u``, where ``log u`` is
+    stored). Under :meth:`eval` or ``torch.no_grad()`` nothing is deposited.
 
-    Every hyper-parameter lives in :attr:`sample_groups`, one dict per data set, and may be changed there while
-    training; changes are checked at the next call. Keys that two components share are prefixed with
-    ``normalizer.`` or ``temperature.``.
+    :attr:`sample_groups` contains every hyper-parameter, in one dict per data set. Values may be changed there during
+    training; the next call checks them. Keys that two components share are prefixed with ``normalizer.`` or
+    ``temperature.``.
 
     Args:
-        engine: groups, ranks and rows; ``None``: a part, which makes its own when it is used alone.
+        engine: groups, ranks and rows; ``None``: this is a part, which creates an engine when it is used alone.
 
     Attributes:
-        data_fingerprint: set it to that of the index that gives samples their rows (``ShardIndex``, ``KeyIndex``,
-            ``UidIndex``): :func:`compopt.save` stores it, and :func:`compopt.load` refuses the rows of another one.
+        data_fingerprint: fingerprint of the index that maps samples to rows (``ShardIndex``, ``KeyIndex``,
+            ``UidIndex``); set by the user. :func:`compopt.save` stores it, and :func:`compopt.load` refuses the rows of
+            another fingerprint.
 
-    State: one row per sample, the columns of all components and ``count`` (int32, visits per direction), padded to a
-    multiple of 16 bytes; beside the rows what components keep for all samples, and :attr:`t`.
+    State: one row per sample with the columns of all components and ``count`` (int32, visits per direction), padded to
+    a multiple of 16 bytes; state of the components that is not per sample; :attr:`t`.
 
-    Threads: one thread calls. Another may take :meth:`state_dict` or :meth:`read`, or run :func:`compopt.save`,
-    meanwhile, and sees the state between two commits; a commit waits for it, except for a save with
-    ``blocking=False``. What communicates must run in the thread that calls; elsewhere it is a ``RuntimeError``.
+    Threads: one thread calls the estimator. Meanwhile another thread may call :meth:`state_dict`, :meth:`read` or
+    :func:`compopt.save`, and gets the state between two commits. A commit waits for that thread, except for a save with
+    ``blocking=False``. Methods that communicate must run in the thread that calls; another thread gets a
+    ``RuntimeError``.
 
-    Communicates, with several ranks: construction is collective with ``offload="disk"``; the first message forms a CPU
-    group where the group's backend takes no CPU tensors. A method that communicates says so; the others do not.
+    Communicates, with several ranks: construction is collective with ``offload="disk"``. The first message forms a CPU
+    group if the backend of the process group does not support CPU tensors. Methods that communicate document it; the
+    others do not communicate.
 
     Raises:
-        IndexError: an index on the CPU is outside the data set. This and the other errors leave the state as it was.
-        TypeError, ValueError: bad types, shapes or hyper-parameters; rows neither float32 nor float64.
-        RuntimeError: with several ranks, another rank refused, does something else, or did not come.
+        IndexError: an index on the CPU is outside the data set. After this and every other error the state is
+            unchanged.
+        TypeError, ValueError: bad types, shapes or hyper-parameters; a dtype of the rows other than float32 or float64.
+        RuntimeError: with several ranks, another rank refused the call, runs another operation, or did not respond.
 
     Warns:
-        UserWarning: once each: nothing was committed for three updates of a model, or many calls; a learned temperature
-            had gradients and kept its value; every index was ``0 .. B - 1``, as if it were a position in the batch.
+        UserWarning: once each: no commit during three updates of a model, or during many calls; a learned temperature
+            that received gradients and kept its value; an index that is always ``0 .. B - 1``, the position in the
+            batch.
 
     Example:
         >>> import torch, compopt
@@ -81,7 +86,7 @@ class Estimator:
     data_fingerprint: str | None = None
     mode: str
     dtype: torch.dtype
-    _fixed: tuple[str, ...] = ("mode", "dtype")  # attributes that decide what rows mean: they are set once
+    _fixed: tuple[str, ...] = ("mode", "dtype")  # attributes that determine the meaning of the rows: set only once
 
     def __init__(self, engine: Engine | None) -> None:
         self._hooks: dict[str, OrderedDict[int, Hook]] = {family: OrderedDict() for family in FAMILIES}
@@ -103,67 +108,68 @@ class Estimator:
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in self._fixed:  # else it could be set anew
+        if name in self._fixed:  # otherwise it could be set again after deletion
             raise AttributeError(f"{name} of {type(self).__name__} is fixed, since its state depends on it")
         super().__delattr__(name)
 
     @property
     def _engine(self) -> Engine:
-        """Engine that methods act on; a part of another estimator refuses, and names its owner."""
+        """Engine that methods modify; a part of another estimator raises an error that names its owner."""
         return self._facts
 
     @property
     def _facts(self) -> Engine:
-        """Engine that properties read; of a part its owner's."""
+        """Engine that properties read; for a part, the engine of its owner."""
         assert self._core is not None
         return self._core
 
     @property
     def _role(self) -> str | None:
-        """Part of an owner whose groups, rows and state this object shows; ``None``: it shows all."""
+        """Role of the part to which groups, rows and state are restricted; ``None``: no restriction."""
         return None
 
     @property
     def t(self) -> int:
-        """Commits so far."""
+        """Number of commits so far."""
         return self._facts.t
 
     @property
     def training(self) -> bool:
-        """True if calls deposit, see :meth:`train`."""
+        """Return whether calls deposit, see :meth:`train`."""
         return self._facts.training
 
     # -- groups ------------------------------------------------------------------------------------------------
 
     @property
     def sample_groups(self) -> Groups:
-        """One dict per data set, as ``param_groups``: ``n`` and every hyper-parameter.
+        """List of one dict per data set, like ``param_groups``: ``n`` and every hyper-parameter.
 
-        Of a part of an estimator: its own hyper-parameters by their own names; edits count.
+        For a part of an estimator: views with the part's own hyper-parameters under the part's names. Edits change the
+        groups of the owner.
         """
         groups, role = self._facts.groups, self._role
         return groups.groups if role is None else groups.of_part(role)
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Values of the hyper-parameters that a group leaves out (``None``: by mode)."""
+        """Values of the hyper-parameters that a group leaves out (``None``: the default of the mode)."""
         groups, role = self._facts.groups, self._role
         return groups.defaults if role is None else groups.own(role, groups.defaults)
 
     @property
     def n(self) -> int | None:
-        """Samples in all groups; ``None`` for an estimator without rows."""
+        """Number of samples in all groups; ``None`` for an estimator without rows."""
         return self._facts.groups.n
 
     def add_sample_group(self, group: Mapping[str, Any]) -> None:
-        """Append the rows of another data set, whose samples take the indices after all existing ones.
+        """Append the rows of another data set; their indices follow all existing ones.
 
         Args:
-            group: ``{"n": ..., key: value, ...}``; defaults fill what it leaves out.
+            group: ``{"n": ..., key: value, ...}``; defaults replace missing keys.
 
         Raises:
             ValueError: an unknown key, a bad value, or an estimator without rows.
-            TypeError: ``n`` is no integer.
+            TypeError: ``n`` is not an integer.
 
         Communicates: collective with several ranks.
         """
@@ -173,7 +179,7 @@ class Estimator:
             new = engine.groups.completed(group)
             engine.forget_prefetched()
             if engine.table is not None:
-                with torch.inference_mode(False):  # rows made inside it could not be written outside
+                with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
                     engine.table.grow((self.n or 0) + new["n"])
             engine.groups.append(new)
 
@@ -202,7 +208,7 @@ class Estimator:
         if depositing:
             if engine.attachments.skipped():
                 self.discard()
-            with engine.handshake.guard():  # a warning may be an error
+            with engine.handshake.guard():  # warning filters may turn a warning into an error
                 if engine.attachments.unsure_of_positions:
                     engine.attachments.positions(keys["index"], self.n, self._remembers_index)
                 if engine.attachments.unsure_of_optimizer:
@@ -215,7 +221,7 @@ class Estimator:
         return batch
 
     def _index(self, index: Tensor | None, count: int) -> Tensor:
-        """Check the index of a call; without rows it may be left out, and every sample has a name of its own."""
+        """Return the checked index of a call; without an index and rows, number each sample uniquely."""
         if index is not None:
             return check_vector("index", index, count)
         if self.n is not None:
@@ -223,11 +229,11 @@ class Estimator:
         return torch.arange(count, device="cpu") + (FIRST_NAME - (self._engine.ranks.rank + 1) * RANK_STRIDE)
 
     def _look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
-        """Read committed rows outside of a call, as ``like``; collective on shards."""
+        """Read committed rows outside of a call, with the device and dtype of ``like``; collective on shards."""
         return self._engine.reader.look(index, like, values)
 
     def _refuse_checkpoint(self, engine: Engine, depositing: bool) -> None:
-        """Refuse a call inside a checkpointed function, where running it again would deposit or gather twice."""
+        """Refuse a call inside a checkpointed function, because the recomputation would deposit or gather twice."""
         keeps = engine.table is not None or any(part.has_state for part in engine.parts.values())
         deposits = keeps and depositing
         meets = engine.ranks.size > 1 and (torch.is_grad_enabled() or in_backward())
@@ -239,7 +245,7 @@ class Estimator:
             f"twice; checkpoint the encoders alone and call the estimator on what they return: it keeps no B x B "
             f"matrix for backward"
         )
-        if in_backward():  # the other ranks may not be
+        if in_backward():  # the other ranks may not be in backward, so that they cannot be told
             raise error
         with engine.handshake.guard():
             raise error
@@ -248,17 +254,18 @@ class Estimator:
         """Return a copy of committed values by column, on the rows' device.
 
         Args:
-            index: data-set positions, ``(B,)``. On shards a collective call, in which each rank may ask for others.
+            index: data-set positions, ``(B,)``. On shards the call is collective, and ranks may pass different
+                positions.
 
         Returns:
-            Every column, ``(B, 2)``, or ``(B, 1)`` in unimodal mode and with one direction, as stored; ``count`` is
-            ``(B,)`` int64, the visits of the sample (0: never seen, its logarithms read 0). Of a part of an estimator
-            its own columns and visits.
+            Every column as stored, ``(B, 2)``, or ``(B, 1)`` in unimodal mode and with one direction; ``count`` is
+            ``(B,)`` int64, the number of visits of the sample. Logarithms of a sample that was never visited (count 0)
+            are 0. For a part of an estimator: the part's own columns and visits.
 
         Raises:
-            IndexError: outside the data set.
-            TypeError, ValueError: the index is no 1-D tensor of integers.
-            RuntimeError: nothing is kept per sample.
+            IndexError: an index is outside the data set.
+            TypeError, ValueError: the index is not a 1-D tensor of integers.
+            RuntimeError: the estimator has no rows.
         """
         engine, role = self._facts.open(), self._role
         own = None if role is None else [column.name for column in engine.columns()[role]]
@@ -279,26 +286,26 @@ class Estimator:
     def prefetch(self, source: Iterable[T], index: Any = -1, index2: Any = None) -> PrefetchLoader[T]: ...
 
     def prefetch(self, source: Any, index: Any = -1, index2: Any = None) -> PrefetchLoader[Any] | None:
-        """Start reading the rows of a batch that will be called soon, or wrap a loader so that this happens by itself.
+        """Start reading the rows of a future batch, or wrap a loader that does so for every batch.
 
-        Values are those committed at the time of the call. Worth it with ``offload=``: rows beside the features are
-        read in the call itself.
+        The call of the batch uses the values committed at the time of that call. Prefetching helps only with
+        ``offload=``: rows on the features' device are read in the call itself.
 
         Args:
-            source: the ``index`` of a coming batch, ``(B,)``; or a loader, from which one batch is taken ahead.
-            index: where a loader's batch holds the index: a position, a key, or a function of the batch.
-            index2: with an index, that of the second modality; with a loader, where the batch holds it.
+            source: the ``index`` of a future batch, ``(B,)``; or a loader, from which one batch is read ahead.
+            index: with a loader, place of the index in a batch: a position, a key, or a function of the batch.
+            index2: with an index, the index of the second modality; with a loader, its place in a batch.
 
         Returns:
-            ``None`` for an index; for a loader a :class:`~compopt.data.PrefetchLoader` over its batches (the loader
-            itself, where nothing is kept per sample).
+            ``None`` for an index; for a loader, a :class:`~compopt.data.PrefetchLoader` over its batches, or the loader
+            itself if the estimator has no rows.
 
         Raises:
             IndexError: an index on the CPU is outside the data set.
-            TypeError, ValueError: an index is no 1-D tensor of integers; a loader, see there.
+            TypeError, ValueError: an index is not a 1-D tensor of integers; for a loader, see ``PrefetchLoader``.
 
-        Communicates: nothing; on shards with ``offload=``, which all ranks then have, row numbers in a background
-        thread: all ranks must prefetch the same batches in the same order.
+        Communicates: nothing, except on shards with ``offload=`` (on all ranks): a background thread exchanges row
+        numbers, so that all ranks must prefetch the same batches in the same order.
         """
         if isinstance(source, Tensor):
             self._prefetch(source, index if isinstance(index, Tensor) else index2)
@@ -307,7 +314,7 @@ class Estimator:
             raise TypeError(
                 f"index must be a tensor of integers, got {type(source).__name__}; pass torch.as_tensor(index)"
             )
-        if self._engine.table is None:  # nothing to read, so no index is asked for; the loader itself does
+        if self._engine.table is None:  # nothing to read: return the loader, whose batches need no index
             return cast(PrefetchLoader[Any], source)
         return PrefetchLoader(source, self._prefetch, self._engine.forget_prefetched, index, index2)
 
@@ -319,7 +326,7 @@ class Estimator:
 
     @property
     def pending(self) -> int:
-        """Calls whose proposals wait for :meth:`step`."""
+        """Number of calls since the last commit that deposited proposals."""
         return self._facts.pending
 
     def _deposit(self, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None = None) -> None:
@@ -338,15 +345,16 @@ class Estimator:
 
     @outside_of_graphs
     def step(self) -> None:
-        """Write everything pending to the rows and advance :attr:`t`; with nothing pending, do nothing.
+        """Write all pending proposals to the rows and increment :attr:`t`; with nothing pending, do nothing.
 
-        :meth:`attach` calls it after each update. Step hooks run before and after it. Communicates nothing.
+        An optimizer passed to :meth:`attach` calls it after each update. Step hooks run before and after the commit.
+        Communicates nothing.
 
         Raises:
-            RuntimeError: this is a part of another estimator, which commits.
+            RuntimeError: this is a part of another estimator; only that estimator commits.
 
         Warns:
-            RuntimeWarning: a save beside training has failed (``compopt.save(..., blocking=False)``).
+            RuntimeWarning: a background save (``compopt.save(..., blocking=False)``) has failed.
         """
         self._commit(None)
 
@@ -362,12 +370,12 @@ class Estimator:
         if not engine.pending:
             return
         if found_inf is not None:
-            found_inf = found_inf.reshape(())  # (1,) would give state that is a number an axis
+            found_inf = found_inf.reshape(())  # a flag of shape (1,) would broadcast 0-d state to 1-D
             if found_inf.device.type == "cpu" and found_inf.item() > 0:
                 self.discard()
                 return
         self._run("step_pre", (), {})
-        # On an accelerator nobody waits for the flag: rows and state keep their values there where it is positive.
+        # On an accelerator the host does not wait for the flag: where it is positive, the device keeps the old values.
         with engine.writing(), torch.no_grad():
             if engine.table is not None:
                 engine.table.commit(found_inf)
@@ -381,64 +389,68 @@ class Estimator:
 
     @outside_of_graphs
     def discard(self) -> None:
-        """Drop everything pending, after an update that was skipped. Communicates nothing."""
+        """Drop all pending proposals, for example after a skipped update. Communicates nothing."""
         self._engine.discard()
 
     def attach(self, optimizer: torch.optim.Optimizer | HasOptimizer, *, checkpoint: bool = False) -> RemovableHandle:
-        """Run :meth:`step` after each real ``optimizer.step()``; a step skipped for overflow discards.
+        """Run :meth:`step` after each real ``optimizer.step()``, and :meth:`discard` after a step skipped for overflow.
 
-        Call it after ``deepspeed.initialize`` (with the engine) or ``accelerator.prepare``, and anew for an optimizer
-        that is made anew. An unfused ``GradScaler`` skip does not call the optimizer: the finite rows of that window
-        join the next commit, which is harmless because the weights did not move;
-        :func:`compopt.integrations.amp.attach` drops them, and so does :meth:`discard`.
+        Call it after ``deepspeed.initialize`` (with the engine) or ``accelerator.prepare``, and again for every new
+        optimizer. A ``GradScaler`` that skips an unfused step does not call the optimizer: the finite rows of that
+        window are part of the next commit, which is harmless because the weights did not change.
+        :func:`compopt.integrations.amp.attach` and :meth:`discard` drop these rows.
 
-        With ``checkpoint=True`` code that saves the optimizer saves the estimator: ``optimizer.state_dict()`` has
-        :meth:`state_dict` under the key ``"compopt"`` (the second estimator on an optimizer: ``"compopt.1"``, in the
-        order of attaching), and ``optimizer.load_state_dict()`` loads it once the optimizer has loaded its own. Attach
-        before you load. The entry is for states up to 1 GiB.
+        With ``checkpoint=True``, code that saves the optimizer also saves the estimator. ``optimizer.state_dict()``
+        contains :meth:`state_dict` under the key ``"compopt"`` (``"compopt.1"`` for the second estimator attached to
+        the optimizer, and so on), and ``optimizer.load_state_dict()`` loads it after the state of the optimizer. Attach
+        before loading. The state must not exceed 1 GiB.
 
         Args:
             optimizer: a torch optimizer, or a wrapper or engine that keeps one in ``.optimizer``.
-            checkpoint: the state travels with the optimizer's.
+            checkpoint: whether the optimizer's state dict contains the state of the estimator.
 
         Returns:
-            A handle whose ``remove()`` ends both.
+            A handle; ``remove()`` detaches the estimator and removes its state from the optimizer's state dict.
 
         Raises:
-            TypeError: no torch optimizer is inside.
-            ValueError: ``checkpoint=True``, and the state is :attr:`split`, on the disk or larger than 1 GiB, or the
-                optimizer is DeepSpeed's or has a ``state_dict`` of its own. At ``optimizer.state_dict()``:
-                ``torch.distributed.checkpoint.state_dict`` or FSDP would drop the entry.
-            RuntimeError: this is a part of another estimator; attach that.
+            TypeError: ``optimizer`` contains no torch optimizer.
+            ValueError: with ``checkpoint=True``, the state is :attr:`split`, on disk or larger than 1 GiB, or the
+                optimizer is DeepSpeed's or overrides ``state_dict`` or ``load_state_dict``. At
+                ``optimizer.state_dict()``: ``torch.distributed.checkpoint.state_dict`` or FSDP would drop the entry.
+            RuntimeError: this is a part of another estimator; attach that estimator.
 
         Warns:
-            UserWarning: ``checkpoint=True``, and the optimizer was loaded before attaching, or without the entry.
+            UserWarning: with ``checkpoint=True``, the optimizer was loaded before attaching, or loads a state without
+                the entry.
 
-        Communicates: nothing, neither here nor when it commits.
+        Communicates: nothing, neither at this call nor at a commit.
         """
         checks.flag("checkpoint", checkpoint)
         return self._engine.attachments.add(optimizer, self._commit, self if checkpoint else None)
 
     def between_commits(self) -> AbstractContextManager[None]:
-        """Context in which no commit runs and no other thread copies the state."""
+        """Return a context in which no commit runs and no other thread copies the state."""
         return self._engine.writing()
 
     # -- modes, devices, parameters ----------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
-        """Deposit proposals (the default), or with ``mode=False`` do not; equal on all ranks. Return the estimator."""
+        """Set whether calls deposit proposals (the default); equal on all ranks. Return the estimator."""
         self._engine.training = bool(mode)
         return self
 
     def eval(self) -> Self:
-        """Estimate from committed state and deposit nothing; pending deposits stay pending. Return the estimator."""
+        """Set evaluation mode: calls read committed state and deposit nothing. Pending deposits are kept.
+
+        Return the estimator.
+        """
         return self.train(False)
 
     def to(self, device: torch.device | str) -> Self:
-        """Move rows and other state to a device, and return the estimator; a ``ValueError`` for the meta device.
+        """Move rows and other state to a device, and return the estimator; the meta device is a ``ValueError``.
 
-        They are made on the CPU, and follow the first features in training mode. Rows with ``offload=`` stay where they
-        are. No dtype changes.
+        Rows and state are created on the CPU and move to the device of the features at the first training call. Rows
+        with ``offload=`` are not moved. Dtypes do not change.
         """
         engine = self._engine
         device = torch.device(device)
@@ -454,7 +466,7 @@ class Estimator:
 
     @property
     def device(self) -> torch.device:
-        """Device of the rows or, without rows, of other state; the CPU without any."""
+        """Device of the rows; without rows, of the other state; without state, the CPU or the target of :meth:`to`."""
         engine = self._facts
         if engine.table is not None:
             return engine.table.store.device
@@ -463,23 +475,23 @@ class Estimator:
 
     @property
     def split(self) -> bool:
-        """True if ranks hold different parts of the state, so that :meth:`state_dict` is collective."""
+        """Return whether ranks hold different parts of the state, so that :meth:`state_dict` is collective."""
         engine = self._facts
         sharded = engine.table is not None and engine.table.sharded
         return sharded or any(part.split_state for part in engine.parts.values())
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Yield the parameters that the user's optimizer must learn (a learned temperature); usually none."""
+        """Yield the parameters to pass to the user's optimizer (a learned temperature); usually none."""
         for part in self._facts.parts.values():
             yield from part.learned()
 
     def learnables(self) -> dict[str, torch.nn.Module]:
-        """Return, by role, the modules whose parameters the user's optimizer learns."""
+        """Return, by role, the modules with the parameters that the user's optimizer learns."""
         return {role: part.learnable for role, part in self._facts.parts.items() if part.learnable is not None}
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """0-d tensors that describe the last call, by name; empty before one. Communicates nothing."""
+        """0-d tensors that describe the last call, by name; empty before the first call. Communicates nothing."""
         return {}
 
     # -- checkpoints -------------------------------------------------------------------------------------------
@@ -487,17 +499,18 @@ class Estimator:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all committed state: rows by column, groups, state that is not rows; no pending deposits.
 
-        In a thread beside training it is the state between two commits, except a temperature that the user's optimizer
-        learns.
+        Another thread may call it during training and gets the state between two commits. A temperature that the user's
+        optimizer learns is the exception: the optimizer may change it meanwhile.
 
         Returns:
-            Plain containers and tensors: ``"version"``, ``"config"`` (what a loading estimator must have alike),
-            ``"sample_groups"``, ``"rows"`` (every column, ``(n, 2)`` or ``(n, 1)``), ``"extra"`` (by role, state that
-            is not rows) and ``"t"``; ``"entries"``, the names of ``extra``, where these grow. Of a part of an estimator
-            its own, with ``"meaning"``, what else its values depend on.
+            Plain containers and tensors: ``"version"``, ``"config"`` (which must equal that of the loading estimator),
+            ``"sample_groups"``, ``"rows"`` (every column, ``(n, 2)`` or ``(n, 1)``), ``"extra"`` (state that is not
+            rows, by role) and ``"t"``; ``"entries"``, the names in ``extra``, if a part creates state during training.
+            For a part of an estimator: the state of the part, with ``"meaning"``, the facts of the composition that its
+            values depend on.
 
-        Communicates: collective where the state is :attr:`split`: on shards and with a network that ranks split, which
-        every rank gets whole. Otherwise nothing.
+        Communicates: collective if the state is :attr:`split` (shards, or a network that is split across ranks). Every
+        rank gets the complete state. Otherwise nothing.
         """
         self._begin_saving()
         engine, role = self._facts.open(), self._role
@@ -507,23 +520,24 @@ class Estimator:
         return replaced
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict` into an estimator of the same configuration; drops anything pending.
+        """Restore the result of :meth:`state_dict` into an estimator of the same configuration; drop pending deposits.
 
-        Of a part of an estimator: restore the state of a part of the same kind, from another composition for example.
-        The owner's hyper-parameters and :attr:`t` stay, and a sample's number of visits becomes the larger one. Other
-        parts take their next visit of a sample that only the loaded state has met as the first.
+        For a part of an estimator: restore the state of a part of the same kind, for example from another composition.
+        The owner's hyper-parameters and :attr:`t` do not change. The number of visits of a sample becomes the maximum
+        of the current and the loaded one. If only the loaded state has visited a sample, the other parts treat their
+        next visit of that sample as the first one.
 
-        dtype and device stay those of this estimator, and all values are copied. Nothing is written unless everything
-        fits. No other thread may call meanwhile.
+        The dtype and the device of this estimator do not change, and all values are copied. If any check fails, nothing
+        is written. No other thread may call the estimator meanwhile.
 
         Args:
-            state_dict: what :meth:`state_dict` returned.
+            state_dict: result of :meth:`state_dict`.
 
         Raises:
-            ValueError: another n, mode, method or dtype, which is never converted; entries that are missing or unknown;
+            ValueError: another n, mode, method or dtype (dtypes are never converted); missing or unknown entries;
                 tensors that are sparse or on the meta device; values that no run writes, such as NaN or a count below
-                0. Of a part: values that mean something else in this composition (another reference or temperature).
-            TypeError: ``state_dict`` is no mapping, or an entry is of another type.
+                0. For a part: values with another meaning in this composition (another reference or temperature).
+            TypeError: ``state_dict`` is not a mapping, or an entry has another type.
 
         Communicates: nothing.
         """
@@ -540,7 +554,7 @@ class Estimator:
 
     # -- hooks -------------------------------------------------------------------------------------------------
 
-    # Hooks run while the estimator's lock is free: they may read, save, or wait for a thread that does.
+    # Hooks run without the estimator's lock: they may read, save, or wait for a thread that does.
 
     def _register(self, family: str, hook: Hook, prepend: bool = False) -> RemovableHandle:
         handle = RemovableHandle(self._hooks[family])
@@ -550,7 +564,7 @@ class Estimator:
         return handle
 
     def _run(self, family: str, *args: Any) -> Any:
-        """Run hooks; return the only argument, a state, or what the last hook returned in its place."""
+        """Run hooks; a hook with a single argument, a state, may return another state, which is passed on."""
         for hook in list(self._hooks[family].values()):
             result = hook(self, *args)
             args = (result,) if len(args) == 1 and result is not None else args
@@ -565,15 +579,15 @@ class Estimator:
         return self._register("step_post", hook)
 
     def register_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
-        """Call ``hook(estimator)`` before :meth:`state_dict`; ``prepend``, here and below: before the other hooks."""
+        """Call ``hook(estimator)`` before :meth:`state_dict`; with ``prepend``, before all other hooks."""
         return self._register("state_dict_pre", hook, prepend)
 
     def register_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
-        """Call ``hook(estimator, state_dict)`` on the finished dict; it may return another one."""
+        """Call ``hook(estimator, state_dict)`` with the finished dict; the hook may return another dict."""
         return self._register("state_dict_post", hook, prepend)
 
     def register_load_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
-        """Call ``hook(estimator, state_dict)`` before anything is checked or written; it may return another dict."""
+        """Call ``hook(estimator, state_dict)`` before all checks and writes; the hook may return another dict."""
         return self._register("load_state_dict_pre", hook, prepend)
 
     def register_load_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
@@ -583,7 +597,7 @@ class Estimator:
     # -- copies and repr ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return state and deposits without hooks, as torch optimizers do."""
+        """Return the state and pending deposits without hooks, as torch optimizers do."""
         return {**self.__dict__, "_hooks": {family: OrderedDict() for family in self._hooks}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -592,7 +606,7 @@ class Estimator:
             part.belong(self)
 
     def __copy__(self) -> Self:
-        """Return a deep copy: two estimators never write the same rows."""
+        """Return a deep copy, because two estimators must not write the same rows."""
         return copy.deepcopy(self)
 
     def __repr__(self) -> str:

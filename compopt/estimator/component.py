@@ -1,4 +1,4 @@
-"""Parts of which an estimator is composed, normalizers and temperatures, and what it hands to them."""
+"""Base classes of the parts of an estimator (normalizers and temperatures), and the data that the parts receive."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from compopt.stores.table import Placement
 
 @dataclass
 class Call:
-    """One forward pass, as a component sees it.
+    """Inputs of a component in one forward pass.
 
     Attributes:
-        batch: the samples of all ranks, their features ``(B, d)`` each and their committed rows.
-        pairs: the statistics of all pairs of anchor and negative, ``(B, A)`` each: ``log_ghat``, ``log_sum`` (in nats),
-            ``positive``, ...; ``A`` directions of anchors, or ordered pairs of more than two views.
-        tau: temperatures of this call, a number, 0-d, ``(B, 1)`` or, of two views, ``(B, A)``, without a graph.
-        hyper: the component's hyper-parameters for these rows.
-        chunk_size: anchors that may be held at a time, or ``None``.
-        encoder: features of samples outside the batch, if the caller can give them.
-        t: commits so far.
-        window: calls since the last commit.
-        unimodal: rows are shared by both views.
-        policy: of pairs, or ``None``.
+        batch: the samples of all ranks with their features, ``(B, d)`` each, and their committed rows.
+        pairs: statistics of all pairs of anchor and negative, ``(B, A)`` each: ``log_ghat``, ``log_sum`` (in nats),
+            ``positive``, ...; ``A`` counts the directions with anchors, or ordered pairs of more than two views.
+        tau: temperatures of this call without a graph: a number, 0-d, ``(B, 1)`` or, for two views, ``(B, A)``.
+        hyper: hyper-parameters of the component for these rows.
+        chunk_size: largest number of anchors to process at a time; ``None``: no limit.
+        encoder: encoder of samples outside the batch, if the call has ``encode=``.
+        t: number of commits so far.
+        window: number of calls since the last commit.
+        unimodal: both views share one row.
+        policy: the policy of pairs, or ``None``.
     """
 
     batch: Batch
@@ -67,30 +67,30 @@ class Call:
 
     @property
     def count(self) -> Tensor:
-        """Visits so far, int32, in the shape of the columns."""
+        """Number of visits so far, int32, with the shape of the columns."""
         return self.batch.count
 
     def unseen(self, column: str) -> Tensor:
-        """Return where the part that keeps a column was never visited, in the shape of the columns."""
+        """Return a mask, with the shape of the columns, of rows that the part with this column has never visited."""
         return self.batch.unseen(column)
 
     @property
     def training(self) -> bool:
-        """True if proposals may be committed."""
+        """Return whether the proposals of this call are deposited."""
         return self.batch.depositing
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Facts of the estimator that a component becomes a part of.
+    """Configuration of the estimator that a component becomes a part of.
 
     Attributes:
-        owner: the estimator.
+        owner: the estimator; ``None`` for a component that is used alone.
         mode: ``"bimodal"``, ``"unimodal"`` or ``"single"``.
-        dtype: of the rows.
+        dtype: dtype of the rows.
         normalize: features are L2-normalised.
-        ranks: whose batches form the global batch.
-        directions: how many have anchors: 1, or 2 (of unimodal mode: views).
+        ranks: the ranks of the global batch.
+        directions: number of directions (in unimodal mode: views) with anchors, 1 or 2.
     """
 
     owner: object
@@ -107,18 +107,19 @@ class Estimate:
 
     Attributes:
         alpha: log-normalizers, ``(B, A)`` for ``A`` directions of anchors, or ``(B, 1)``.
-        proposals: new values of its columns.
-        target: ``log(eps + ghat)``, ``(B, A)``, where ``alpha`` is no average of it and the gradient ``G`` of a
-            temperature depends on how far it is away.
-        weight_alpha: what stands for ``alpha`` in the weights of the pairs, where candidates from outside the batch
-            have a share of an anchor's weights.
+        proposals: new values of the normalizer's columns, by name.
+        target: ``log(eps + ghat)``, ``(B, A)``, if ``alpha`` is not an average of it and the gradient ``G`` of a
+            temperature depends on their difference.
+        weight_alpha: replacement of ``alpha`` in the weights of the pairs, if candidates from outside the batch
+            contribute to an anchor's weights.
         outside_wh: ``sum w h`` over candidates from outside the batch, ``(B, A)``; for the gradient of temperatures.
-        weights: of the pairs, where they are not ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
-        positive_weight: of each anchor's positive, a number or ``(B, A)``, where it is not ``sum_j w_ij``.
-        through_alpha: from the derivative of the value with respect to ``alpha``, ``(B, A)``, to gradients of the whole
-            batch's features, ``(B, d)`` each or ``(V, B, d)``; ``None``: ``alpha`` is held constant.
-        learned: parameters of the normalizer, 0-d, and the derivatives of ``alpha`` with respect to them, ``(B, A)``.
-        metrics: 0-d tensors to show, or what computes them when somebody asks (it must be picklable).
+        weights: weights of the pairs, if they are not ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
+        positive_weight: weight of each anchor's positive, a number or ``(B, A)``, if it is not ``sum_j w_ij``.
+        through_alpha: function from the derivative of the value with respect to ``alpha``, ``(B, A)``, to the gradients
+            of the features of the whole batch, ``(B, d)`` each or ``(V, B, d)``; ``None``: ``alpha`` is held constant.
+        learned: pairs of a 0-d parameter of the normalizer and the derivative of ``alpha`` with respect to it,
+            ``(B, A)``.
+        metrics: 0-d tensors, or picklable functions that compute them on demand, by name.
     """
 
     alpha: Tensor
@@ -134,46 +135,46 @@ class Estimate:
 
 
 class Component(Estimator, ABC):
-    """One part of an estimator, or an estimator by itself: hyper-parameters, columns, and state that is not rows.
+    """Part of an estimator, or an estimator by itself, with hyper-parameters, columns, and state that is not rows.
 
-    *As part* of a :class:`~compopt.ContrastiveEstimator` its columns are in the one table of that owner.
-    :attr:`sample_groups`, :meth:`read`, :meth:`state_dict` and :meth:`load_state_dict` show what belongs to this part;
-    what acts on rows or commits (:meth:`step`, :meth:`attach`, :meth:`to`, ...) is refused.
+    *As a part* of a :class:`~compopt.ContrastiveEstimator`, the component keeps its columns in the table of that owner.
+    :attr:`sample_groups`, :meth:`read`, :meth:`state_dict` and :meth:`load_state_dict` are restricted to this part.
+    Methods that move or commit rows (:meth:`step`, :meth:`attach`, :meth:`to`, ...) raise an error.
 
-    *Alone* it is an :class:`~compopt.Estimator` with one value per column and sample. Its rows are made when they are
-    first needed, or at construction if a placement is given.
+    *Alone*, the component is an :class:`~compopt.Estimator` with one value per column and sample. Its rows are created
+    at their first use, or at construction if a placement is given.
 
     Args:
         n: number of samples, a list of sample groups, or ``None`` for a part without rows of its own.
-        defaults: hyper-parameters that groups may override.
-        process_group, offload, offload_dir, shard, dtype: where it is used alone, see
-            :class:`~compopt.ContrastiveEstimator`. With a placement the rows are made here, so that a subclass calls
-            this last.
+        defaults: hyper-parameters, which groups may override.
+        process_group, offload, offload_dir, shard, dtype: for a component that is used alone, see
+            :class:`~compopt.ContrastiveEstimator`. With a placement this constructor creates the rows, so that a
+            subclass must call it last.
 
     Attributes:
         role: name of this kind of part, in state dicts and in prefixes of hyper-parameters.
-        state: tensors by name, committed, that are not rows.
-        learnable: module with the parameters that the user's own optimizer learns, always read from it, since wrappers
-            may replace them; their names are those of :meth:`saved_state`.
+        state: committed tensors that are not rows, by name.
+        learnable: module with the parameters that the user's optimizer learns. Parameters are always read from the
+            module, since wrappers may replace them. :meth:`saved_state` has their names in the module.
 
-    State: the columns of :meth:`columns` and the tensors of ``state``, which follow the rule of rows: a forward pass in
-    training mode works on a pending copy (:meth:`deposit_state`) that later passes of the window continue; only
-    :meth:`commit_state` makes it the state. A part does not keep its owner alive.
+    State: the columns of :meth:`columns`, and the tensors of ``state``, which are updated like rows: a forward pass in
+    training mode changes a pending copy (:meth:`deposit_state`), later passes of the window update that copy, and
+    :meth:`commit_state` commits it. A part keeps only a weak reference to its owner.
 
     Communicates: as :class:`~compopt.Estimator`. The hooks that a subclass defines (:meth:`check` to
-    :meth:`restore_state`) are called in the thread of the estimator's call, and communicate nothing unless they say so.
+    :meth:`restore_state`) are called in the thread of the estimator's call and communicate nothing unless documented.
 
     Raises:
-        TypeError: ``n`` is neither an integer nor a list of mappings; a value that is no hyper-parameter.
-        ValueError: ``n`` < 1, an unknown key, whatever :meth:`check` refuses.
-        RuntimeError: as part, a method is called that only the owner has.
+        TypeError: ``n`` is neither an integer nor a list of mappings; a value cannot be a hyper-parameter.
+        ValueError: ``n`` < 1, an unknown key, or a value that :meth:`check` refuses.
+        RuntimeError: on a part, a call of a method that only the owner supports.
     """
 
     mode: str = "single"
     role = "part"
     _fixed = ("dtype",)
     learnable: torch.nn.Module | None = None
-    state_grows = False  # some of it is made later, so that its names are saved too
+    state_grows = False  # True if tensors are added to `state` later; their names are then saved too
     _owner: ref[Estimator] | None = None
 
     def __init__(
@@ -206,25 +207,25 @@ class Component(Estimator, ABC):
 
     @abstractmethod
     def check(self, group: Mapping[str, Any]) -> None:
-        """Refuse a bad hyper-parameter of one group, by the part's own names; ``None`` means "filled by mode"."""
+        """Refuse a bad hyper-parameter of one group, given by the part's own names; ``None``: :meth:`fill` sets it."""
 
     def fill(self, group: dict[str, Any], mode: str) -> None:
         """Replace ``None`` by the default of the mode (``"bimodal"``, ``"unimodal"`` or ``"single"``), in place."""
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
-        """Return the columns of this part, none by default: ``directions`` values each, floats in ``dtype``."""
+        """Return the columns of this part, by default none: ``directions`` values each, floats in ``dtype``."""
         return []
 
     def structure(self) -> dict[str, Any]:
-        """Return further plain values, by name, that decide the meaning of the state; a load refuses others."""
+        """Return further plain values, by name, that determine the meaning of the state; a load compares them."""
         return {}
 
     def described(self) -> dict[str, Any]:
-        """Return facts that ``repr`` shows beside hyper-parameters, by name."""
+        """Return values to show in ``repr`` in addition to hyper-parameters, by name."""
         return self.structure()
 
     def learned(self) -> Iterator[torch.nn.Parameter]:
-        """Yield the parameters that the user's own optimizer learns."""
+        """Yield the parameters that the user's optimizer learns."""
         return iter(()) if self.learnable is None else self.learnable.parameters()
 
     def _learned_by_name(self) -> dict[str, Tensor]:
@@ -234,7 +235,7 @@ class Component(Estimator, ABC):
 
     @property
     def owner(self) -> Estimator | None:
-        """Estimator of which this is a part, or ``None``; a ``RuntimeError`` where that is gone, and its rows."""
+        """Estimator of which this is a part, or ``None``; a ``RuntimeError`` if that estimator no longer exists."""
         owner = None if self._owner is None else self._owner()
         if owner is None and self._owner is not None:
             kind = type(self).__name__
@@ -267,7 +268,7 @@ class Component(Estimator, ABC):
         return engine
 
     def check_free(self) -> None:
-        """Refuse to become a part, with a ``ValueError``, before anything is changed."""
+        """Raise a ``ValueError`` if this component cannot become a part; called before anything is changed."""
         kind = type(self).__name__
         if self._owner is not None:
             raise ValueError(f"this {kind} is already part of an estimator; build a second one")
@@ -284,7 +285,7 @@ class Component(Estimator, ABC):
             )
 
     def keep_edits(self) -> None:
-        """Take hyper-parameters that were changed, and groups that were added, while it was used alone, to an owner."""
+        """Copy changed hyper-parameters and added groups from the use alone to ``own_defaults`` and ``own_groups``."""
         for number, group in enumerate(() if self._core is None else self._core.groups.groups):
             raw = {**self.own_defaults, **(self.own_groups[number] if number < len(self.own_groups) else {})}
             filled = dict(raw)
@@ -298,7 +299,7 @@ class Component(Estimator, ABC):
                 self.own_groups.append({**raw, **edited})
 
     def belong(self, owner: Any) -> None:
-        """Become a part of ``owner``; called at construction of the owner and of its copies."""
+        """Make this component a part of ``owner``; called at construction of the owner and of its copies."""
         if self._core is not None and self._core.t:
             warnings.warn(
                 f"this {type(self).__name__} was used alone before it became a part: its rows of {self._core.t} "
@@ -308,12 +309,12 @@ class Component(Estimator, ABC):
         self._core, self._owner = None, ref(owner)
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        """Make the state whose shape depends on the estimator: at construction of the owner, or at the first use."""
+        """Create state with a shape that depends on the estimator; called by the owner, or at the first use alone."""
         if setting.owner is not None:
             self.belong(setting.owner)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the owner, which takes its parts along when it is copied itself."""
+        """Return the state without the owner; a copy of the owner calls :meth:`belong` of its parts."""
         return {**super().__getstate__(), "_owner": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -330,7 +331,7 @@ class Component(Estimator, ABC):
 
     def _index(self, index: Tensor | None, count: int) -> Tensor:
         if index is None and self.n is not None and self._engine.table is None:
-            return torch.zeros(count, dtype=torch.int64, device="cpu")  # no rows: all are of the first sample group
+            return torch.zeros(count, dtype=torch.int64, device="cpu")  # no rows: use the first sample group for all
         return super()._index(index, count)
 
     def _described(self) -> dict[str, Any]:
@@ -342,26 +343,26 @@ class Component(Estimator, ABC):
     def __repr__(self) -> str:
         try:
             return super().__repr__()
-        except RuntimeError as error:  # the owner is gone, or another part stands between
+        except RuntimeError as error:  # the owner is gone, or this is inside another part
             return f"{type(self).__name__} ({error})"
 
     # -- moving between compositions ---------------------------------------------------------------------------
 
     def meaning(self) -> dict[str, Any]:
-        """Return facts of the composition that this part's columns depend on, stored with a part's state."""
+        """Return the facts of the composition that this part's columns depend on; saved with the state of a part."""
         return {}
 
     def check_meaning(self, state: Mapping[str, Any]) -> None:
-        """Refuse, with a ``ValueError``, a part's state of another composition that would mean something else here.
+        """Refuse, with a ``ValueError``, a part's state that has another meaning in this composition.
 
-        ``state`` has the ``"sample_groups"`` and the ``"meaning"`` of that composition.
+        ``state`` contains the ``"sample_groups"`` and the ``"meaning"`` of the composition that saved it.
         """
 
     def adapt_rows(self, rows: Mapping[str, Tensor], hyper: Hyper) -> None:
-        """Change columns, in place, where a load of a part has changed the number of visits of the owner's rows.
+        """Adapt columns, in place, after the load of a part has changed the number of visits of the owner's rows.
 
         Args:
-            rows: a block of all columns, with this part's own visits as ``"count"``, and the owner's as ``"visits"``.
+            rows: a block of all columns; ``"count"`` has the visits of this part, and ``"visits"`` those of the owner.
             hyper: this part's hyper-parameters for these rows.
         """
 
@@ -369,28 +370,28 @@ class Component(Estimator, ABC):
 
     @property
     def has_state(self) -> bool:
-        """True if committed state that is not rows is kept."""
+        """Return whether the component has committed state that is not rows."""
         return bool(self.state)
 
     @property
     def split_state(self) -> bool:
-        """True if ranks hold different parts of this state, so that :meth:`saved_state` is collective."""
+        """Return whether ranks hold different parts of this state, so that :meth:`saved_state` is collective."""
         return False
 
     @property
     def has_pending_state(self) -> bool:
-        """True if a pending copy waits for :meth:`commit_state`."""
+        """Return whether a pending copy waits for :meth:`commit_state`."""
         return self._pending_state is not None
 
     def working_state(self, training: bool) -> dict[str, Tensor]:
-        """Return the pending copy if there is one (training), else the committed state."""
+        """Return the pending copy in training mode, if there is one; otherwise the committed state."""
         return self._pending_state if training and self._pending_state is not None else self.state
 
     def deposit_state(self, **tensors: Tensor) -> None:
-        """Deposit new values of entries of :attr:`state`; if any is not finite, none changes."""
+        """Deposit new values for entries of :attr:`state`; if any value is not finite, change none of them."""
         before = self.working_state(True)
         new, old = list(tensors.values()), [before[name] for name in tensors]
-        if len({(value.shape, value.dtype) for value in (*new, *old)}) == 1:  # some numbers: one operation for all
+        if len({(value.shape, value.dtype) for value in (*new, *old)}) == 1:  # alike: one stacked operation for all
             stacked = torch.stack(new)
             accepted = list(torch.where(all_finite(stacked), stacked, torch.stack(old)).unbind())
         else:
@@ -399,7 +400,7 @@ class Component(Estimator, ABC):
         self._pending_state = {**before, **dict(zip(tensors, accepted, strict=True))}
 
     def commit_state(self, found_inf: Tensor | None) -> None:
-        """Commit the pending copy; where the 0-d flag ``found_inf`` is positive, the state stays."""
+        """Commit the pending copy; if the 0-d flag ``found_inf`` is positive, keep the committed state."""
         for name, new in (self._pending_state or {}).items():
             if found_inf is not None:
                 new = torch.where(found_inf.to(new.device) > 0, self.state[name], new)
@@ -411,25 +412,25 @@ class Component(Estimator, ABC):
         self._pending_state = None
 
     def move(self, device: torch.device) -> None:
-        """Move committed state and learned parameters to the features' device; dtypes stay."""
+        """Move committed state and learned parameters to the features' device; keep dtypes."""
         self.state = {name: accelerator.state_to_device(value, device) for name, value in self.state.items()}
         if self.learnable is not None and any(p.device != device for p in self.learnable.parameters()):
-            self.learnable.to(device)  # parameters stay the same objects, as the user's optimizer has them
+            self.learnable.to(device)  # keeps the Parameter objects, which the user's optimizer refers to
 
     def saved_state(self) -> dict[str, Tensor]:
-        """Return a copy of the committed state and of learned parameters; collective where ranks split it."""
+        """Return a copy of the committed state and of learned parameters; collective with :attr:`split_state`."""
         return {name: value.detach().clone() for name, value in (self.state | self._learned_by_name()).items()}
 
     def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return meta tensors of the names, shapes and dtypes that ``state`` must have to be restored here."""
+        """Return meta tensors with the names, shapes and dtypes that ``state`` must have to be restored here."""
         return {name: value.to("meta") for name, value in self.saved_state().items()}
 
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        """Return the values that some of the saved entries ``names`` may hold: finite ones, if they are learned."""
+        """Return, by name, the allowed ranges of saved entries; by default learned parameters must be finite."""
         return dict.fromkeys(self._learned_by_name(), values.FINITE)
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse saved state that does not fit, before anything is written: a ``TypeError`` or a ``ValueError``."""
+        """Refuse saved state that does not fit, with a ``TypeError`` or ``ValueError``, before anything is written."""
         kind = type(self).__name__
         values.mapping(f"state of {kind}", state)
         expected = self.expected_state(state)
@@ -443,7 +444,7 @@ class Component(Estimator, ABC):
                 raise ValueError(f"{name} of {kind} must be {allowed.describe(state[name].dtype)}, got {found}")
 
     def check_form(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse other names, shapes or dtypes; tensors may be on the meta device."""
+        """Check names, shapes and dtypes of saved state; tensors may be on the meta device."""
         kind, expected = type(self).__name__, self.expected_state(state)
         if set(state) != set(expected):
             raise ValueError(
@@ -457,12 +458,12 @@ class Component(Estimator, ABC):
                 raise ValueError(f"{differs} {given.dtype}, expected {needed.dtype}; it is not converted")
 
     def take_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore copies of checked state; the caller's tensors may be a mapped file."""
-        with torch.inference_mode(False), torch.no_grad():  # state made inside it could not be changed outside
+        """Restore copies of checked state, since the caller's tensors may be views of a mapped file."""
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors cannot be changed outside inference mode
             self.restore_state({name: value.detach().clone() for name, value in state.items()})
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore checked state, whose tensors are this part's; dtype and device stay."""
+        """Restore checked state from tensors that this part may keep; dtype and device of the part do not change."""
         learned = self._learned_by_name()
         for name, value in state.items():
             if name in learned:
@@ -472,10 +473,10 @@ class Component(Estimator, ABC):
 
 
 class Normalizer(Component):
-    """Base class of normalizers: they compute ``alpha_i``, the log-normalizer of each anchor, or its pairs' weights.
+    """Base class of normalizers, which compute the log-normalizer ``alpha_i`` or the pair weights of each anchor.
 
-    A subclass defines :meth:`~compopt.estimator.Component.check`, :meth:`estimate` and, if it keeps something per
-    sample, :meth:`~compopt.estimator.Component.columns`. Arguments, state, communication, errors: see ``Component``.
+    A subclass defines :meth:`~compopt.estimator.Component.check`, :meth:`estimate` and, for per-sample state,
+    :meth:`~compopt.estimator.Component.columns`. See ``Component`` for arguments, state, communication and errors.
 
     Example:
         >>> import torch, compopt
@@ -498,18 +499,18 @@ class Normalizer(Component):
 
     @property
     def averages_views(self) -> bool:
-        """True if, in unimodal mode, one ``alpha_i`` serves both views (SogCLR's objective V2, else V1)."""
+        """Return whether, in unimodal mode, both views share one ``alpha_i`` (SogCLR's objective V2; otherwise V1)."""
         return any(column.name == "log_u" for column in self.columns(1, torch.float32))
 
     @property
     def outside(self) -> int:
-        """Largest number of negatives that an anchor has from outside the batch."""
+        """Largest number of negatives from outside the batch per anchor."""
         return 0
 
     def check_encode(self, encode: Any, given: Collection[str]) -> None:
-        """Refuse with a ``ValueError`` an ``encode`` that cannot be used (by default any), or its absence.
+        """Refuse with a ``ValueError`` an ``encode`` that cannot be used (by default any), or a missing one.
 
-        ``given`` names the keys of the call: ``"index"``, ``"index2"``, ``"labels"``.
+        ``given`` contains the names of the keys of the call: ``"index"``, ``"index2"``, ``"labels"``.
         """
         if encode is not None:
             raise ValueError(
@@ -518,10 +519,10 @@ class Normalizer(Component):
             )
 
     def check_extra(self) -> None:
-        """Refuse further candidates (``extra=``) with a ``ValueError``, where pairs have weights of their own."""
+        """Refuse further candidates (``extra=``) with a ``ValueError``, if the normalizer sets the pair weights."""
 
     def check_momentum(self, given: bool) -> None:
-        """Refuse features of a momentum copy (``momentum_features=``), or their absence, with a ``ValueError``."""
+        """Refuse features of a momentum encoder (``momentum_features=``), or missing ones, with a ``ValueError``."""
         if given:
             raise ValueError(
                 f"momentum_features= serves a memory of past features, and {type(self).__name__} has none; leave it "
@@ -529,7 +530,7 @@ class Normalizer(Component):
             )
 
     def check_pairs(self, policy: PairPolicy) -> None:
-        """Refuse a policy of pairs with a ``ValueError``, where it has no meaning."""
+        """Refuse a policy of pairs that this normalizer does not support, with a ``ValueError``."""
         if policy.expects:
             raise ValueError(
                 f"{type(self).__name__} compares candidates with the one positive of an anchor, and pairs={policy} "
@@ -538,35 +539,35 @@ class Normalizer(Component):
 
     @abstractmethod
     def estimate(self, call: Call) -> Estimate:
-        """Return log-normalizers of this batch and the rows that they propose.
+        """Return the log-normalizers of this batch and the proposed new values of its rows.
 
-        It runs without a graph and writes no committed state; ``call.training`` is true if proposals may be committed.
-        Every rank gets the global batch and must return the same.
+        The method runs without a graph and must not write committed state. ``call.training`` is true if proposals are
+        deposited. Every rank gets the global batch and must return the same values.
         """
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor | None:
-        """Return the log-normalizers of the committed state for given features, for diagnostics.
+        """Return the log-normalizers of the committed state for the given features, for diagnostics.
 
         Args:
             rows: committed columns of all samples, ``(n, D)`` each.
-            features: of both modalities or views, ``(n, d)`` each.
+            features: features of both modalities or views, ``(n, d)`` each.
             tau: temperatures, a number or broadcastable to ``(n, 2)``.
             hyper: this part's hyper-parameters for these rows.
 
         Returns:
-            ``(n, A)`` or ``(n, 1)``; ``None``: nothing is kept.
+            ``(n, A)`` or ``(n, 1)``; ``None`` for a normalizer without stored values.
         """
         return None
 
 
 class Temperature(Component):
-    """Base of what decides the temperatures ``tau_i``.
+    """Base class of temperatures, which determine ``tau_i`` of each anchor.
 
-    A subclass defines :meth:`~compopt.estimator.Component.check` and :meth:`temperatures`; one that learns on the side
-    also :attr:`learns`, :meth:`proposals` and :meth:`~compopt.estimator.Component.columns`. Arguments, state,
-    communication and errors: as of :class:`~compopt.estimator.Component`.
+    A subclass defines :meth:`~compopt.estimator.Component.check` and :meth:`temperatures`. A subclass that updates its
+    own temperatures also defines :attr:`learns`, :meth:`proposals` and :meth:`~compopt.estimator.Component.columns`.
+    Arguments, state, communication and errors: as for :class:`~compopt.estimator.Component`.
 
     Example:
         >>> import torch, compopt
@@ -586,7 +587,7 @@ class Temperature(Component):
     role = "temperature"
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Take hooks under their former names, ``value`` and ``update``, which have other arguments alone."""
+        """Accept hooks under their former names ``value`` and ``update``, recognized by their arguments."""
         for old, new, arguments in (("value", "temperatures", 4), ("update", "proposals", 3)):
             names = list(inspect.signature(cls.__dict__[old]).parameters) if callable(cls.__dict__.get(old)) else []
             if new not in cls.__dict__ and len(names) == arguments and names[-1] != "index":
@@ -596,12 +597,12 @@ class Temperature(Component):
 
     @property
     def learns(self) -> bool:
-        """True if :meth:`proposals` wants the gradients ``G``."""
+        """Return whether :meth:`proposals` must be called with the gradients ``G``."""
         return False
 
     @property
     def wants_gradient(self) -> bool:
-        """True if :meth:`temperatures` returns a tensor with a graph: one that the user's optimizer learns."""
+        """Return whether :meth:`temperatures` returns a tensor with a graph, which the user's optimizer learns."""
         return any(parameter.requires_grad for parameter in self.learned())
 
     @abstractmethod
@@ -611,43 +612,43 @@ class Temperature(Component):
         Args:
             rows: committed columns of the batch, ``(B, D)`` each.
             hyper: this part's hyper-parameters for these rows.
-            training: the call deposits, so that a pending state counts.
+            training: the call deposits, so that pending state is used.
 
         Returns:
-            A number > 0, or a tensor broadcastable to ``(B, 2)``; with a graph, it gets a gradient.
+            A number > 0, or a tensor broadcastable to ``(B, 2)``; a tensor with a graph receives a gradient.
         """
 
     def constants(self) -> list[float] | None:
-        """Return the committed temperature of each sample group; ``None`` if each sample has its own."""
+        """Return the committed temperature of each sample group; ``None`` if temperatures are per sample."""
         return None
 
     def check_same(self, given: Sequence[float] | None, visits: Tensor) -> None:
-        """Refuse, with a ``ValueError``, rows that were averaged at other temperatures than this part has now.
+        """Refuse, with a ``ValueError``, rows that were averaged at temperatures other than those of this part.
 
-        ``given`` are the :meth:`constants` of their composition, ``visits`` those of the rows, ``(n, D)``.
+        ``given`` are the :meth:`constants` of the composition of these rows; ``visits`` are their visits, ``(n, D)``.
         """
         own = self.constants()
         if own is None or given is None or any(abs(a - b) > 0.01 * a for a, b in zip(given, own, strict=True)):
             raise other_temperature(given, f"tau={_tau_text(own)}")
 
     def rho(self, hyper: Hyper) -> Any:
-        """Return the radius of the KL constraint in nats, added to ``alpha`` in the objective: one, or one per row."""
+        """Return the radius of the KL constraint in nats, added to ``alpha`` in the objective; one, or one per row."""
         return 0.0
 
     def look_at_negatives(self, least: int) -> None:
-        """Warn of hyper-parameters that have no meaning with so few negatives; called where :attr:`learns`."""
+        """Warn about hyper-parameters that are too large for ``least`` negatives; called if :attr:`learns`."""
 
     def proposals(self, call: Call, gradient: Tensor) -> dict[str, Tensor]:
         """Return new values of this part's columns, ``(B, D)`` each.
 
-        ``gradient`` is ``G`` of every anchor, ``(B, A)``, see :func:`~compopt.functional.temperature_gradient`. State
-        that is not rows goes to :meth:`~compopt.estimator.Component.deposit_state`.
+        ``gradient`` is ``G`` of every anchor, ``(B, A)``, see :func:`~compopt.functional.temperature_gradient`. Pass
+        state that is not rows to :meth:`~compopt.estimator.Component.deposit_state`.
         """
         return {}
 
 
 def other_temperature(given: Sequence[float] | None, own: str) -> ValueError:
-    """Return the refusal of rows that were averaged at other temperatures."""
+    """Return the error for rows that were averaged at other temperatures."""
     return ValueError(
         f"temperature differs: the rows were averaged at tau={_tau_text(given)}, this estimator has {own}, for which "
         f"log u means something else; build it with that temperature, or load the state of the temperature first"

@@ -1,4 +1,4 @@
-"""Engine of one table of rows: everything that exists once per table."""
+"""Engine of an estimator: parts, groups, ranks, and the table of rows that the parts share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from compopt.stores.layout import Column
 from compopt.stores.table import Placement, RowTable
 
 DIRECTIONS = {"bimodal": 2, "unimodal": 1, "single": 1}
-FIRST_USE = threading.RLock()  # a part alone makes its engine and its rows when it is first used, by whichever thread
+FIRST_USE = threading.RLock()  # a part alone creates its engine and its rows at its first use, in any thread
 
 
 class Alone(WeakValueDictionary[str, Any]):
-    """Weak mapping of a role to the part that is used alone: the part holds the engine that has this mapping."""
+    """Weak mapping from a role to the part that is used alone; the part itself keeps the engine with this mapping."""
 
     def __init__(self, part: Any) -> None:
         super().__init__({part.role: part})
@@ -41,23 +41,23 @@ class Alone(WeakValueDictionary[str, Any]):
 
 
 class Engine:
-    """State and machinery of one estimator, which its parts share.
+    """Groups, ranks, rows, counters and locks of one estimator, which its parts share.
 
     Args:
-        parts: by role, each a :class:`~compopt.estimator.Component`; one that is used alone passes a weak mapping of
-            itself.
+        parts: the parts by role, each a :class:`~compopt.estimator.Component`; a weak mapping for a part that is used
+            alone.
         mode: ``"bimodal"`` (two values per column), ``"unimodal"`` or ``"single"`` (one).
-        dtype: of the floating-point columns, float32 or float64.
-        directions: number of directions with anchors: 1 makes the columns of bimodal mode one value wide.
-        placement: where rows live.
+        dtype: dtype of the floating-point columns, float32 or float64.
+        directions: number of directions with anchors; with 1 the columns of bimodal mode have one value.
+        placement: placement of the rows.
         sample_groups: one mapping per data set, which overrides the hyper-parameters of the parts.
-        options: plain values that decide the meaning of the state beside the parts, stored and compared.
-        row_keys: keys of a call that name rows.
+        options: further plain values that determine the meaning of the state; saved, and compared by a load.
+        row_keys: keys of a call that contain row numbers.
 
     Attributes:
-        width: values per column and sample, ``D``.
-        device: for rows that are made later.
-        t, pending: commits so far; calls whose proposals wait for the next one.
+        width: number of values per column and sample, ``D``.
+        device: device of rows that are created later.
+        t, pending: number of commits so far; number of calls with proposals that wait for the next commit.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Engine:
         self._make_own()
 
     def _make_own(self) -> None:
-        """Make what copies and pickles have of their own."""
+        """Create the members that copies and pickles do not share."""
         self._reader: BatchReader | None = None
         self._lock, self._writing = threading.RLock(), False
         self.attachments = Attachments()
@@ -93,7 +93,7 @@ class Engine:
         self.handshake, self.async_checks = Handshake(self.ranks), AsyncChecks()
 
     def open(self) -> Self:
-        """Make the rows and their reader, once."""
+        """Create the rows and their reader, if they do not exist yet, and return the engine."""
         if self._reader is None:
             with FIRST_USE:
                 self._reader = self._reader or self._make_reader()
@@ -105,7 +105,7 @@ class Engine:
             count = Column(COUNT, self.width, torch.int32, values=Range(least=0))
             every = [*(column for own in columns.values() for column in own), count]
             firsts = {own[0].name for own in columns.values() if own}
-            with torch.inference_mode(False):  # rows made inside it could not be written outside
+            with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
                 table = RowTable(every, self.groups.n or 0, self.placement, self.ranks, firsts)
             table.store.to(self.device)
             self.table = table
@@ -115,7 +115,7 @@ class Engine:
 
     @property
     def reader(self) -> BatchReader:
-        """Reader of the rows of a call, made at the first use."""
+        """Reader of the rows of a call, created at the first use."""
         reader = self.open()._reader
         assert reader is not None
         return reader
@@ -125,21 +125,21 @@ class Engine:
         return {role: part.columns(self.width, self.dtype) for role, part in self.parts.items()}
 
     def forget_prefetched(self) -> None:
-        """Drop rows that were read ahead."""
+        """Drop prefetched rows."""
         if self._reader is not None and self._reader.prefetcher is not None:
             self._reader.prefetcher.drop_all()
 
     def await_save(self) -> None:
-        """Wait for a save beside training, before what it reads is replaced."""
+        """Wait for a background save, before the state that it reads is replaced."""
         if self.saving is not None:
             self.saving.settle()
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Keep writers away, so that a state copied in a thread is of one commit.
+        """Block writers, so that a copy of the state contains whole commits only.
 
         Raises:
-            RuntimeError: this thread itself is in the middle of writing (a signal handler that saves).
+            RuntimeError: this thread is itself inside :meth:`writing` (a signal handler that saves).
         """
         with self._lock:
             if self._writing:
@@ -151,7 +151,7 @@ class Engine:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Keep copies and other writers away; the thread that writes may enter it again."""
+        """Block copies and other writers; the thread that writes may enter the context again."""
         with self._lock:
             before, self._writing = self._writing, True
             try:
@@ -160,7 +160,7 @@ class Engine:
                 self._writing = before
 
     def discard(self) -> None:
-        """Drop everything pending."""
+        """Drop all pending deposits and pending state."""
         with self.writing():
             self.pending = 0
             if self.table is not None:
@@ -178,7 +178,7 @@ class Engine:
 
 
 def check_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Refuse a dtype that rows cannot have."""
+    """Return a dtype that rows can have; refuse any other."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype of the rows must be a torch.dtype such as torch.float32, got {dtype!r}")
     if dtype not in (torch.float32, torch.float64):

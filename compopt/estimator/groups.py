@@ -19,12 +19,12 @@ GroupSpec = int | Sequence[Mapping[str, Any]]
 
 
 def sizes(n: Any) -> Groups:
-    """Return groups with nothing but their sizes, of ``n`` or of a list of groups."""
+    """Return groups with only ``n``, from a number of samples or from a list of groups."""
     return [{"n": group["n"]} for group in as_groups(n)]
 
 
 def as_groups(n: Any) -> Groups:
-    """Check the shape of ``n`` (sizes included) and copy it."""
+    """Return a checked copy of ``n``, a number of samples or a list of groups, as a list of groups."""
     if not isinstance(n, Sequence) or isinstance(n, str):
         return [{"n": checks.count("n", n)}]
     if not n:
@@ -40,14 +40,15 @@ def as_groups(n: Any) -> Groups:
 
 
 def plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy with values of Python, see :func:`plain_value`."""
+    """Return a copy with plain Python values, see :func:`plain_value`."""
     return {key: plain_value(key, value) for key, value in group.items()}
 
 
 def plain_value(key: str, value: Any) -> Any:
-    """Return a hyper-parameter as a value of Python, which JSON and ``torch.load(weights_only=True)`` keep.
+    """Return a hyper-parameter as a plain Python value, which JSON and ``torch.load(weights_only=True)`` preserve.
 
-    What is no hyper-parameter stays as it is, for the parts to refuse; arrays that are none are a ``TypeError``.
+    Values of other types are returned unchanged, and the parts refuse them. An array or tensor that is neither a number
+    nor a pair is a ``TypeError``.
     """
     if value is None or type(value) in (float, int, bool, str):
         return value
@@ -60,31 +61,31 @@ def plain_value(key: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(plain_value(key, item) for item in value)
     if isinstance(value, str):
-        return str.__str__(value)  # an enumeration's own __str__ gives its name
+        return str.__str__(value)  # a string enumeration may override __str__ to return its name
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else value
 
 
 class Hyper:
-    """Hyper-parameters as one component sees them for the rows of one call.
+    """Hyper-parameters of one component for the rows of one call.
 
-    ``hyper("gamma")`` is a Python number if all groups agree, else a tensor with one value per row, ``(B, R)``;
-    ``hyper("betas", 0)`` the same of a pair's first entry. ``R`` is 1, or 2 where the second modality has rows of its
-    own. A name that the component does not have is a ``KeyError``.
+    ``hyper("gamma")`` returns a Python number if all groups have the same value, and otherwise a tensor with one value
+    per row, ``(B, R)``. ``hyper("betas", 0)`` does the same for the first entry of a pair. ``R`` is 1, or 2 if the
+    second modality has rows of its own. An unknown name is a ``KeyError``.
 
     Args:
         groups: the estimator's sample groups.
-        names: the component's keys -> keys in the groups.
-        rows: positions of the samples, ``(B, R)``, which decide the group of each.
-        dtype: of the tensors.
+        names: mapping from the component's keys to keys in the groups.
+        rows: row numbers of the samples, ``(B, R)``, which determine the group of each sample.
+        dtype: dtype of the tensors.
     """
 
     def __init__(self, groups: Groups, names: Mapping[str, str], rows: Tensor, dtype: torch.dtype) -> None:
         self._groups, self._names, self._rows, self._dtype = groups, names, rows, dtype
 
     def __call__(self, key: str, item: int | None = None) -> Any:
-        if len(self._groups) == 1:  # as a rule, and on the path of every call
+        if len(self._groups) == 1:  # fast path: the usual case, executed in every call
             value = self._groups[0][self._names[key]]
             return value if item is None else value[item]
         values = [group[self._names[key]] for group in self._groups]
@@ -95,19 +96,19 @@ class Hyper:
         return Hyper(self._groups[:1], self._names, self._rows, self._dtype)
 
     def choose(self, key: str, table: Mapping[Any, float]) -> Any:
-        """Return a named option as a number, or one per row, ``(B, R)``.
+        """Return the number that stands for a named option: one, or one per row, ``(B, R)``.
 
         Args:
             key: the hyper-parameter.
-            table: its values -> numbers.
+            table: mapping from values of the hyper-parameter to numbers.
         """
         return self._spread([table[group[self._names[key]]] for group in self._groups])
 
     def _spread(self, values: list[Any]) -> Any:
         if all(value == values[0] for value in values):
             return values[0]
-        # A row has the value of the last group that begins at or before it. Comparisons with host numbers need no
-        # synchronisation on a device.
+        # Each row gets the value of the last group that begins at or before it. Comparisons with host numbers need no
+        # synchronisation with the device.
         spread = torch.full_like(self._rows, values[0], dtype=self._dtype)
         first = 0
         for group, value in zip(self._groups, values[1:], strict=False):
@@ -117,7 +118,7 @@ class Hyper:
 
 
 class PartGroup(MutableMapping[str, Any]):
-    """View of one group: ``n`` and the hyper-parameters of one component, by its own ``names`` -> keys in the group."""
+    """View of one group with ``n`` and one component's hyper-parameters; ``names`` maps its keys to the group's."""
 
     def __init__(self, group: dict[str, Any], names: Mapping[str, str]) -> None:
         self._group = group
@@ -145,16 +146,16 @@ class PartGroup(MutableMapping[str, Any]):
 
 
 class SampleGroups:
-    """Groups of one estimator: the components' hyper-parameters side by side, checked whenever they change.
+    """Sample groups of one estimator with the hyper-parameters of all components, checked after every change.
 
     A key that two components share is prefixed with the component's role (``temperature.lr``). Presets pass ``given``,
     one mapping per group, which overrides the components' values.
 
     Attributes:
         groups: the list that users read and edit.
-        checked: copy of it as of the last :meth:`check`; another list after every change.
-        defaults: values that fill a group which leaves a key out.
-        names: role -> the component's keys -> keys in the groups.
+        checked: copy of ``groups`` as of the last :meth:`check`; a new list after every change.
+        defaults: values of the keys that a group leaves out.
+        names: by role, mapping from the component's keys to keys in the groups.
     """
 
     def __init__(self, components: Mapping[str, Any], mode: str, given: Groups | None = None) -> None:
@@ -185,7 +186,7 @@ class SampleGroups:
                 checks.known_keys(f"sample group {number}", given[number], {"n", *self.defaults})
                 group.update(given[number])
             group.update(plain(group))
-            self._fill(group)  # only now: what the mode fills must see everything that was given
+            self._fill(group)  # last: the defaults of the mode may depend on the given values
         return merged
 
     def _joined(self, own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -193,12 +194,12 @@ class SampleGroups:
 
     @property
     def n(self) -> int | None:
-        """Samples in all groups; ``None`` without rows."""
+        """Number of samples in all groups; ``None`` without rows."""
         groups = self.checked or self.groups
         return sum(group["n"] for group in groups) if "n" in groups[0] else None
 
     def own(self, role: str, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the hyper-parameters of one component in a group, or among the defaults, by its own names."""
+        """Return the hyper-parameters of one component from a group, or from the defaults, by the component's names."""
         return {key: group[name] for key, name in self.names[role].items()}
 
     def _fill(self, group: dict[str, Any]) -> None:
@@ -209,8 +210,8 @@ class SampleGroups:
         group.update(self._joined(own))
 
     def check(self) -> None:
-        """Refuse bad edits; one comparison where nothing changed."""
-        if repr(self.groups) == self._seen:  # which tells 3.0 from 3, an array from a number
+        """Refuse bad edits; without edits the cost is one comparison."""
+        if repr(self.groups) == self._seen:  # repr distinguishes 3.0 from 3, and an array from a number
             return
         if self.checked and len(self.checked) != len(self.groups):
             raise ValueError(
@@ -231,18 +232,18 @@ class SampleGroups:
                 )
             for role, part in self._components.items():
                 part.check(self.own(role, group))
-            self._fill(group)  # None may have been put in
+            self._fill(group)  # the user may have set a value to None
         self._note()
 
     def _note(self) -> None:
         self.checked, self._seen = [dict(group) for group in self.groups], repr(self.groups)
 
     def saved(self) -> Groups:
-        """Return a copy of plain values; there may have been edits since :meth:`check`."""
+        """Return a copy of the groups with plain values, including edits since the last :meth:`check`."""
         return [plain(group) for group in self.groups]
 
     def replace(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take over saved values, all or none; the list and its dicts stay the same objects."""
+        """Replace all values by saved ones, or raise and change none; the list and its dicts stay the same objects."""
         whole = isinstance(groups, Sequence) and all(isinstance(group, Mapping) for group in groups)
         if not whole or len(groups) != len(self.groups):
             raise ValueError(f"sample_groups must be {len(self.groups)} mappings, the checkpoint has {groups!r}")
@@ -261,7 +262,7 @@ class SampleGroups:
         self._note()
 
     def completed(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a group that :meth:`append` takes, with the defaults of what it leaves out; refuse a bad one."""
+        """Return a checked group for :meth:`append`, with defaults for missing keys."""
         if self.n is None:
             raise ValueError("this estimator keeps no rows and has no n; there is nothing to add")
         self.check()
@@ -279,7 +280,7 @@ class SampleGroups:
         self._note()
 
     def of_part(self, role: str) -> Groups:
-        """Return the groups by one component's own names; edits are written through."""
+        """Return views of the groups with one component's names; edits are written through."""
         return cast(Groups, [PartGroup(group, self.names[role]) for group in self.groups])
 
     def hyper(self, role: str, rows: Tensor, dtype: torch.dtype) -> Hyper:

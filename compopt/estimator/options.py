@@ -1,4 +1,4 @@
-"""Options that constructors pass on to their base class, and arguments that methods share, spelled once."""
+"""Signatures of constructors that forward options to their base class, and of methods that share arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compopt.stores import Offload
 
 
 class PlacementOptions(TypedDict, total=False):
-    """Keywords of :class:`~compopt.estimator.Component` that say where rows are, if it is used alone."""
+    """Keywords of :class:`~compopt.estimator.Component` that place the rows of a component that is used alone."""
 
     process_group: ProcessGroup | None
     offload: Offload | None
@@ -32,12 +32,12 @@ R = TypeVar("R")
 
 
 def takes_options(base: type | tuple[type, ...], kind: Any) -> Callable[[Init], Init]:
-    """Show the options in the signature of an ``__init__``, with their defaults, and refuse any other name.
+    """Add the options and their defaults to the signature of an ``__init__``, and refuse any other keyword.
 
-    ``help()``, tab completion and ``inspect.signature`` then see them although the code says ``**options``.
+    ``help()``, tab completion and ``inspect.signature`` then show the options although the code has ``**options``.
 
     Args:
-        base: class whose constructor has the defaults, or several.
+        base: class, or classes, of which the constructors define the defaults.
         kind: type of ``**options``, a ``TypedDict`` of keywords of these constructors.
     """
 
@@ -66,7 +66,7 @@ def takes_options(base: type | tuple[type, ...], kind: Any) -> Callable[[Init], 
 def with_arguments_of(
     call: Callable[Concatenate[E, P], Any],
 ) -> Callable[[Callable[[E, dict[str, Any]], R]], Callable[Concatenate[E, P], R]]:
-    """Give a method the signature of another one, whose arguments it gets by name."""
+    """Give a method the signature of ``call``, and pass it the bound arguments as a dict by name."""
     signature = inspect.signature(call)
 
     def decorate(method: Callable[[E, dict[str, Any]], R]) -> Callable[Concatenate[E, P], R]:
@@ -85,6 +85,6 @@ def with_arguments_of(
 
 
 def _with_signature(function: F, signature: inspect.Signature) -> F:
-    """Let ``help()`` and ``inspect.signature`` show a signature, and return the function."""
+    """Set the signature that ``help()`` and ``inspect.signature`` show, and return the function."""
     cast(Any, function).__signature__ = signature
     return function

@@ -1,4 +1,4 @@
-"""Reader from the arguments of a call to the rows of the whole batch, on one rank or on many."""
+"""Reader of the committed rows of a global batch, on one or several ranks."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from compopt.stores.layout import Column
 from compopt.stores.prefetch import Fetch, Prefetcher
 from compopt.stores.table import RowTable
 
-ROW_KEYS = KEYS[:2]  # index, index2; labels are no rows
+ROW_KEYS = KEYS[:2]  # index and index2 contain row numbers; labels do not
 
 
 class AsyncChecks:
-    """Small integers copied to the host asynchronously and handed to a callback once they have arrived.
+    """Asynchronous copies of small integers to the host, each with a callback for its arrival.
 
-    On the CPU there is nothing to wait for and the callback runs at once. From a device without streams they are
-    copied when the next call asks for them.
+    On the CPU the callback runs at once. From a device without streams, the integer is copied at the next
+    :meth:`poll`.
     """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Any, Tensor, Callable[[int], None]]] = []
 
     def watch(self, value: Tensor, react: Callable[[int], None]) -> None:
-        """Call ``react(int(value))`` as soon as that is free: now on the CPU, at a later :meth:`poll` elsewhere."""
+        """Call ``react(int(value))`` without waiting: now on the CPU, otherwise at a later :meth:`poll`."""
         if value.device.type == "cpu":
             react(int(value))
         else:
             copied = accelerator.to_host(value) if accelerator.has_streams(value.device) else value
-            self._waiting.append((accelerator.event(value.device), copied, react))  # of the device, after the copy
+            self._waiting.append((accelerator.event(value.device), copied, react))  # the event follows the copy
 
     def poll(self) -> None:
-        """Run the callbacks of everything that has arrived; one that raises is not run again."""
+        """Run the callbacks of all integers that have arrived; a callback that raises is not run again."""
         while self._waiting and (self._waiting[0][0] is None or self._waiting[0][0].query()):
             _, value, react = self._waiting.pop(0)
             react(int(value))
 
     def two_samples(self, name: str, key: Tensor, known: Survey | None) -> Tensor | None:
-        """Refuse a global batch without two distinct samples; on a device return a flag, and refuse later."""
+        """Refuse a global batch without two distinct samples; for keys on a device, return a flag and refuse later."""
         if key.shape[0] < 2:
             raise ValueError(
                 f"the batch has {len(key)} samples on all ranks together; it needs at least two: if it is the last of "
@@ -68,11 +68,11 @@ class AsyncChecks:
         return None
 
     def watch_features(self, value: Tensor, *features: Tensor) -> None:
-        """Warn of bad rows of prepared features ``(k, b, d)``, if the value says that there may be some."""
+        """Warn about bad rows of prepared features ``(k, b, d)``; a finite ``value`` on the CPU rules them out."""
         if value.device.type == "cpu" and math.isfinite(value.item()):
-            return  # a bad feature reaches the value, see ``zero_or_nan``
+            return  # a bad feature makes the value NaN, see ``zero_or_nan``
         with torch.no_grad():
-            bad = torch.cat([z[..., 0].flatten() for z in features]).isnan()  # they are NaN throughout
+            bad = torch.cat([z[..., 0].flatten() for z in features]).isnan()  # every entry of a bad row is NaN
             self.watch(bad.sum(), _warn_features)
 
 
@@ -94,17 +94,17 @@ def _warn_features(bad: int) -> None:
 
 
 class BatchReader:
-    """Check indices, learn the global batch and fetch its committed rows.
+    """Reader that checks indices, gathers the global batch and fetches its committed rows.
 
-    Communicates, with several ranks and per call: one small all-gather of host integers (:class:`Handshake`), one
-    all-gather of the call's values and the own rows; with shards one all-reduce of the global batch's rows instead of
-    the latter.
+    Communicates, with several ranks and per call: one small all-gather of host integers (:class:`Handshake`), and one
+    all-gather of the call's values and of the rows of the local samples. On shards the rows come from one all-reduce of
+    the global batch's rows instead.
 
     Args:
-        table: the rows; ``None`` for an estimator without any.
-        async_checks: what is learned on the device and refused later.
-        columns: what each part keeps per sample, by role.
-        row_keys: which keys of a call name rows.
+        table: the rows; ``None`` for an estimator without rows.
+        async_checks: checks of values on the device, which raise at a later call.
+        columns: columns of each part, by role.
+        row_keys: keys of a call that contain row numbers.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class BatchReader:
         self.row_keys = row_keys
         self.groups, self.table, self.handshake, self.dtype = groups, table, handshake, dtype
         self.async_checks, self.ranks = async_checks, handshake.ranks
-        self.prefetcher: Prefetcher | None = None  # rows beside the features are read in the call itself
+        self.prefetcher: Prefetcher | None = None  # rows on the features' device are read in the call itself
         if table is not None and isinstance(table.rows, WriteBehind):
             self.prefetcher = Prefetcher(table.rows, table, self.ranks)
         self._device = torch.device("cpu")
@@ -140,16 +140,16 @@ class BatchReader:
         least: int = 1,
         more: int = 0,
     ) -> Batch:
-        """Meet the other ranks and read.
+        """Exchange keys and values with the other ranks, and return the global batch with its committed rows.
 
         Args:
             keys: this rank's ``index`` and, if given, ``index2`` and ``labels``, ``(b,)`` int64.
-            values: what the call brings beside, ``(b, ...)`` each; device and dtype of the first are those of the call.
-            depositing: the call may move rows to the features' device.
-            facts: what must be equal on all ranks.
-            identity: gives what must be alike on all ranks beside the sample groups.
-            least: 2 refuses a global batch without two distinct samples.
-            more: how many further candidates this rank brings.
+            values: further tensors of the call, ``(b, ...)`` each; the first one sets the device and dtype of the call.
+            depositing: the call deposits, so that rows may move to the features' device.
+            facts: integers that must be equal on all ranks.
+            identity: function that returns the configuration, which must be equal on all ranks like the sample groups.
+            least: least number of distinct samples in the global batch, 1 or 2.
+            more: number of further candidates of this rank.
         """
         like = next(iter(values.values()))
         self._device = device = like.device
@@ -158,7 +158,7 @@ class BatchReader:
             self.ranks.check_alive()
             self.async_checks.poll()
             self.groups.check()
-            if several:  # an index on a device is waited for
+            if several:  # the exchange needs the keys on the host: wait for an index on a device
                 keys = {name: key.cpu() for name, key in keys.items()}
             there = _on(keys, device)
             known = {name: survey(key) for name, key in keys.items()}
@@ -182,13 +182,16 @@ class BatchReader:
         return batch
 
     def look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
-        """Return committed rows of ``index`` for this process alone; collective only on shards, index by rank."""
+        """Return the committed rows of ``index`` for this process alone; on shards collective, with an index per rank.
+
+        The result is on the device of ``like``, and has its dtype if that is wider than the dtype of the rows.
+        """
         keys, known = {"index": index}, survey(index)
         there = _on(keys, like.device)
         rows, bad = self.agree(lambda: self._in_range(keys, there, {"index": known}))
         block = None
         if self.table is not None and self.table.sharded:
-            indices = self.ranks.gather_objects(index.cpu())  # each rank may ask for others
+            indices = self.ranks.gather_objects(index.cpu())  # ranks may pass different indices
             found = self.table.fetch_sharded(torch.cat(indices), like.device)
             block = found.split([len(other) for other in indices])[self.ranks.rank]
         elif self.table is not None:
@@ -198,22 +201,22 @@ class BatchReader:
         return self._batch(alone, there, dict(values or {}), rows, host_rows, block, bad, like, known, False)
 
     def prefetch(self, keys: Mapping[str, Tensor]) -> None:
-        """Start reading the rows of a batch."""
+        """Start to read the rows of a future batch; ``keys`` as in :meth:`read`."""
         for name in self.row_keys:
             if name in keys:
-                check_range(name, keys[name], self.groups.n)  # one on a device is checked when its batch is called
+                check_range(name, keys[name], self.groups.n)  # an index on a device is checked at the call of its batch
         rows = self._on_host(keys)
         if self.prefetcher is not None and rows is not None:
             self.prefetcher.start(rows, self._device)
 
     def agree(self, action: Callable[[], Any]) -> Any:
-        """Run an action; on shards, where ranks ask each other for rows next, all refuse if one does."""
+        """Run an action; on shards, raise on all ranks if it raises on one, since a collective read follows."""
         return self.ranks.agree(action) if self.table is not None and self.table.sharded else action()
 
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _fingerprint(self, identity: Callable[[], object]) -> int:
-        # computed anew only when a sample group was changed, which makes another list
+        # Computed again only after a change of a sample group, which replaces the list `checked`.
         if self._described is not self.groups.checked:
             values = [{k: v for k, v in g.items() if not isinstance(v, Tensor)} for g in self.groups.checked]
             self._crc = zlib.crc32(repr((identity(), values)).encode())
@@ -223,7 +226,10 @@ class BatchReader:
     def _in_range(
         self, keys: Mapping[str, Tensor], there: Mapping[str, Tensor], known: Mapping[str, Survey | None]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return row numbers ``(b, R)`` on the device, in range, and a flag if some on a device were not."""
+        """Return row numbers ``(b, R)`` on the device, clamped to the range, and a flag for those out of range.
+
+        An index on the CPU raises if it is out of range; without an index on a device the flag is ``None``.
+        """
         bad: Tensor | None = None
         n = self.groups.n
         for name in self.row_keys if n is not None else ():
@@ -236,13 +242,13 @@ class BatchReader:
         return rows, bad
 
     def _stack(self, keys: Mapping[str, Tensor]) -> Tensor:
-        """Return row numbers ``(b, R)``, copied where they are kept for the commit: the caller may change the keys."""
+        """Return row numbers ``(b, R)``; a copy if the commit needs them, since the caller may overwrite the keys."""
         if self.table is None and "index2" not in keys:
             return keys["index"].unsqueeze(1)
         return torch.stack([keys[name] for name in self.row_keys if name in keys], dim=1)
 
     def _on_host(self, keys: Mapping[str, Tensor]) -> Tensor | None:
-        """Return row numbers ``(b, R)`` on the CPU; ``None`` if that would wait for a device."""
+        """Return row numbers ``(b, R)`` on the CPU; ``None`` if the copy would wait for a device."""
         given = [keys[name] for name in self.row_keys if name in keys]
         return self._stack(keys) if all(key.device.type == "cpu" for key in given) else None
 
@@ -256,7 +262,7 @@ class BatchReader:
     def _fetch_own(
         self, rows: Tensor, host_rows: Tensor | None, fetch: Fetch | None, depositing: bool
     ) -> Tensor | None:
-        """Return rows of this rank's samples, one line each; ``None`` on shards, which need all indices first."""
+        """Return the rows of this rank's samples, one line per sample; ``None`` on shards, which need all indices."""
         assert self.table is not None
         self.table.rows.ready()
         if depositing:
@@ -277,15 +283,15 @@ class BatchReader:
         own: Tensor | None,
         values: Mapping[str, Tensor],
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the rows of the global batch and the values of all ranks."""
+        """Return the rows of the global batch and the values of all ranks. Collective."""
         block: Tensor | None = None
         if own is None and self.table is not None:
-            assert host_rows is not None  # several ranks have their keys on the CPU
+            assert host_rows is not None  # with several ranks all keys are on the CPU
             mine = None
             if fetch is not None and agreed.prefetched:
                 mine = accelerator.to_device(fetch.claim().take(), self._device)
             block = self.table.fetch_sharded(host_rows.flatten(), self._device, mine)
-        # rows travel with the features, in one message
+        # One message for the features and the rows.
         everyone = self.ranks.gather([*values.values()] if own is None else [*values.values(), own], agreed.sizes)
         block = block if own is None else everyone.pop()
         return block, dict(zip(values, everyone, strict=True))
@@ -316,7 +322,7 @@ class BatchReader:
         return batch
 
     def _show_unseen(self, batch: Batch) -> None:
-        """Fill in what the columns of parts that were never visited show: zero, or a hyper-parameter."""
+        """Set the values of columns that their part has never visited: zero, or a hyper-parameter."""
         columns = batch.columns
         partial = set() if self.table is None else self.table.partial
         for own in self._columns.values() if partial else ():

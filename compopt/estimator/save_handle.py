@@ -1,4 +1,4 @@
-"""Handle of a save beside training."""
+"""Handle of a checkpoint that a background thread writes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from pathlib import Path
 
 
 class SaveHandle:
-    """Checkpoint that is being written in a thread, see :func:`compopt.save`.
+    """Handle of a checkpoint that a background thread writes, see :func:`compopt.save`.
 
-    The interpreter's end waits for the thread. In a forked process there is none: the save is the parent's.
+    The interpreter waits for the thread before it exits. A forked process has no such thread: the parent completes the
+    save.
 
     Args:
         path: the directory of the new checkpoint, or its URL.
-        write: makes it complete, or raises.
-        abandon: called in a forked process.
+        write: completes the checkpoint, or raises.
+        abandon: called in a forked process, to release the parent's snapshot.
 
     Attributes:
-        path: that directory; the checkpoint counts once :attr:`done` is true and :meth:`wait` does not raise.
+        path: the directory; the checkpoint is complete once :attr:`done` is true and :meth:`wait` does not raise.
     """
 
     def __init__(
@@ -29,12 +30,12 @@ class SaveHandle:
     ) -> None:
         self.path, self._abandon, self._pid = path, abandon, os.getpid()
         self._result: list[BaseException | None] = []  # empty until the save has ended
-        self._told: list[str] = []  # how the user learnt of an error: "raised", "warned"
-        weakref.finalize(self, _warn, path, self._result, self._told)  # also at the interpreter's end
+        self._told: list[str] = []  # how an error was reported to the user: "raised", "warned"
+        weakref.finalize(self, _warn, path, self._result, self._told)  # also when the interpreter exits
         self._thread = threading.Thread(target=self._run, args=(write,), name="compopt-save")
         try:
             self._thread.start()
-        except RuntimeError:  # no more threads can be had; other ranks wait for what this one writes
+        except RuntimeError:  # no thread can be started; write here, since the other ranks wait for this rank's files
             self._run(write)
 
     def _run(self, write: Callable[[], object]) -> None:
@@ -46,7 +47,7 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """True if the save has ended, well or with an error."""
+        """Return whether the save has ended, successfully or with an error."""
         self._leave_to_parent()
         return bool(self._result)
 
@@ -57,13 +58,13 @@ class SaveHandle:
             timeout: seconds to wait at most.
 
         Returns:
-            Its directory, or its URL.
+            The directory of the checkpoint, or its URL.
 
         Raises:
-            TimeoutError: it is not complete yet; the save goes on.
-            OSError: a file could not be written. Whatever went wrong is raised here, with every call, and the earlier
-                checkpoints are as they were.
-            RuntimeError: another rank failed; or this process is a fork of the one that saves.
+            TimeoutError: the checkpoint is not complete yet; the save continues.
+            OSError: a file could not be written. Every call raises the error of the save, whatever its type. Earlier
+                checkpoints are unchanged.
+            RuntimeError: another rank failed, or this process is a fork of the process that saves.
 
         Communicates: nothing.
         """
@@ -77,23 +78,23 @@ class SaveHandle:
         return self.path
 
     def settle(self, timeout: float | None = None) -> None:
-        """Wait until the save has ended, well or with an error."""
+        """Wait until the save has ended, successfully or with an error; do not raise."""
         if not self.done:
             self._thread.join(timeout)
 
     def raise_untold(self) -> None:
-        """Wait, and raise what went wrong unless somebody was told."""
+        """Wait, and raise the error of the save unless :meth:`wait` has already raised it."""
         self.settle()
         if "raised" not in self._told:
             self.wait()
 
     def warn(self) -> None:
-        """Warn, once, if the save has failed and nobody was told."""
+        """Warn, once, if the save has failed and the error was not reported yet."""
         if self.done:
             _warn(self.path, self._result, self._told)
 
     def _leave_to_parent(self) -> None:
-        """In a forked process, end the save as far as this process is concerned: it has no such thread."""
+        """Mark the save as ended in a forked process, which does not have the thread of its parent."""
         if os.getpid() != self._pid and not self._result:
             self._result.append(RuntimeError(f"{self.path} is written by the process of which this one is a fork"))
             self._told.append("raised")

@@ -1,4 +1,4 @@
-"""``state_dict`` of an estimator or a part: complete, copied, refused as a whole if it does not fit."""
+"""Functions that build, check and load the ``state_dict`` of an estimator or of a part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS = ("version", "config", "sample_groups", "rows", "extra", "t")
 
 
 def config(engine: Engine, roles: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return facts that the writer and the reader of a checkpoint must have alike; of all parts or some roles."""
+    """Return the configuration that a checkpoint and its reader must share, of all parts or of some roles."""
     parts = {role: engine.parts[role] for role in roles or engine.parts}
     own = engine.columns()
     columns = {column.name: [column.width, str(column.dtype)] for role in parts for column in own[role]}
@@ -32,7 +32,7 @@ def config(engine: Engine, roles: Iterable[str] | None = None) -> dict[str, Any]
 
 
 def compare(engine: Engine, given: Mapping[str, Any]) -> None:
-    """Refuse the configuration of another estimator, with both values."""
+    """Raise if the configuration of a checkpoint differs; the message has both values."""
     values.mapping("config", given)
     expected = config(engine)
     _compare("", expected, {"options": expected["options"], **given})  # early versions did not keep the options
@@ -44,7 +44,7 @@ def state_dict(engine: Engine) -> dict[str, Any]:
 
 
 def rest(engine: Engine) -> dict[str, Any]:
-    """Return all of it but the rows."""
+    """Return the state without the rows."""
     extra = {role: part.saved_state() for role, part in engine.parts.items()}
     entries = {role: sorted(extra[role]) for role, part in engine.parts.items() if part.state_grows}
     return {
@@ -58,12 +58,12 @@ def rest(engine: Engine) -> dict[str, Any]:
 
 
 def flat(extra: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return state that is not rows by role and name in one, on the CPU."""
+    """Return state that is not rows on the CPU, with keys ``role.name``."""
     return {f"{role}.{name}": value.detach().cpu() for role, own in extra.items() for name, value in own.items()}
 
 
 def by_role(engine: Engine, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return the inverse of :func:`flat`."""
+    """Return tensors with keys ``role.name`` by role and name, the inverse of :func:`flat`."""
     found: dict[str, dict[str, Tensor]] = {role: {} for role in engine.parts}
     for key, value in tensors.items():
         role, _, name = key.partition(".")
@@ -74,7 +74,7 @@ def by_role(engine: Engine, tensors: Mapping[str, Tensor]) -> dict[str, dict[str
 
 
 def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Run :meth:`Estimator.load_state_dict`."""
+    """Check a whole state, then load it; see :meth:`Estimator.load_state_dict`."""
     check(engine, state)
     rows, table = state["rows"], engine.table
     values.mapping("rows", rows)
@@ -87,7 +87,7 @@ def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 def check(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Refuse the state of another estimator, as far as it is not rows."""
+    """Refuse the state of another estimator; the rows are not checked here."""
     _check_keys(state)
     compare(engine, state["config"])
     commits(state["t"])
@@ -95,7 +95,7 @@ def check(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 def fill(engine: Engine, state: Mapping[str, Any], load_rows: Callable[[], None]) -> None:
-    """Overwrite a whole estimator, whose groups were replaced, with state that was checked."""
+    """Load checked state into an estimator; its groups have already been replaced."""
     engine.forget_prefetched()
     load_rows()
     for role, part in engine.parts.items():
@@ -105,7 +105,7 @@ def fill(engine: Engine, state: Mapping[str, Any], load_rows: Callable[[], None]
 
 
 def commits(t: Any) -> int:
-    """Return the number of commits of a checkpoint, checked."""
+    """Return the checked number of commits of a checkpoint."""
     return values.integer("t", t, 0, values.MOST)
 
 
@@ -115,7 +115,7 @@ def part_state_dict(engine: Engine, role: str) -> dict[str, Any]:
     if columns and engine.table is not None:
         rows = engine.table.state_dict([*(column.name for column in columns), COUNT])
         first = columns[0]
-        blank = rows[first.name] == first.blank  # never visited by this part, although the sample was
+        blank = rows[first.name] == first.blank  # samples that only other parts have visited
         rows[COUNT].masked_fill_(blank, 0)
         rows[first.name].masked_fill_(blank, 0)
     return {
@@ -157,7 +157,7 @@ def load_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
 
 
 def _check_keys(state: Mapping[str, Any]) -> None:
-    """Refuse what no ``state_dict()`` returned, or a newer one."""
+    """Refuse an object that ``state_dict()`` did not return, or a newer format version."""
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict must be a dict made by est.state_dict(), got {type(state).__name__}")
     missing = [key for key in KEYS if key not in state]
@@ -170,7 +170,7 @@ def _check_keys(state: Mapping[str, Any]) -> None:
 
 
 def _check_extra(engine: Engine, state: Mapping[str, Any], roles: Iterable[str]) -> None:
-    """Refuse state that is not rows, by its roles and by each part's own checks."""
+    """Check state that is not rows: its roles, its entries, and the tensors by :meth:`Component.check_state`."""
     extra, entries, roles = state["extra"], state.get("entries", {}), list(roles)
     values.mapping("extra", extra)
     values.mapping("entries", entries)
@@ -181,8 +181,8 @@ def _check_extra(engine: Engine, state: Mapping[str, Any], roles: Iterable[str])
         if role not in extra:
             raise ValueError(f"the checkpoint has no state of the {role}; it has that of {sorted(extra)}")
         values.mapping(f"extra of the {role}", extra[role])
-        # torch.distributed.checkpoint reads what there is before: nothing of an optimizer that has made no step. Early
-        # versions did not keep the names.
+        # torch.distributed.checkpoint loads only entries that exist before the load; an optimizer without steps has
+        # none. Early versions did not save the names.
         given = sorted(extra[role])
         if entries.get(role, given) != given:
             raise ValueError(
@@ -200,7 +200,7 @@ def _compare_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
         raise ValueError(
             f"the state must be that of one {role}, such as est.{role}.state_dict(); it has {given.get('method')}"
         )
-    alone = given.get("mode") == "single"  # of an object that was used alone: one value per sample
+    alone = given.get("mode") == "single"  # saved by a part that was used alone, with one value per sample
     for key in ("method", *(() if alone else ("mode",)), "n", "dtype", "columns"):
         _compare(key, needed[key], given.get(key))
     _compare(f"options.{role}", needed["options"].get(role), given.get("options", {}).get(role))
@@ -210,7 +210,7 @@ def _compare_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
 
 
 def _compare(where: str, expected: Any, given: Any) -> None:
-    """Raise on the first entry that differs, with both values."""
+    """Raise at the first entry that differs; the message has both values."""
     if isinstance(expected, Mapping) and isinstance(given, Mapping):
         for key in {**expected, **given}:
             _compare(f"{where}.{key}" if where else key, expected.get(key), given.get(key))

@@ -1,4 +1,4 @@
-"""Places of rows: a store holds rows of 16-byte words; write-behind keeps one on the host from making others wait."""
+"""Stores of rows of 16-byte words, in memory and on disk, and write-behind access to stores on the host."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Store of the rows of one process, in memory."""
+"""In-memory store of the rows of one process."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ from torch import Tensor
 from compopt import accelerator
 
 WORD = torch.complex128  # 16 bytes
-# What NumPy and torch raise where memory cannot be had, or so much cannot even be asked for.
+# Errors that NumPy and torch raise if an allocation fails, or if its size is out of range.
 NO_MEMORY = (MemoryError, ValueError, OverflowError, torch.cuda.OutOfMemoryError)
 
 
 def word(device: torch.device) -> torch.dtype:
-    """Return the dtype of a table on a device: words of 16 bytes, or of 8 where there is nothing wider."""
+    """Return the dtype of a table on a device: words of 16 bytes, or of 8 bytes without support for complex128."""
     return WORD if accelerator.supports(device, WORD) else torch.int64
 
 
 class RowStore:
-    """``n`` rows of ``words`` 16-byte words in one tensor; zeros, which every column reads as "never seen", at first.
+    """Table of ``n`` rows of ``words`` 16-byte words in one tensor, initially zeros, which mean "never visited".
 
-    This class has the placements in memory: beside the features (``offload=None``), or on the host (``offload="cpu"``).
-    The tensor is made on the CPU, where untouched zero pages cost nothing. Beside the features it moves to their device
-    at the first training call. On the host it stays: pinned where a device with streams is there, and then claimed in
-    full at construction.
+    This class implements the placements in memory: on the features' device (``offload=None``) and on the host
+    (``offload="cpu"``). The tensor is created on the CPU, where untouched zero pages use no memory. With
+    ``offload=None`` the tensor moves to the features' device at the first training call. With ``offload="cpu"`` the
+    tensor stays on the host. If a device with streams is available, its memory is pinned and thus fully allocated at
+    construction.
 
-    Rows of 16 bytes are kept one-dimensional: gathering complex128 elements is about twice as fast as gathering rows of
-    a matrix. On a device without complex128 they are rows of a matrix of int64.
+    Rows of 16 bytes are stored as a one-dimensional tensor, because gathering complex128 elements is about twice as
+    fast as gathering rows of a matrix. On a device without complex128 the table is a matrix of int64.
 
-    Row numbers and blocks are on the store's device; :meth:`fetch` and :meth:`commit` take those of another one. No
-    method but :meth:`resize` and :meth:`overwriting` costs more when ``n`` grows.
+    Row numbers and blocks are on the store's device; :meth:`fetch` and :meth:`commit` also accept tensors of another
+    device. The cost of all methods except :meth:`resize`, :meth:`overwriting` and :meth:`to` is independent of ``n``.
 
     Args:
-        n, words: of the table.
-        on_host: stay on the host.
+        n, words: number of rows, and of 16-byte words per row.
+        on_host: keep the table on the host.
 
     Attributes:
-        slow: rows may have to come from a disk, so that reading them ahead pays on every device.
-        undo_log: of a save under way (``Snapshot.keep``): called with rows ``(R,)`` before they are written.
+        slow: whether reads may access a disk, so that prefetching is useful on every device.
+        undo_log: callback of a save in progress (``Snapshot.keep``), called with rows ``(R,)`` before they are written.
 
     Raises:
-        MemoryError: so much memory cannot be had.
+        MemoryError: the memory cannot be allocated.
     """
 
     slow = False
@@ -59,7 +60,7 @@ class RowStore:
         self._table = self._zeros(n, torch.device("cpu"))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "undo_log": None}  # a copy is not being saved
+        return {**self.__dict__, "undo_log": None}  # a save in progress is that of the original
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -72,7 +73,7 @@ class RowStore:
 
     @property
     def writable(self) -> bool:
-        """True unless this is a forked process and the rows belong to its parent."""
+        """Return whether this process may write the rows; ``False`` in a fork if only its parent may."""
         return True
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -80,37 +81,37 @@ class RowStore:
         return self._as_block(self._table.index_select(0, rows))
 
     def scatter(self, rows: Tensor, block: Tensor) -> None:
-        """Write a block to rows; a row that occurs twice has equal values."""
+        """Write a block to rows; values of a repeated row must be equal."""
         if (log := self.undo_log) is not None:
             log(rows)
         self._table.index_copy_(0, rows, block.view(self._table.dtype).view(-1, *self._table.shape[1:]))
 
     def block(self, start: int, stop: int) -> Tensor:
-        """Copy successive rows."""
+        """Copy the rows ``start .. stop - 1`` to a block."""
         return self.gather(torch.arange(start, stop, device=self.device))
 
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
-        """Read rows ``(R,)`` to a block on the device of ``rows``, in memory of its own.
+        """Copy rows ``(R,)`` to a new block on the device of ``rows``.
 
-        ``host_rows``, the same row numbers on the CPU, spare a store on the host the wait for the accelerator.
+        With ``host_rows``, the same row numbers on the CPU, a store on the host does not wait for the accelerator.
         """
         there = host_rows if host_rows is not None and self.device.type == "cpu" else rows
         return accelerator.to_device(self.gather(accelerator.to_device(there, self.device)), rows.device)
 
     def commit(self, rows: Tensor, block: Tensor) -> None:
-        """Write a block to rows, both on any one device; the caller must not change them any more."""
+        """Write a block to rows, both on any one device; the caller must not change these tensors afterwards."""
         self.scatter(accelerator.to_device(rows, self.device), accelerator.to_device(block, self.device))
 
     def settle(self) -> None:
-        """Wait until every commit is in the store and nothing reads it; call it before touching the store itself."""
+        """Wait until every commit is in the store and no read is in progress; required before direct access to it."""
 
     def ready(self) -> None:
-        """Raise if rows may not be read or written now (a table file that an earlier run left)."""
+        """Raise if rows must not be read or written (a table file of an earlier run)."""
 
     def resize(self, n: int) -> None:
-        """Append zero rows until there are ``n``, or drop the last ones."""
+        """Append zero rows, or drop the last rows, so that the table has ``n`` rows."""
         if n <= len(self._table):
-            self._table = self._table[:n]  # no copy, for which there may be no memory
+            self._table = self._table[:n]  # a view: there may be no memory for a copy
         else:
             table = self._zeros(n, self.device)
             table[: self.n].copy_(self._table)
@@ -119,22 +120,22 @@ class RowStore:
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:
-        """Reset all rows to zeros; inside, :meth:`scatter` fills them."""
+        """Reset all rows to zeros, and return a context in which :meth:`scatter` writes the new values."""
         if self._table.device.type != "cpu" or self._table.is_pinned():
             self._table.zero_()
         else:
-            self._table = torch.empty(0, dtype=WORD, device="cpu")  # give back before asking for more
+            self._table = torch.empty(0, dtype=WORD, device="cpu")  # free the memory before the new allocation
             self._table = self._zeros(self.n, torch.device("cpu"))
         yield
 
     def to(self, device: torch.device) -> None:
-        """Follow the features to their device, where the placement allows it."""
+        """Move the table to the features' device, unless it must stay on the host."""
         if self._on_host or device == self._table.device:
             return
-        while self.undo_log is not None:  # a save reads the rows
+        while self.undo_log is not None:  # wait for a save that reads the rows
             sleep(1e-3)
         kind = word(device)
-        with self._claim(self.n, device), torch.inference_mode(False):  # else they could not be written outside
+        with self._claim(self.n, device), torch.inference_mode(False):  # inference tensors would become read-only
             self._table = self._as_block(self._table).to(device).view(kind).view(self._shape(self.n, kind))
 
     def _pins(self) -> bool:
@@ -149,7 +150,7 @@ class RowStore:
 
     @contextmanager
     def _claim(self, n: int, device: torch.device, pinned: bool = False) -> Iterator[None]:
-        """Say how much memory was asked for, and what to do, where it cannot be had."""
+        """Turn a failed allocation into a MemoryError with the requested size and remedies."""
         try:
             yield
         except (*NO_MEMORY, RuntimeError) as error:
@@ -172,10 +173,10 @@ class RowStore:
 
 
 def lazy_zeros(shape: tuple[int, ...]) -> Tensor:
-    """Allocate complex128 zeros on the host whose pages come into being when they are first written.
+    """Allocate complex128 zeros on the host; the system allocates each page at its first write.
 
-    ``torch.zeros`` would write them all now (seconds for some GB) and in small pages; NumPy asks for huge ones, with
-    which random gathers are 1.5 times and scatters twice as fast. Rows start at cache lines, as torch's do.
+    ``torch.zeros`` would write all pages at once (seconds for some GB), in small pages. NumPy requests huge pages, with
+    which random gathers are 1.5 times and scatters twice as fast. The data start at a cache line, as in torch tensors.
     """
     count = math.prod(shape)
     memory = np.zeros(count + 3, dtype=np.complex128)

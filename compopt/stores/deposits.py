@@ -1,4 +1,4 @@
-"""Pending proposals for rows, and how several of them become one value per row."""
+"""Pending proposals for rows, and the reduction of several proposals to one value per row."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from compopt.stores.layout import RowLayout
 
 @dataclass
 class Deposit:
-    """Proposals of one call, until they are committed; it holds none of the batch's features.
+    """Proposals of one call that wait for a commit, without references to the batch's features.
 
     Attributes:
         rows: row numbers, ``(R,)`` int64, on the features' device.
         old: the committed rows as read, ``(R, 2 * words)``.
         proposals: new values by column, ``(R, width)``.
-        valid: the directions of each row that were really visited, ``(R, D)``; ``None``: all.
-        distinct: known on the host: no row occurs twice.
-        host_rows: ``rows`` on the CPU, where they are known there.
+        valid: mask of the visited directions of each row, ``(R, D)``; ``None``: all.
+        distinct: whether the host knows that no row occurs twice.
+        host_rows: ``rows`` on the CPU, or ``None`` if they are only on a device.
     """
 
     rows: Tensor
@@ -36,16 +36,16 @@ class Deposit:
 
     @classmethod
     def of(cls, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None) -> Deposit:
-        """Make one call's deposit of ``(B, D)`` values; ``valid`` is ``(B, D)`` or ``(B, 1)``."""
+        """Return the deposit of one call with ``(B, D)`` values; ``valid`` is ``(B, D)`` or ``(B, 1)``."""
         assert batch.block is not None
         if batch.rows.shape[1] == 2:  # index2: each direction writes a row of its own
             proposals = {name: value.repeat_interleave(2, dim=0) for name, value in proposals.items()}
             own = torch.eye(2, dtype=torch.bool, device=batch.rows.device).repeat(len(batch.rows), 1)
             valid = own if valid is None else own & valid.repeat_interleave(2, dim=0)
-        if batch.bad is not None:  # a batch that the device refuses proposes nothing; the host does not wait to know
+        if batch.bad is not None:  # mask a bad batch on the device, so that the host does not wait for the flag
             valid = torch.ones_like(batch.count, dtype=torch.bool) if valid is None else valid
             valid = valid & ~batch.bad
-        # Detached, and no reference to the batch: the graph and the features can be freed before the commit.
+        # Detached and without a reference to the batch, so that graph and features can be freed before the commit.
         values = {name: value.detach() for name, value in proposals.items()}
         host_rows = None if batch.host_rows is None else batch.host_rows.flatten()
         return cls(batch.rows.flatten(), batch.block, values, valid, batch.distinct, host_rows)
@@ -54,13 +54,14 @@ class Deposit:
 def merge(deposits: Sequence[Deposit], layout: RowLayout, partial: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Merge all deposits of a window to ``(rows, old, new)``, ready to scatter.
 
-    A row with several proposals gets their mean (``log_mean_exp`` for logarithms), its count grows by one, and
-    it keeps its old value if any of its proposals is not finite. The reduction is a sort and a segmented sum:
-    no atomics, no host synchronisation, the same bits every time. A row that occurs several times is returned
-    several times with the same values. ``partial``: some rows have marks of parts that were never visited.
+    A row with several proposals is set to their mean (``log_mean_exp`` for logarithms; see :attr:`Column.reduce`), and
+    its count increases by one. A row with a proposal that is not finite keeps its old values. The reduction is a sort
+    and a segmented sum, without atomics or host synchronisation, and bitwise reproducible. A row that occurs several
+    times is returned several times with the same values. ``partial``: some rows contain the mark
+    :attr:`Column.blank`.
     """
     rows, old = _cat([d.rows for d in deposits]), _cat([d.old for d in deposits])
-    # An occurrence of a row is a position from here on: several calls of a window, several positions in a batch.
+    # From here on, each position is one occurrence of a row: of several calls, or of several samples of a batch.
     proposals = {name: _cat([d.proposals[name] for d in deposits]) for name in deposits[0].proposals}
     valid = None
     if any(d.valid is not None for d in deposits):
@@ -68,10 +69,10 @@ def merge(deposits: Sequence[Deposit], layout: RowLayout, partial: bool = False)
         valid = torch.cat([all_of_row.expand(len(d.rows), -1) if d.valid is None else d.valid for d in deposits])
     kept: Tensor | None = None
     if not (len(deposits) == 1 and deposits[0].distinct):
-        # Rows may repeat. The device alone may know if they do, and to ask it would wait; for the same reason repeated
-        # rows stay where they are: the host does not know how many would be left.
+        # Rows may repeat, and the host does not wait to find out. Repeated rows are not removed either, because the
+        # size of the result would be known on the device only.
         proposals = {name: value.to(layout[name].dtype) for name, value in proposals.items()}
-        rows, order = torch.sort(rows, stable=True)  # stable: the same sums in the same order, every time
+        rows, order = torch.sort(rows, stable=True)  # stable: a reproducible order of summation
         old, valid = old[order], None if valid is None else valid[order]
         proposals = {name: value[order] for name, value in proposals.items()}
         proposals, kept, valid = _reduce(rows, layout.unpack(old)[COUNT], proposals, valid, layout)
@@ -80,11 +81,11 @@ def merge(deposits: Sequence[Deposit], layout: RowLayout, partial: bool = False)
         proposals = {name: torch.where(valid, value, before[name]) for name, value in proposals.items()}
     new = old.clone()
     layout.write(new, proposals)[COUNT].add_(1 if valid is None else valid)  # once per row: `old` has the count before
-    # One value that is not finite withholds its whole row: columns are proposed together and must agree. The packed
-    # row is looked at, since a proposal can leave the range of the stored dtype.
+    # One value that is not finite keeps the whole row unchanged, since the columns of a row must be consistent. The
+    # packed row is checked, because a proposal can overflow in the stored dtype.
     read = layout.floats(old) if partial else []
     for number, values in enumerate(layout.floats(new)):
-        # What was read is finite, or a mark: a value that is not was proposed.
+        # An unchanged value is finite or a mark; any other value that is not finite was proposed.
         finite = (values.isfinite() | (values == read[number])).all(dim=1) if partial else all_finite(values, dim=1)
         kept = finite if kept is None else kept & finite
     return rows, old, new if kept is None else torch.where(kept[:, None], new, old)
@@ -95,25 +96,25 @@ def _cat(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Runs:
-    """Runs of equal rows in a sorted list; ``first`` and ``length`` are those of each member's run, ``(R,)``."""
+    """Runs of equal rows in a sorted list; ``first`` and ``length`` describe the run of each member, ``(R,)``."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows, self.first = rows, torch.searchsorted(rows, rows)
         self.length = torch.searchsorted(rows, rows, right=True) - self.first
-        # As many segments as members, so that their number is known on the host: all but a run's first are empty.
+        # One segment per member, so that the host knows their number; all but the first segment of a run are empty.
         starts = self.first == torch.arange(len(rows), device=rows.device)
         self._lengths = torch.where(starts, self.length, 0)
 
     def over(self, x: Tensor, kind: str) -> Tensor:
-        """Reduce ``(R, D)`` over runs; every member receives its run's result."""
-        # `unsafe` leaves out the check of the lengths, which would wait for the device.
+        """Reduce ``(R, D)`` over runs, and return the result of its run for every member, ``(R, D)``."""
+        # `unsafe` skips the check of the lengths, which would wait for the device.
         return torch.segment_reduce(x.contiguous(), kind, lengths=self._lengths, axis=0, unsafe=True)[self.first]
 
 
 def _reduce(
     rows: Tensor, count: Tensor, proposals: Mapping[str, Tensor], valid: Tensor | None, layout: RowLayout
 ) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
-    """Reduce runs of equal (sorted) rows to values, flags of finite runs, and flags of visited directions."""
+    """Reduce runs of equal (sorted) rows to ``(values, mask of finite runs, mask of visited directions)``."""
     runs = Runs(rows)
     alike = {name: x for name, x in proposals.items() if layout[name].reduce == "one"}
     chosen = _choice(runs, count, alike, valid) if alike else None
@@ -124,7 +125,7 @@ def _reduce(
         if chosen is not None and name in alike:
             reduced[name] = x.gather(0, chosen)
             continue
-        # Weights of 0 or 1 instead of a selection, whose size the host would have to wait for; `where` and not a
+        # Weights of 0 or 1 instead of a selection, since the host would wait for its size; `where` instead of a
         # product below, because 0 * inf is NaN.
         weight = torch.ones_like(x) if valid is None else valid.to(x.dtype)
         visits = runs.over(weight, "sum").clamp_(min=1)
@@ -142,21 +143,21 @@ def _reduce(
 
 
 def _choice(runs: Runs, count: Tensor, proposals: Mapping[str, Tensor], valid: Tensor | None) -> Tensor:
-    """Choose the proposal of each run that is taken where only one can be, as positions ``(R, width)``.
+    """Choose one proposal per run for columns with ``reduce="one"``, as positions ``(R, width)``.
 
-    They are put in order, and a hash of row and visits chooses: the same one in whatever order they came, each as
-    often as any other.
+    The proposals of a run are sorted by value, and a hash of row number and visits selects one of them uniformly. The
+    choice does not depend on the order of the proposals.
     """
-    # Not at random: every rank and every restart must choose alike, with nothing communicated and no generator saved.
+    # A hash instead of a generator: all ranks and all restarts make the same choice without messages or saved state.
     keys, chosen = streams((), runs.rows), []
     for direction, visits in enumerate(count.unbind(1)):
         order, left = torch.arange(len(keys), device=keys.device), runs.length
         columns = [x[:, direction] for x in reversed(list(proposals.values()))]
-        if valid is not None:  # those that are not come last, and are not among those to choose from
+        if valid is not None:  # invalid proposals are sorted to the end of the run and excluded from the choice
             columns.append(~valid[:, direction])
             left = runs.over(valid[:, direction : direction + 1].to(torch.float32), "sum")[:, 0].to(torch.int64)
-        # Stable sorts from the least significant key to the rows: within a run by value, so that what a position in
-        # the batch says is lost, and each run is where it was.
+        # Stable sorts from the least significant key to the rows: each run keeps its place and is sorted by value, so
+        # that the choice is independent of positions in the batch.
         for column in (*columns, runs.rows):
             order = order[torch.argsort(column[order], stable=True)]
         number = below(scramble_(keys + visits), left.clamp(min=1))

@@ -1,4 +1,4 @@
-"""Rows in a sparse file that is mapped into memory."""
+"""Store of rows in a memory-mapped sparse file."""
 
 from __future__ import annotations
 
@@ -23,42 +23,45 @@ from compopt.stores.base import WORD, RowStore
 
 PAGE = mmap.PAGESIZE
 _PAGE_BITS, _ZEROS = PAGE.bit_length() - 1, bytes(PAGE)
-# A gather first times this many rows; from this time per row on (a warm row takes 10 ns, a read from a disk 50
-# microseconds and more) the pages of all rows are requested at once.
+# A gather first reads PROBE rows. If these take COLD_ROW seconds per row or more (a cached row takes 10 ns, a disk read
+# at least 50 microseconds), the pages of all rows are requested at once.
 PROBE, COLD_ROW = 32, 20e-6
 
-# By device and inode, what this process has made or loaded last: the kernel's locks do not keep it from itself.
+# By device and inode, a token of the store that last created or loaded the file in this process. The kernel's locks
+# exclude other processes only.
 _latest: dict[tuple[int, int], object] = {}
 
 
 class DiskStore(RowStore):
-    """The placement ``offload="disk"``: ``<name>.rows``, a sparse file of whole pages that is scratch space of one run.
+    """Store for ``offload="disk"``: the sparse file ``<name>.rows`` of whole pages, the scratch space of one run.
 
-    A table that an earlier run left is refused at its first use, because its rows belong to other weights: load a
-    checkpoint into it, which overwrites every row. It cannot be copied or pickled: two estimators would write one file.
+    A table of an earlier run is refused at its first use, because its rows belong to other weights. Loading a
+    checkpoint into the store overwrites every row and makes it usable. The store cannot be copied or pickled, because
+    two estimators would write one file.
 
-    A write into a hole of a mapped file on a full disk would end the process (SIGBUS). Therefore a commit first writes
-    zeros to the pages that were never written, with a call that fails instead, and touches its rows only then; and rows
-    on pages that were never written are read as zeros without touching the mapping. So the disk may be smaller than the
-    table as long as it holds the rows that were visited. File systems that write every block to a new place (btrfs,
-    ZFS), and those that compress, cannot promise that an overwrite finds room. To touch a page that is no longer in the
-    file ends the process too: before each use its length is compared.
+    A write into a hole of a mapped file on a full disk would kill the process (SIGBUS). A commit therefore first writes
+    zeros to the pages that were never written, with a system call that returns an error instead, and then writes its
+    rows. Rows on pages that were never written are read as zeros without access to the mapping. The disk may thus be
+    smaller than the table, as long as the visited rows fit. Copy-on-write file systems (btrfs, ZFS) and compressing
+    ones cannot guarantee space for an overwrite. Access to a page beyond the end of the file would kill the process
+    too; the length of the file is therefore checked before each use.
 
-    It takes a byte of memory per page of 4 KiB: 256 KiB for a GiB of the file.
+    The store uses one byte of memory per page of 4 KiB: 256 KiB for a GiB of the file.
 
     Args:
-        directory, name: of the table's files; the directory is created if need be.
+        directory, name: directory and base name of the table's files; the directory is created if necessary.
+        n, words: number of rows, and of 16-byte words per row.
 
     Raises:
-        ValueError: the directory is no directory; more rows than the file system or the address space takes; later: the
-            table is that of an earlier run.
+        ValueError: ``directory`` is not a directory; the file system or the address space is too small for ``n`` rows;
+            later: the table is that of an earlier run.
         PermissionError: the directory cannot be written.
-        RuntimeError: another process writes this table, the message says which; later: another estimator of this
-            process has overwritten it.
-        OSError: later, in any method: the disk is full, or another program truncated the file.
+        RuntimeError: another process writes this table (the message names the process); later: another estimator of
+            this process has overwritten the table.
+        OSError: later, in any method: the disk is full, or another program has truncated the file.
 
     Warns:
-        UserWarning: the disk has less room than the whole table takes; later, that the file was removed.
+        UserWarning: the disk has less free space than the whole table needs; later: the file was removed.
     """
 
     slow = True
@@ -79,7 +82,7 @@ class DiskStore(RowStore):
         remedy = "two runs would write one table; end that one, or name another offload_dir"
         self._lock = files.lock(self.path.with_suffix(".lock"), self._directory, remedy)
         self.stale = self.path.exists()
-        self._written = np.zeros(0, dtype=np.bool_)  # pages that have a place on the disk
+        self._written = np.zeros(0, dtype=np.bool_)  # pages with allocated blocks on the disk
         self._table = torch.empty(self._shape(0), dtype=WORD, device="cpu")
         try:
             with files.named(self.path):
@@ -92,7 +95,7 @@ class DiskStore(RowStore):
         except BaseException:
             if not self.stale:
                 self.path.unlink(missing_ok=True)
-            self._lock = None  # now: the error refers to this object
+            self._lock = None  # unlock now, since the traceback keeps this object alive
             raise
 
     def _warn_of_room(self) -> None:
@@ -106,10 +109,10 @@ class DiskStore(RowStore):
             )
 
     def _bytes(self, n: int) -> int:
-        return max(1, -(-n * self._row_bytes // PAGE)) * PAGE  # a file of no bytes cannot be mapped
+        return max(1, -(-n * self._row_bytes // PAGE)) * PAGE  # at least one page: an empty file cannot be mapped
 
     def resize(self, n: int) -> None:
-        """Give the file room for ``n`` rows, and map it."""
+        """Set the length of the file to ``n`` rows in whole pages, and map the file."""
         size = self._bytes(n)
         try:
             os.ftruncate(self._fd, size)
@@ -119,7 +122,7 @@ class DiskStore(RowStore):
                 f"n={n} rows of {self._row_bytes} bytes ({size:,} bytes) cannot be kept in {self._directory}: {error}; "
                 f"use another offload_dir or shard=True"
             ) from error
-        # Without it the kernel reads megabytes around every row: the first gather of a large file takes 20 to 40 s.
+        # Without it the kernel reads megabytes around every row, and the first gather of a large file takes 20 to 40 s.
         mapping.madvise(mmap.MADV_RANDOM)
         self._table = torch.frombuffer(mapping, dtype=WORD)[: n * self.words].view(self._shape(n))
         before, self._written = self._written, np.zeros(size // PAGE, dtype=np.bool_)
@@ -128,12 +131,12 @@ class DiskStore(RowStore):
         self.n = n
 
     def _own(self) -> None:
-        """Note that this object has the file; its inode may have been that of another one, long removed."""
+        """Register this object as the owner of the file, also if a removed file has had the same inode."""
         status = os.fstat(self._fd)
         self._token = _latest[status.st_dev, status.st_ino] = object()
 
     def ready(self) -> None:
-        """Refuse rows of an earlier run, and a file that somebody else has changed."""
+        """Refuse rows of an earlier run, and a file that another program or estimator has changed."""
         if self.stale and not self._overwriting:
             raise ValueError(
                 f"{self.path} already exists and holds the rows of another run: load a checkpoint into this estimator "
@@ -165,7 +168,7 @@ class DiskStore(RowStore):
         return self._pid == os.getpid()
 
     def _pages(self, rows: Tensor) -> npt.NDArray[np.int64]:
-        """Return the first and the last page of each row, ``(2, R)``; ``(1, R)`` where no row lies on two pages."""
+        """Return the first and the last page of each row, ``(2, R)``; ``(1, R)`` if no row can cross a boundary."""
         start = rows.numpy() * self._row_bytes
         return np.stack([start, start + self._row_bytes - 1] if PAGE % self._row_bytes else [start]) >> _PAGE_BITS
 
@@ -186,38 +189,38 @@ class DiskStore(RowStore):
             start = time.perf_counter()
             super().gather(rows[:: len(rows) // PROBE])
             cold = time.perf_counter() - start > PROBE * COLD_ROW
-            if cold and hasattr(os, "posix_fadvise"):  # a disk serves many requests faster than single ones; not macOS
+            if cold and hasattr(os, "posix_fadvise"):  # many requests at once are faster on a disk; macOS lacks it
                 for page in np.unique(self._pages(rows)).tolist():
                     os.posix_fadvise(self._fd, page * PAGE, PAGE, os.POSIX_FADV_WILLNEED)
         return super().gather(rows)
 
     def scatter(self, rows: Tensor, block: Tensor) -> None:
-        """Write a block to rows; on a full disk to none of them."""
+        """Write a block to rows; on a full disk, raise without writing any row."""
         self.ready()
         if not self.writable:
             raise RuntimeError(f"{self.path} is written by process {self._pid}; a forked copy of it only reads")
         pages = self._pages(rows)
-        if self._overwriting and self._holes:  # a zero in a hole needs no place: a sparse table stays sparse
+        if self._overwriting and self._holes:  # skip zero rows in holes, so that a sparse table stays sparse
             needed = torch.from_numpy(self._written[pages].any(axis=0)) | block.any(dim=1)
             rows, block, pages = rows[needed], block[needed], pages[:, needed.numpy()]
         self._make_room(pages.ravel())
         super().scatter(rows, block)
 
     def _make_room(self, pages: npt.NDArray[np.int64]) -> None:
-        """Write zeros to those pages that are holes: nearly as fast as a page fault, faster than posix_fallocate."""
+        """Write zeros to the pages that are holes; nearly as fast as a page fault, faster than posix_fallocate."""
         holes = pages[~self._written[pages]]
-        holes = np.unique(holes[np.diff(holes, prepend=-1) != 0])  # rows in order, as a load has them, share pages
+        holes = np.unique(holes[np.diff(holes, prepend=-1) != 0])  # successive rows (of a load) share pages
         with files.named(self.path, "no row was written"):
             for page in holes.tolist():
                 done = 0
                 while done < PAGE:
                     done += os.pwrite(self._fd, _ZEROS[done:], page * PAGE + done)
-        self._written[holes] = True  # only when all have their place: a reader must not meet a hole
+        self._written[holes] = True  # after all writes: concurrent readers must not access a hole
         self._holes -= len(holes)
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:
-        """Empty the file, then fill it; an error in between leaves a table that is refused until the next load."""
+        """Empty the file, then fill it in the context; after an error the table is refused until the next load."""
         self.stale, self._overwriting = True, True
         try:
             self._own()

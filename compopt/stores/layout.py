@@ -1,7 +1,7 @@
-"""Rows: all columns of a sample side by side in one row of one table.
+"""Layout of a row, which contains all columns of one sample.
 
-A row is padded to a multiple of 16 bytes, a word. A block is rows as int64, ``(R, 2 * words)``: bits are copied,
-whatever the columns mean, so that integers, NaN, -0.0 and denormals survive.
+A row is padded to a multiple of 16 bytes (a word). A block is a tensor of rows as int64, ``(R, 2 * words)``. Blocks are
+copied bitwise, independently of the columns' dtypes, so that integers, NaN, -0.0 and denormals are preserved.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ ROW_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Column:
-    """One named quantity per sample.
+    """Column of the table: a named quantity per sample.
 
     Attributes:
         name: key in :meth:`Estimator.read` and in checkpoints.
-        width: values per sample; ``D``, one per direction.
-        dtype: of the stored values; integers are stored bitwise.
-        reduce: how several proposals for one row become one value: ``"mean"``, ``"log_mean_exp"``, or
-            ``"one"`` of them, the same for all such columns.
-        initial: hyper-parameter whose value a row shows before its first visit; ``None``: zero.
-        values: what a checkpoint may hold here; floating-point columns without it hold finite values. In rows that
-            were never visited a zero is always accepted.
+        width: number of values per sample; ``D``, one per direction.
+        dtype: dtype of the stored values; integers are stored bitwise.
+        reduce: reduction of several proposals for one row: ``"mean"``, ``"log_mean_exp"``, or ``"one"``, which selects
+            the same proposal in all such columns.
+        initial: name of the hyper-parameter that is read in place of the column before the first visit; ``None``: zero.
+        values: range of the values that a load accepts; ``None``: any finite values in a floating-point column, and
+            any values in an integer column. In rows that were never visited, zero is always accepted.
     """
 
     name: str
@@ -43,23 +43,23 @@ class Column:
 
     @property
     def blank(self) -> float | int:
-        """Mark, in a part's first column, that the part was never visited although the sample was; never committed."""
+        """Mark in a part's first column of a sample that other parts have visited, but not this one; never proposed."""
         return -math.inf if self.dtype.is_floating_point else torch.iinfo(self.dtype).min
 
 
 class RowLayout:
-    """Place of each column inside a row; wider types first, so that every column is aligned.
+    """Offsets of the columns in a row; wider types come first, so that every column is aligned.
 
     Args:
-        columns: of a row.
-        firsts: first columns of the parts, which may have a mark, see :attr:`Column.blank`.
+        columns: columns of a row.
+        firsts: names of the first columns of the parts, which may contain the mark :attr:`Column.blank`.
     """
 
     def __init__(self, columns: Sequence[Column], firsts: Collection[str] = ()) -> None:
         self.columns, self.firsts = tuple(columns), frozenset(firsts)
         self.dtypes = {column.dtype for column in columns}
         self.offsets: dict[str, int] = {}  # in bytes
-        self.spans: list[tuple[torch.dtype, int, int]] = []  # of floating-point columns that are neighbours
+        self.spans: list[tuple[torch.dtype, int, int]] = []  # runs of adjacent floating-point columns of one dtype
         end = 0
         for column in sorted(columns, key=lambda c: -c.dtype.itemsize):
             if column.name in self.offsets:
@@ -78,15 +78,15 @@ class RowLayout:
 
     @property
     def words(self) -> int:
-        """16-byte words per row."""
+        """Number of 16-byte words per row."""
         return self.row_bytes // ROW_ALIGNMENT
 
     def zeros(self, count: int, device: torch.device) -> Tensor:
-        """Make a block of rows that were never visited."""
+        """Return a block of ``count`` rows that were never visited."""
         return torch.zeros(count, 2 * self.words, dtype=torch.int64, device=device)
 
     def unpack(self, block: Tensor) -> dict[str, Tensor]:
-        """View the columns of a block: ``{name: (R, width)}``."""
+        """Return views of the columns of a block, ``{name: (R, width)}``."""
         by_dtype = {dtype: block.view(dtype) for dtype in self.dtypes}
         return {
             column.name: by_dtype[column.dtype].narrow(
@@ -96,16 +96,16 @@ class RowLayout:
         }
 
     def floats(self, block: Tensor) -> list[Tensor]:
-        """View all floating-point columns of a block, neighbours in one view, ``(R, values)`` each."""
+        """Return views of all floating-point columns of a block, ``(R, values)``; adjacent columns share a view."""
         return [block.view(dtype)[:, start:stop] for dtype, start, stop in self.spans]
 
     def check_values(self, columns: Mapping[str, Tensor], n: int, first: int = 0) -> None:
-        """Refuse rows that no run can have written: negative counts, logarithms that are NaN, a temperature of 0.
+        """Refuse rows that no run can have written, such as negative counts, NaN logarithms or a temperature of 0.
 
         Args:
-            columns: of successive rows, ``(R, width)``.
+            columns: columns of successive rows, ``(R, width)`` each.
             n: number of samples.
-            first: number of the first row, for the message.
+            first: number of the first row, for error messages.
         """
         never = columns[COUNT] == 0 if COUNT in columns else None
         for column in self.columns:
@@ -127,7 +127,7 @@ class RowLayout:
                 )
 
     def write(self, block: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Overwrite some columns of a block, in place, and return views of all."""
+        """Overwrite some columns of a block, in place, and return views of all columns."""
         columns = self.unpack(block)
         for name, value in values.items():
             columns[name].copy_(value)

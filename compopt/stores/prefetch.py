@@ -1,4 +1,4 @@
-"""Rows that arrive while the previous batch trains."""
+"""Prefetching of the rows of the next batch while the current batch trains."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.stores.table import RowTable
 from compopt.stores.write_behind import Ticket, WriteBehind
 
-# Batches under way at most; older ones were abandoned by a loop that was left early.
+# Largest number of batches in flight; older ones belong to a loop that ended early.
 MOST = 4
 
 
 class Fetch(NamedTuple):
-    """One batch under way: its number, equal on all ranks, this rank's rows ``(b, R)`` on the CPU, and their ticket.
+    """Read of one batch in flight: a number, equal on all ranks, this rank's rows ``(b, R)`` on the CPU, and a ticket.
 
-    On shards the ticket is known once the ranks have told each other their rows.
+    On shards the ticket is a future, which is ready after the ranks have exchanged their row numbers.
     """
 
     number: int
@@ -30,34 +30,34 @@ class Fetch(NamedTuple):
     ticket: Ticket | Future[Ticket]
 
     def claim(self) -> Ticket:
-        """Return the ticket, once it is known which rows this process reads."""
+        """Return the ticket; on shards, wait for the exchange of row numbers."""
         return self.ticket if isinstance(self.ticket, Ticket) else self.ticket.result()
 
 
 class Prefetcher:
-    """Starts reads and finds them again when their batch is called.
+    """Queue of reads in flight, from which the call of a batch takes its own.
 
-    With unsharded rows each rank reads those of its own samples and communicates nothing. With shards the ranks
-    exchange the row numbers in a background thread, over a group of their own, and each reads what it holds; all
-    ranks must then prefetch the same batches in the same order. Where torch cannot form that group, shards are
-    not prefetched.
+    Without shards, each rank reads the rows of its own samples and communicates nothing. On shards, the ranks exchange
+    row numbers in a background thread over a separate process group, and each rank reads the rows that it holds. All
+    ranks must then prefetch the same batches in the same order. If torch cannot form the group, shards are not
+    prefetched.
     """
 
     def __init__(self, rows: WriteBehind, table: RowTable, ranks: Ranks) -> None:
         self._rows, self._table, self._ranks = rows, table, ranks
         self._under_way: deque[Fetch] = deque()
-        self._started, self._first = 0, 1  # batches before number `_first` are dropped
-        # Held while a read begins or batches are dropped: after `drop_all`, which precedes a load, the exchange of a
-        # shard that ends late begins no read of rows that are being overwritten.
+        self._started, self._first = 0, 1  # batches with a number below `_first` are dropped
+        # Held while a read starts and while batches are dropped: an exchange that ends after `drop_all`, which precedes
+        # a load, must not start to read rows that are being overwritten.
         self._issuing = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
         self._group: ProcessGroup | None = None
 
     def start(self, rows: Tensor, device: torch.device) -> None:
-        """Begin to read rows ``(b, R)``, given on the CPU, for a later call on ``device``."""
-        if self._table.sharded and self._thread is None:  # the group is formed at the first use, on all ranks alike
+        """Start to read rows ``(b, R)``, given on the CPU, for a later call on ``device``."""
+        if self._table.sharded and self._thread is None:  # form the group at the first use, on all ranks
             with doing(PREFETCH):
-                self._ranks.barrier()  # ranks that have nothing to prefetch, with another offload=, come with a call
+                self._ranks.barrier()  # detects ranks with another offload=, which make a call instead of a prefetch
                 self._group = self._ranks.new_host_group()
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="compopt-prefetch")
         if self._table.sharded and self._group is None:
@@ -72,7 +72,7 @@ class Prefetcher:
         self._drop_before(self._started - MOST + 1)
 
     def _exchange(self, number: int, rows: Tensor, device: torch.device) -> Ticket:
-        """In the thread: learn the global batch, start reading the owned part of it."""
+        """Exchange the row numbers of the global batch, and start to read the local ones; runs in the thread."""
         sizes = self._tell(torch.tensor(len(rows), device="cpu")).tolist()
         message = torch.zeros(max(sizes), dtype=torch.int64, device="cpu")
         message[: len(rows)] = rows
@@ -88,7 +88,7 @@ class Prefetcher:
         return tell(message, self._group, self._ranks.size, PREFETCH)
 
     def find(self, rows: Tensor | None) -> Fetch | None:
-        """Return the read that was started for these rows, if any; those started before it are dropped."""
+        """Remove and return the read of these rows, or ``None``; reads that were started earlier are dropped."""
         for fetch in self._under_way:
             if rows is not None and torch.equal(fetch.rows, rows):
                 self._drop_before(fetch.number)
@@ -96,7 +96,7 @@ class Prefetcher:
         return None
 
     def drop_all(self) -> None:
-        """Forget every read under way; none begins for these batches from here on."""
+        """Drop all reads in flight; no read of these batches starts afterwards."""
         self._drop_before(self._started + 1)
 
     def _drop_before(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""The rows of a store as they were at one moment, read in a thread while commits go on: an undo log."""
+"""Snapshot of a store, which a thread reads while commits continue, by means of an undo log."""
 
 from __future__ import annotations
 
@@ -14,56 +14,57 @@ from torch import Tensor
 from compopt import accelerator
 from compopt.stores.base import RowStore
 
-# Values logged before a commit sorts them, so that a reader that waits for a disk cannot make the log grow without
-# bound: 6 MB of rows of 16 bytes.
+# Number of logged values above which a commit sorts them, so that the log does not grow without bound while the reader
+# waits for a disk: 6 MB for rows of 16 bytes.
 UNSORTED = 1 << 18
 Run = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # row numbers, ascending, each once; their values
 
 
 class Snapshot:
-    """Copy-on-write view of a store as it is when this is made; rows are read once, in ascending order.
+    """Copy-on-write view of a store at the time of construction; rows are read once, in ascending order.
 
-    A commit logs the former values of the rows that it will write (:meth:`keep`) before it writes them. :meth:`read`
-    first copies rows from the store as they are and then lays the log over the copy, oldest values last: whatever
-    write the copy has met, in whole or in part, was logged before. Neither waits for the other. On a device with
-    streams rows are copied between two commits, on their stream, and taken to the host on another one.
+    A commit logs the former values of its rows (:meth:`keep`) before it overwrites them. :meth:`read` copies the
+    current rows of the store and then overwrites the copy with the logged values, the oldest ones last. Every write
+    that the copy contains, completely or partially, was logged before. Commits and reads do not wait for each other. On
+    a device with streams, rows are copied between two commits on the stream of the commits, and transferred to the host
+    on a side stream.
 
-    Memory: of each row that is written after the moment and before it is read at most two former values, and
-    :data:`UNSORTED` values besides; a value takes the row's bytes and 8.
+    Memory: at most two former values of each row that is written before it is read, and :data:`UNSORTED` values more;
+    each value needs the bytes of a row and 8 bytes.
 
     Args:
-        store: at rest now; it refers to this object until :meth:`release`.
+        store: the store, without pending commits; it refers to this object until :meth:`release`.
     """
 
     def __init__(self, store: RowStore) -> None:
-        accelerator.synchronize(store.device)  # commits on other streams belong to the moment
+        accelerator.synchronize(store.device)  # the snapshot includes commits on other streams
         self._store, self._left = store, 0  # rows before `_left` have been read
         self._stream, self._side = accelerator.current_stream(store.device), accelerator.new_stream(store.device)
-        # Logged by commits and not sorted yet; on a device with streams on its way to the host, there after the event.
-        # A commit appends without a lock, which a deque allows, so that it never waits for the reader.
+        # Logged by commits and not sorted yet; with streams, the copy on the host is complete after the event. A deque
+        # allows appends without a lock, so that a commit never waits for the reader.
         self._new: deque[tuple[Tensor, Tensor, Any]] = deque()
         self._unsorted = 0
-        # Sorted, oldest first, each at least twice as long as the next: a value is merged a logarithmic number of
-        # times, and a read looks into few runs. Written under the lock.
+        # Sorted runs, oldest first, each at least twice as long as the next: each value is merged a logarithmic number
+        # of times, and a read searches few runs. Guarded by the lock.
         self._log: list[Run] = []
         self._lock = threading.Lock()
         self._error: Exception | None = None
         store.undo_log = self.keep
 
     def keep(self, rows: Tensor) -> None:
-        """Log the values of rows ``(R,)``, on the store's device, which will be written.
+        """Log the current values of rows ``(R,)``, on the store's device, before they are overwritten.
 
-        What goes wrong here, such as memory that cannot be had, is raised by :meth:`read`: training goes on.
+        An error, such as a failed allocation, is raised by :meth:`read` instead, so that training continues.
         """
         try:
-            if rows.device.type == "cpu":  # elsewhere their number cannot be known without waiting
+            if rows.device.type == "cpu":  # on a device the host would wait for the size of the selection
                 rows = rows[rows >= self._left]
                 if not len(rows):
                     return
             block = accelerator.to_host(self._store.gather(rows))
             self._new.append((accelerator.to_host(rows), block, accelerator.event(self._store.device)))
             self._unsorted += len(rows)
-            if self._unsorted > UNSORTED and self._lock.acquire(blocking=False):  # else the reader is sorting
+            if self._unsorted > UNSORTED and self._lock.acquire(blocking=False):  # otherwise the reader is sorting
                 try:
                     self._sort(wait=False)
                 finally:
@@ -73,17 +74,17 @@ class Snapshot:
             self.release()
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return rows ``[start, stop)`` as they were, on the host.
+        """Return rows ``[start, stop)`` as of the construction, on the host.
 
-        Ranges ascend and do not overlap.
+        Successive calls must have ascending ranges that do not overlap.
         """
         device = self._store.device
-        # The copy before the log: on the CPU a write that the copy meets was logged before the write began. On a
-        # device with streams the copy is queued on the commits' stream, so that it meets whole commits only.
+        # Copy first, then apply the log: on the CPU every write that the copy contains was logged before it began. On
+        # a device with streams the copy is queued on the commits' stream, so that it contains whole commits only.
         with accelerator.current(device, self._stream):
             there = self._store.block(start, stop)
             event = accelerator.event(device)
-        with accelerator.current(device, self._side):  # the wait below is for the copy, not for training's later work
+        with accelerator.current(device, self._side):  # wait for the copy, not for later work on the training stream
             accelerator.wait_event(event, device, (there,))
             block = there.cpu()
         with self._lock:
@@ -97,12 +98,12 @@ class Snapshot:
         return block
 
     def release(self) -> None:
-        """Stop logging and free the log. Takes no lock, since a forked process may have inherited it locked."""
+        """Stop logging and free the log, without the lock, since a forked process may have inherited it locked."""
         self._store.undo_log = None
         self._new, self._log = deque(), []
 
     def _sort(self, wait: bool) -> None:
-        """Move what was logged into the sorted runs; without ``wait`` only what has arrived on the host."""
+        """Move logged values into the sorted runs; without ``wait``, only those that have arrived on the host."""
         arrived: list[Run] = []
         while self._new and (wait or self._new[0][2] is None or self._new[0][2].query()):
             rows, block, event = self._new.popleft()
@@ -118,7 +119,7 @@ class Snapshot:
 
 
 def _oldest(runs: Sequence[Run], left: int) -> Run:
-    """Merge runs, oldest first, into the oldest value of each row from ``left`` on; they need not be sorted."""
+    """Merge (unsorted) runs, given oldest first, into the oldest value of each row from row ``left`` on."""
     rows = np.concatenate([run[0] for run in runs])
     order = np.argsort(rows, kind="stable")
     rows = rows[order]

@@ -1,4 +1,4 @@
-"""The rows of one estimator: placement, layout, reading and committing."""
+"""Table of the rows of one estimator: placement, layout, reading and committing."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from compopt.stores.deposits import Deposit, merge
 from compopt.stores.layout import Column, RowLayout
 from compopt.stores.snapshot import Snapshot
 
-# Rows copied at a time, so that copying a large table needs little beside itself.
+# Rows copied at a time, so that copying a large table needs little additional memory.
 BLOCK_ROWS = 1 << 20
 Adapt = Callable[[Tensor, Mapping[str, Tensor], Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The arguments of an estimator that decide where its rows are, and never what they are.
+    """Arguments of an estimator that determine the location of its rows, and never their values.
 
     Args:
         process_group: the ranks that form the global batch; ``None``: the default group, if there is one.
-        offload: ``None``, on the features' device; ``"cpu"``, host memory; ``"disk"``, a file.
-        offload_dir: folder of that file, on a local disk.
-        shard: each of K ranks keeps ``n / K`` rows instead of all; always so with ``"disk"``.
+        offload: ``None``: on the features' device; ``"cpu"``: in host memory; ``"disk"``: in a file.
+        offload_dir: directory of that file, on a local disk.
+        shard: each of K ranks keeps ``n / K`` rows instead of all; implied by ``"disk"``.
     """
 
     process_group: ProcessGroup | None = None
@@ -53,14 +53,14 @@ class Placement:
         if directory is not None:
             if not isinstance(directory, (str, os.PathLike)):
                 raise TypeError(f"offload_dir must be a path, got {directory!r} of type {type(directory).__name__}")
-            object.__setattr__(self, "offload_dir", os.path.abspath(directory))  # a later chdir moves nothing
+            object.__setattr__(self, "offload_dir", os.path.abspath(directory))  # independent of a later chdir
         object.__setattr__(self, "shard", self.shard or offload == "disk")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "process_group": None}  # which stays with its process
+        return {**self.__dict__, "process_group": None}  # process groups cannot leave their process
 
     def open(self, n: int, words: int, ranks: Ranks) -> RowStore | WriteBehind:
-        """Make the ``n`` rows of this process; collective for ``"disk"``, where each rank has a file of its own."""
+        """Create the ``n`` rows of this process; collective for ``"disk"``, where each rank has its own file."""
         if (directory := self.offload_dir) is None:
             store = RowStore(n, words, on_host=self.offload == "cpu")
             return store if self.offload is None else WriteBehind(store)
@@ -70,29 +70,31 @@ class Placement:
 
 
 def blocks(rows: range) -> Iterator[range]:
-    """Cut successive rows into blocks that are copied at a time."""
+    """Divide successive rows into blocks of at most :data:`BLOCK_ROWS`."""
     return (rows[start : start + BLOCK_ROWS] for start in range(0, len(rows), BLOCK_ROWS))
 
 
 def numbers(rows: range) -> Tensor:
-    """Return row numbers on the CPU."""
+    """Return the row numbers of a range as a tensor on the CPU."""
     return torch.arange(rows.start, rows.stop, device="cpu")
 
 
 class RowTable:
-    """All columns of all components, one row per sample.
+    """Table with one row per sample, which contains the columns of all components.
 
-    With ``shard=True`` rows are dealt to the ranks like cards: row ``g`` is local row ``g // K`` of rank
-    ``g % K``. That balances any ``n`` and any sample group, and appending rows moves none.
+    With ``shard=True`` rows are distributed cyclically over the K ranks: row ``g`` is local row ``g // K`` of rank
+    ``g % K``. This balances any ``n`` and any sample group, and appending rows moves no existing row.
 
     Args:
-        columns: of every row, ``count`` among them.
-        n: rows on all ranks together.
-        firsts: the first column of each part, which alone may have :attr:`Column.blank`.
+        columns: columns of a row, including ``count``.
+        n: number of rows on all ranks together.
+        placement: location of the rows.
+        ranks: the ranks of the estimator.
+        firsts: names of the first columns of the parts; only these may contain :attr:`Column.blank`.
 
     Attributes:
         first, stride: this process holds the rows ``first, first + stride, ...``.
-        partial: first columns of parts that some visited samples have not visited, marked by :attr:`Column.blank`.
+        partial: names of the first columns that contain the mark :attr:`Column.blank` in some row.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class RowTable:
 
     @property
     def sharded(self) -> bool:
-        """True if this process holds only a part of the rows."""
+        """Return whether this process holds only a part of the rows."""
         return self.stride > 1
 
     @property
@@ -123,20 +125,20 @@ class RowTable:
             )
 
     def _before(self, row: int, first: int) -> int:
-        """Count the rows ``first, first + stride, ...`` that come before a row."""
-        return max(0, -(-(row - first) // self.stride))  # len(range()) ends at 2^63
+        """Count the rows ``first, first + stride, ...`` below ``row``."""
+        return max(0, -(-(row - first) // self.stride))  # not len(range(...)), which is limited to 2^63
 
     def at_rest(self) -> RowStore:
-        """Return the store once every commit is in it and no read is under way."""
+        """Wait until every commit is in the store and no read is in flight, and return the store."""
         self.rows.settle()
         return self.store
 
     def snapshot(self) -> Snapshot:
-        """Start an undo log, so that a thread can read the rows as they are now while commits go on."""
+        """Start an undo log, so that a thread can read the current rows while commits continue."""
         return Snapshot(self.at_rest())
 
     def grow(self, n: int) -> None:
-        """Append rows up to ``n``; all ranks or none. Collective."""
+        """Append rows up to ``n``; if one rank fails, no rank does. Collective."""
         local, store = self._before(n, self.first), self.at_rest()
         before = store.n
         try:
@@ -147,17 +149,17 @@ class RowTable:
         self.n = n
 
     def owned(self, rows: Tensor) -> Tensor:
-        """Return the positions in ``rows`` (on the CPU) of the rows that this process holds."""
+        """Return the positions in ``rows``, given on the CPU, of the rows that this process holds."""
         return torch.nonzero(rows % self.stride == self.first).flatten()
 
     def local(self, rows: Tensor) -> Tensor:
-        """Convert numbers of rows that this process holds to those of its store."""
+        """Convert numbers of rows that this process holds to row numbers of its store."""
         return rows // self.stride
 
     def fetch_sharded(self, rows: Tensor, device: torch.device, mine: Tensor | None = None) -> Tensor:
-        """Collect rows ``(R,)``, given on the CPU, from their owners: one all-reduce, bit for bit.
+        """Collect rows ``(R,)``, given on the CPU, from their owners, bitwise by one all-reduce. Collective.
 
-        ``mine`` are those that this process holds, on ``device``, where they have been read already.
+        ``mine`` is the block of the rows that this process holds, on ``device``, if it has already been read.
         """
         owned, block = self.owned(rows), self.layout.zeros(len(rows), device)
         if mine is None:
@@ -169,8 +171,8 @@ class RowTable:
     def unpack(self, rows: Tensor, block: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return columns ``(B, D)`` of a block ``(B * R, 2 * words)`` in the working dtype (integers as stored).
 
-        ``rows`` is ``(B, 1)``; or ``(B, 2)``: direction 1 lives in the rows of the first column, direction 2 in those
-        of the second.
+        ``rows`` is ``(B, 1)``, or ``(B, 2)``, in which case direction 1 is read from the rows in the first column, and
+        direction 2 from those in the second.
         """
         views = self.layout.unpack(block)
         if rows.shape[1] == 2:
@@ -185,7 +187,7 @@ class RowTable:
         self._deposits.append(Deposit.of(batch, proposals, valid))
 
     def commit(self, found_inf: Tensor | None) -> None:
-        """Write what was deposited, unless ``found_inf`` (on the device) is positive."""
+        """Write the deposited proposals, unless ``found_inf`` (on the device) is positive."""
         if not self._deposits:
             return
         rows, old, new = merge(self._deposits, self.layout, bool(self.partial))
@@ -201,15 +203,15 @@ class RowTable:
         self._deposits.clear()
 
     def _pick_owned(self, rows: Tensor) -> Tensor:
-        """Return the positions of the rows that this process holds, counted on the host, so that nothing waits."""
+        """Return the positions of the rows that this process holds; counted on the host, to avoid synchronisation."""
         count = sum(len(self.owned(d.host_rows)) for d in self._deposits if d.host_rows is not None)
         other = (rows % self.stride != self.first).to(torch.uint8)
         return torch.argsort(other, stable=True)[:count]
 
     def state_dict(self, names: Collection[str] | None = None, own: range | None = None) -> dict[str, Tensor]:
-        """Copy every column (or those in ``names``) of all rows, ``(n, D)``, or of some rows. Collective on shards.
+        """Copy every column (or those in ``names``) of all rows, ``(n, D)``, or of the rows ``own``.
 
-        From shards, and of some rows, the copy is on the CPU.
+        The copy is on the store's device; on shards, and with ``own``, on the CPU. Collective on shards.
         """
         if self.sharded:
             self._ranks.barrier()
@@ -217,7 +219,7 @@ class RowTable:
         device = store.device if own is None and not self.sharded else torch.device("cpu")
         columns = [c for c in self.layout.columns if names is None or c.name in names]
         full = {c.name: torch.empty(len(rows), c.width, dtype=c.dtype, device=device) for c in columns}
-        for part in blocks(range(self.n) if self.sharded else rows):  # on shards ranks give rows to each other
+        for part in blocks(range(self.n) if self.sharded else rows):  # on shards all ranks take part in every block
             if self.sharded:
                 block = self.fetch_sharded(numbers(part), store.device)
             else:
@@ -230,7 +232,7 @@ class RowTable:
         return full
 
     def check_state(self, columns: Mapping[str, Tensor], names: Collection[str] | None = None) -> None:
-        """Refuse columns ``(n, width)`` that cannot be loaded; all columns, or those in ``names``, are needed."""
+        """Refuse columns ``(n, width)`` that cannot be loaded; all columns, or those in ``names``, are required."""
         own = {c.name: c for c in self.layout.columns if names is None or c.name in names}
         for name in {**columns, **own}:
             if name not in own:
@@ -247,24 +249,24 @@ class RowTable:
         self.check_values(columns, self.n)
 
     def check_values(self, columns: Mapping[str, Any], count: int, first: int = 0) -> None:
-        """Refuse rows that no run writes, see :meth:`RowLayout.check_values`, a block at a time.
+        """Refuse values that no run writes, block by block, see :meth:`RowLayout.check_values`.
 
-        ``columns`` are those of ``count`` rows from row ``first`` on: tensors, or what gives them where it is sliced.
+        ``columns`` are those of ``count`` rows from row ``first`` on: tensors, or objects with slices that are tensors.
         """
         for at in blocks(range(count)):
             block = {c.name: columns[c.name][at.start : at.stop] for c in self.layout.columns if c.name in columns}
             self.layout.check_values(block, self.n, first + at.start)
 
     def load(self, parts: Iterable[tuple[Tensor, Mapping[str, Tensor]]]) -> None:
-        """Reset all rows to zeros and write parts: row numbers ``(R,)`` and columns ``(R, D)``, given on the CPU.
+        """Reset all rows to zeros, then write parts: row numbers ``(R,)`` and columns ``(R, D)``, given on the CPU.
 
-        Of each part this process writes the rows that it holds.
+        This process writes only the rows that it holds.
         """
         store = self.at_rest()
         self.partial.clear()
-        with torch.inference_mode(False), store.overwriting():  # rows made inside it could not be written outside
+        with torch.inference_mode(False), store.overwriting():  # inference tensors cannot be written outside
             for rows, columns in parts:
-                self.find_partial(columns)  # of rows elsewhere too
+                self.find_partial(columns)  # also in the rows of other ranks
                 if self.sharded:
                     mine = self.owned(rows)
                     rows, columns = rows[mine], {name: value[mine] for name, value in columns.items()}
@@ -273,7 +275,7 @@ class RowTable:
                 store.scatter(self.local(rows).to(store.device), accelerator.to_device(block, store.device))
 
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
-        """Overwrite all rows that this process holds."""
+        """Overwrite all rows that this process holds with those of ``columns``, ``(n, D)`` each."""
         parts = ((at, slice(at.start, at.stop)) for at in blocks(range(self.n)))
         self.load((numbers(at), {k: v.detach()[cut].cpu() for k, v in columns.items()}) for at, cut in parts)
 
@@ -281,11 +283,11 @@ class RowTable:
         """Overwrite the columns of one part in all rows that this process holds; collective on shards.
 
         Args:
-            columns: of the part, with its own visits as ``count``, ``(n, D)`` each.
-            first: the part's first column.
-            others: first columns of the other parts.
-            adapt: changes rows in place whose visits are others than before; gets row numbers, ``(R,)``, all columns,
-                the visits that were loaded and those before.
+            columns: columns of the part, with its own visits as ``count``, ``(n, D)`` each.
+            first: name of the part's first column.
+            others: names of the first columns of the other parts.
+            adapt: function that adapts the rows in place to their new visits; arguments: row numbers ``(R,)``, all
+                columns, the loaded visits, and the previous visits.
         """
         store = self.at_rest()
         with torch.inference_mode(False):
@@ -308,12 +310,12 @@ class RowTable:
         self.agree_partial()
 
     def find_partial(self, columns: Mapping[str, Tensor]) -> None:
-        """Note which columns have marks of a part that was never visited."""
+        """Add the columns that contain the mark :attr:`Column.blank` to :attr:`partial`."""
         for name in self.layout.firsts & set(columns):
             if bool((columns[name] == self.layout[name].blank).any()):
                 self.partial.add(name)
 
     def agree_partial(self) -> None:
-        """Join what all ranks of shards know of marks, since they read each other's rows. Collective on shards."""
+        """Form the union of :attr:`partial` over all ranks, which read each other's rows. Collective on shards."""
         if self.sharded:
             self.partial = set().union(*self._ranks.gather_objects(self.partial))

@@ -1,4 +1,4 @@
-"""Write-behind: the rows of a store on the host, read ahead of time and written after the step."""
+"""Write-behind access to a store on the host: asynchronous prefetching and asynchronous writes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from torch import Tensor
 from compopt import accelerator
 from compopt.stores.base import RowStore
 
-# Commits that wait for the store before a commit waits for them.
+# Largest number of pending commits; a further commit waits.
 PENDING_LIMIT = 64
-# Commits that are kept for a ticket after it was issued: one for which more were made reads anew.
+# Largest number of commits kept for a ticket; after a further one, the ticket drops its prefetch and reads again.
 KEPT_COMMITS = 8
 
 
 @dataclass(eq=False)
 class Ticket:
-    """Rows under way, see :meth:`WriteBehind.prefetch`.
+    """Handle of rows that are being prefetched, see :meth:`WriteBehind.prefetch`.
 
     Attributes:
-        access: issued it.
-        rows: their numbers, ``(R,)`` on the CPU.
-        device: where they are wanted.
-        ahead: future of the read ahead; ``None``: rows are read when they are taken.
-        later: commits that were made since it was issued.
+        access: the object that issued the ticket.
+        rows: row numbers, ``(R,)`` on the CPU.
+        device: target device of the rows.
+        ahead: future of the prefetch; ``None``: :meth:`take` reads the rows.
+        later: commits since the ticket was issued.
     """
 
     access: WriteBehind
@@ -43,7 +43,7 @@ class Ticket:
     later: list[Commit] = field(default_factory=list)
 
     def take(self, device: torch.device | None = None) -> Tensor:
-        """Return the rows' committed values as of now, on ``device`` or that of the ticket."""
+        """Return the currently committed values of the rows, on ``device`` or the device of the ticket."""
         self.access.check()
         device, ahead = device or self.device, self.ahead
         read = None if ahead is None else ahead.result()
@@ -56,7 +56,7 @@ class Ticket:
 
 @dataclass(eq=False)
 class Commit:
-    """Rows and their values: on the features' device, and on the CPU after ``event``."""
+    """Row numbers and values of one commit, on the features' device, and on the CPU after ``event``."""
 
     rows: Tensor
     block: Tensor
@@ -64,13 +64,13 @@ class Commit:
     event: Any
 
     def on_host(self) -> tuple[Tensor, Tensor]:
-        """Wait for the copy on the CPU and return it."""
+        """Wait for the copy on the CPU, and return it."""
         if self.event is not None:
             self.event.synchronize()
         return self.host
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return rows and block on a device; waits only on another one than the features' (``est.read()``)."""
+        """Return rows and block on a device; wait only if it is not the features' device (``est.read()``)."""
         if self.rows.device.type == device.type:
             return self.rows, self.block
         rows, block = self.on_host()
@@ -78,23 +78,24 @@ class Commit:
 
 
 class WriteBehind:
-    """A store on the host that neither reads nor writes make the main thread, or the accelerator, wait for.
+    """Write-behind access to a store on the host, without waits of the main thread or the accelerator.
 
-    It is used in the place of the store. A commit is appended to the pending ones, on the features' device, and is
-    done; one thread copies it to the host and scatters it. A read gathers from the store and lays over it, on the
-    features' device, every commit that was pending when it began: it sees all commits made before it, whatever the
-    thread has done. When ``limit`` commits are pending, the next one waits.
+    This object replaces the store. A commit appends its rows, on the features' device, to the pending commits and
+    returns; a background thread copies them to the host and scatters them. A read gathers from the store and overlays,
+    on the features' device, every commit that was pending at its start. The result therefore includes all earlier
+    commits, independently of the progress of the thread. With ``limit`` pending commits, the next commit waits.
 
-    The same thread gathers the rows of tickets and sends them to a device with streams. On other devices it only brings
-    rows from the disk to memory, where taking the ticket reads them. Tickets that were under way when :meth:`settle`
-    was called read anew, and those that are dropped are not read.
+    The same thread gathers the rows of tickets and copies them to a device with streams. For other devices it only
+    reads rows from the disk into memory, and :meth:`Ticket.take` reads them again. Tickets that were issued before a
+    call of :meth:`settle` read again after it. Dropped tickets are not read.
 
-    On a device with streams, copies go through pinned memory on a side stream and nothing synchronises, provided
-    that :meth:`fetch` is given the rows on the host too. The thread starts at the first use, ends when this object is
-    collected, and finishes what is committed when the interpreter exits. A forked process starts its own.
+    On a device with streams, copies use pinned memory and a side stream and nothing synchronises, provided that
+    :meth:`fetch` also gets the row numbers on the host. The thread starts at the first use and ends when this object is
+    collected. Before the interpreter exits, the thread writes all pending commits. A forked process starts its own
+    thread.
 
-    Errors of the thread's writes are raised by the next call, and by every later one: what was committed since is
-    lost. Copies and pickles wait for the thread and copy the store.
+    After a failed write of the thread, the next call and every later call raise; all commits since then are lost.
+    Copying and pickling wait for the thread and copy the store.
     """
 
     def __init__(self, store: RowStore, limit: int = PENDING_LIMIT) -> None:
@@ -108,37 +109,37 @@ class WriteBehind:
         self._pid = os.getpid()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compopt-rows")
         self._last: Future[Any] | None = None
-        # Guards `_pending` and `_tickets`. It is held while work is handed to the thread, so that they and the thread's
-        # queue agree on which of a ticket and a commit came first (shards prefetch in a thread of their own). It is
-        # never held while rows are read or written.
+        # Guards `_pending` and `_tickets`. Held while work is submitted to the thread, so that tickets and commits have
+        # the same order there and in the thread's queue (shards prefetch in another thread). Never held while rows are
+        # read or written.
         self._changed = threading.Condition()
-        self._tickets: WeakSet[Ticket] = WeakSet()  # with a read ahead that is valid
-        self._side = functools.cache(accelerator.new_stream)  # of copies to and from a device, where it has streams
+        self._tickets: WeakSet[Ticket] = WeakSet()  # tickets with a valid prefetch
+        self._side = functools.cache(accelerator.new_stream)  # side stream of copies, for devices with streams
 
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
         """Read committed rows, see :meth:`RowStore.fetch`."""
         self.check()
-        # Before the gather: it may meet any part of what is pending now, and a commit that is written meanwhile is laid
-        # over in any case. Afterwards, a commit half of which was met could already have left the pending ones.
+        # Before the gather, which may read any part of the pending commits; the overlay repeats them in full. After the
+        # gather, a commit that was read only in part might no longer be pending.
         with self._changed:
             pending = list(self._pending)
         block = accelerator.to_device(self.store.gather(rows.cpu() if host_rows is None else host_rows), rows.device)
         return overlay(block, rows, pending)
 
     def prefetch(self, rows: Tensor, device: torch.device) -> Ticket:
-        """Start fetching rows ``(R,)``, given on the CPU, to a device."""
+        """Start to read rows ``(R,)``, given on the CPU, for a device, and return their ticket."""
         self.ready()
         device = accelerator.here(device)  # the thread may have another current device
-        ticket = Ticket(self, rows.clone(), device)  # a loader may reuse its buffer
+        ticket = Ticket(self, rows.clone(), device)  # a copy, since a loader may reuse its buffer
         if self.store.slow or accelerator.has_streams(device):
             with self._changed:
                 ticket.ahead = self._submit(self._read_ahead, ticket.rows, device, self._side(device))
                 self._tickets.add(ticket)
-            finalize(ticket, ticket.ahead.cancel)  # nobody waits for it: a read that has not begun never does
+            finalize(ticket, ticket.ahead.cancel)  # cancel the read of a dropped ticket if it has not started
         return ticket
 
     def _read_ahead(self, rows: Tensor, device: torch.device, side: Any) -> tuple[Tensor, Tensor, Any] | None:
-        """In the thread, which has written all commits made before the ticket and none made after it."""
+        """Gather the rows of a ticket, in the thread, after all commits before the ticket and before all later ones."""
         block = self.store.gather(rows)
         if side is None:
             return None
@@ -146,7 +147,7 @@ class WriteBehind:
             return accelerator.to_device(block, device), accelerator.to_device(rows, device), accelerator.event(device)
 
     def _forget(self, ticket: Ticket) -> None:
-        """Let a ticket read anew; it keeps nothing."""
+        """Discard the prefetched rows and later commits of a ticket, so that :meth:`Ticket.take` reads again."""
         ticket.ahead, ticket.later = None, []
         self._tickets.discard(ticket)
 
@@ -178,18 +179,18 @@ class WriteBehind:
         side = self._side(device)
         if side is None:
             return Commit(rows, block, (rows.cpu(), block.cpu()), None)
-        # The copy waits on the device for the work that computes the commit, and the thread for the copy's event: the
-        # host does not wait.
+        # The side stream waits for the work that computes the commit, and the thread waits for the event of the copy;
+        # the main thread does not wait.
         accelerator.wait_stream(side, device)
         with accelerator.current(device, side):
             host = accelerator.to_host(rows), accelerator.to_host(block)
             event = accelerator.event(device)
-        for tensor in (rows, block):  # else the allocator could give their memory away while the side stream reads it
+        for tensor in (rows, block):  # keep the allocator from reusing their memory while the side stream reads it
             tensor.record_stream(side)
         return Commit(rows, block, host, event)
 
     def _write(self, commit: Commit) -> None:
-        """In the thread: scatter one commit, in one large call, which leaves the interpreter to the main thread."""
+        """Scatter one commit, in the thread, by one large call that releases the interpreter lock."""
         if self._error is not None:
             return
         try:
@@ -205,14 +206,14 @@ class WriteBehind:
         """Wait for the thread, see :meth:`RowStore.settle`."""
         self.check()
         if self._last is not None:
-            wait([self._last])  # and with it all before it
+            wait([self._last])  # one thread: all earlier work has ended too
         with self._changed:
-            for ticket in list(self._tickets):  # the caller may write the store
+            for ticket in list(self._tickets):  # the caller may write to the store
                 self._forget(ticket)
         self.check()
 
     def check(self) -> None:
-        """Raise what went wrong in the thread; start one anew in a forked process."""
+        """Raise an error of the thread's writes; in a forked process, start a new thread."""
         if self._pid != os.getpid():
             self._restart()
         if self._error is not None:
@@ -223,16 +224,17 @@ class WriteBehind:
             ) from self._error
 
     def ready(self) -> None:
-        """Raise now what would make a read or a commit fail: a failed write, rows of an earlier run."""
+        """Raise if a read or a commit would fail, after a failed write or with rows of an earlier run."""
         self.check()
         self.store.ready()
 
     def _restart(self) -> None:
-        """Write what was pending at the fork again, which changes nothing that was written already.
+        """Start a new thread in a forked process, and write the commits that were pending at the fork again.
 
-        Where only the parent writes, it stays pending here and is laid over what is read.
+        Writing a commit twice is harmless. If only the parent may write, the commits stay pending in this process, and
+        reads overlay them.
         """
-        for ticket in list(self._tickets):  # the thread that read ahead is the parent's
+        for ticket in list(self._tickets):  # their prefetch runs in the thread of the parent
             self._forget(ticket)
         self._start()
         for commit in list(self._pending) if self.store.writable else ():
@@ -244,12 +246,12 @@ class WriteBehind:
 
 
 def overlay(block: Tensor, rows: Tensor, commits: Sequence[Commit]) -> Tensor:
-    """Replace what some commits, oldest first, wrote in a block that was read; without waiting for a device."""
+    """Return a block with the values of some commits, given oldest first, in place of those read; without waiting."""
     there = [commit.on(rows.device) for commit in commits if len(commit.rows)]
     if not there:
         return block
     written, order = torch.sort(torch.cat([pair[0] for pair in there]), stable=True)
-    # the last of equal rows: the newest commit's
+    # Of equal rows take the last one, which is the newest commit's.
     found = torch.searchsorted(written, rows, right=True).sub_(1).clamp_(min=0)
     new = torch.cat([pair[1] for pair in there])[order[found]]
     return torch.where((written[found] == rows)[:, None], new, block)
