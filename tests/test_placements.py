@@ -87,6 +87,12 @@ def test_a_prefetched_batch_that_never_comes(tmp_path):
     assert 0 < len(under_way(far)) <= 4
 
 
+def test_prefetch_takes_one_second_index():
+    index = torch.arange(4)
+    with pytest.raises(TypeError, match=r"prefetch\(index, index2\)"):
+        compopt.SogCLREstimator(N, offload="cpu").prefetch(index, index, index2=index)
+
+
 @pytest.mark.parametrize("offload", [None, "cpu", "disk"])
 def test_a_loader_is_looked_ahead(offload, tmp_path):
     data = batches(N, 9, seed=14)

@@ -302,12 +302,15 @@ class Estimator:
 
         Raises:
             IndexError: an index on the CPU is outside the data set.
-            TypeError, ValueError: an index is not a 1-D tensor of integers; for a loader, see ``PrefetchLoader``.
+            TypeError, ValueError: an index is not a 1-D tensor of integers, or there are two second indices; for a
+                loader, see ``PrefetchLoader``.
 
         Communicates: nothing, except on shards with ``offload=`` (on all ranks): a background thread exchanges row
         numbers, so that all ranks must prefetch the same batches in the same order.
         """
         if isinstance(source, Tensor):
+            if isinstance(index, Tensor) and index2 is not None:
+                raise TypeError("index and index2 both hold the second index; pass prefetch(index, index2)")
             self._prefetch(source, index if isinstance(index, Tensor) else index2)
             return None
         if isinstance(source, np.ndarray) or (isinstance(source, Sequence) and source and isinstance(source[0], int)):
