@@ -16,7 +16,7 @@ RANK_STRIDE = 1 << 40  # offset between the numbers of two ranks' samples; large
 
 @dataclass
 class Batch:
-    """The global batch of one call: the samples of all ranks, in the order of the ranks.
+    """Global batch of one call: the samples of all ranks, in the order of the ranks.
 
     ``B`` is the number of samples on all ranks together, ``D`` the number of directions with columns of their own (2
     in bimodal mode with both directions, else 1).
@@ -35,7 +35,7 @@ class Batch:
         blank: mask by column, ``(B, D)``: True where the sample was visited but the part that keeps the column was
             not. Contains all columns of a part, and only if such rows exist (:meth:`Component.load_state_dict`).
         block: the rows in their stored form, ``(B * R, 2 * words)`` int64; ``None`` without rows.
-        distinct: the host knows that no sample occurs twice and that only the index excludes pairs.
+        distinct: True if it is known on the host that no sample occurs twice and only the index excludes pairs.
         bad: 0-d flag on the device: an index is out of range, or the batch is a single sample.
         dtype: working dtype of the call.
         depositing: the call is in training mode with gradients enabled.

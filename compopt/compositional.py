@@ -23,7 +23,7 @@ def compositional_loss(
     previous: Tensor | None = None,
     beta: float | None = None,
 ) -> Tensor:
-    r"""Return ``1/B sum_i f(u_i)`` with the gradient ``1/B sum_i f'(u_i) grad g_i``; ``u_i`` is a running ``g_i``.
+    r"""Return ``1/B sum_i f(u_i)`` with gradient ``1/B sum_i f'(u_i) grad g_i``; ``u_i`` are averages of ``g_i``.
 
     The objective is ``F(w) = 1/n sum_i f(g_i(w))``, where each inner ``g_i`` is an expectation and a batch provides one
     sample of it. The gradient of a nonlinear ``f`` at the sample is biased; at the moving average ``u_i`` the bias

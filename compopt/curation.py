@@ -419,7 +419,7 @@ def weights(est: Estimator | Scores, kind: Kind = "robust", share: float | None 
 
 
 def _right(x: Tensor, lower_half: Tensor, share: float) -> Tensor:
-    """Return the probabilities of right pairs from all similarities, ``(m,)``, and those of half of the wrong pairs."""
+    """Return the probabilities that pairs are right, ``(m,)``; ``lower_half`` is that of the wrong pairs."""
     var0 = (lower_half.var(correction=0) / (1 - 2 / math.pi)).clamp(min=1e-12)
     m0 = lower_half.mean() + (2 / math.pi * var0).sqrt()
     m1 = (x.mean() - share * m0) / (1 - share)

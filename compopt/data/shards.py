@@ -201,7 +201,7 @@ class ShardIndex:
         return first + position
 
     def entry(self, url: Any) -> tuple[str, int, int]:
-        """Return name (the longest suffix of ``url``), first row and count of a shard, or raise a ``ValueError``."""
+        """Return name (longest suffix of ``url`` in the index), first row and count, or raise a ``ValueError``."""
         if not isinstance(url, str):
             raise ValueError(f"a sample must say in __url__ from which shard it is, got {url!r}")
         location = url

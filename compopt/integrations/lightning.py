@@ -30,7 +30,7 @@ class EstimatorCallback(Callback):
 
     *Rows inside the checkpoint* (default): ``save_top_k``, remote paths, directories of FSDP and DeepSpeed, and
     ``ckpt_path`` apply to the rows too. While saving, every rank holds a copy of the whole table in memory; creating
-    the copy takes as long as writing it. Suitable for up to about ten million samples.
+    the copy takes the time to write its bytes. Suitable for up to about ten million samples.
 
     *Rows in* ``directory``, for larger tables: each rank writes its own rows with :func:`compopt.save`, and the
     checkpoint contains the name of that save. Lightning has no hook for checkpoints that it removes: the last ``keep``

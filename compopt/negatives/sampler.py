@@ -96,8 +96,8 @@ class MCMCNegativeSampler(Normalizer):
 
     Communicates, with K ranks, per call: one all-gather of at most 10 numbers per sample and direction, one all-reduce
     of the gradients ``(2, B, d)``. ``encode`` runs on every rank for its own anchors, and with K > 1 in every call (on
-    a sample of the batch if no features are missing), so that it may run a wrapped model. The call of
-    ``encode`` waits for the device.
+    a sample of the batch if no features are missing), so that it may run a wrapped model. The call of ``encode`` waits
+    for the device.
 
     Raises:
         ValueError: ``burn_in`` < 0 or a float >= 1; ``seed`` >= 2^63; an unknown option; ``draws`` < 1, or ``draws``

@@ -15,7 +15,7 @@ from compopt.estimator.base import Estimator
 
 
 class ScoredSampler(Sampler[int]):
-    r"""Random order of the samples without those that :func:`compopt.curation.suspects` finds, per epoch.
+    r"""Sampler with a new random order per epoch, without the samples that :func:`compopt.curation.suspects` finds.
 
     Pass it to a ``DataLoader`` as ``sampler=``. The first ``warm_up`` epochs contain all samples; then the share of
     wrong pairs is estimated. Each later epoch omits that share of the samples, those with the lowest scores at the

@@ -25,7 +25,7 @@ def main(argv=None):
     for epoch in range(first, args.epochs):
         torch.manual_seed(epoch)  # the order of an epoch is the same after a resume
         for images, caption, index in loader:
-            # index: row of the image, index2: row of the caption; pairs that share either are no negatives
+            # index: row of the image, index2: row of the caption; pairs that share either are not negatives
             loss = est(*model.train()(images, captions[caption]), index, index2=caption)
             loss.backward()
             optimizer.step()
