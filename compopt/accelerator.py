@@ -1,11 +1,11 @@
-"""Streams, events, pinned memory and number formats of a device beside the CPU.
+"""Streams, events, pinned memory and dtypes of accelerators.
 
-Three kinds of devices exist here.
+The library distinguishes three kinds of devices.
 
-- The CPU: nothing is ever under way.
-- Devices with streams: CUDA and ROCm (``torch.cuda``), XPU, and any other whose module under ``torch`` has them, also
-  that of a backend outside torch. Copies go through pinned memory, and nothing waits.
-- Devices without streams, such as MPS: copies are ordinary ones. A copy to the host waits.
+- The CPU: all operations are synchronous.
+- Devices with streams: CUDA and ROCm (``torch.cuda``), XPU, and any other device with a module under ``torch`` that
+  provides streams, including backends outside torch. Copies go through pinned memory and are asynchronous.
+- Devices without streams, such as MPS: ordinary copies. A copy to the host is synchronous.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NEEDED = ("Event", "Stream", "current_device", "current_stream", "device", "str
 
 
 def _streams(device: torch.device) -> Any:
-    """Return the module of a device with streams; ``None`` for the CPU and for devices without any."""
+    """Return the ``torch`` module of a device with streams; ``None`` for the CPU and for devices without streams."""
     if device.type in ("cpu", "meta"):
         return None
     module = getattr(torch, device.type, None)
@@ -30,12 +30,12 @@ def _streams(device: torch.device) -> Any:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return True if copies to and from a device can run beside its computations."""
+    """Return True if copies to and from a device can overlap its computations."""
     return _streams(device) is not None
 
 
 def available() -> torch.device | None:
-    """Return the kind of accelerator that this process can use, if any."""
+    """Return the type of accelerator that this process can use, or ``None``."""
     accelerator = getattr(torch, "accelerator", None)
     if accelerator is None:  # before torch 2.6
         return torch.device("cuda") if torch.cuda.is_available() else None
@@ -43,13 +43,13 @@ def available() -> torch.device | None:
 
 
 def pins() -> bool:
-    """Return True if this process pins host memory that a device copies from and to."""
+    """Return True if this process pins host memory for copies from and to its accelerator."""
     device = available()
     return device is not None and has_streams(device)
 
 
 def here(device: torch.device) -> torch.device:
-    """Give a device its number: another thread may have another current device."""
+    """Return the device with an explicit index, since another thread may have another current device."""
     module = _streams(device)
     if module is None or device.index is not None:
         return device
@@ -60,20 +60,20 @@ def here(device: torch.device) -> torch.device:
 
 
 def new_stream(device: torch.device) -> Any:
-    """Make a stream beside the current one; ``None`` where there are no streams."""
+    """Create a stream on a device; ``None`` for a device without streams."""
     module = _streams(device)
     return None if module is None else module.Stream(device)
 
 
 def current_stream(device: torch.device) -> Any:
-    """Return the stream to which this thread gives a device's work; ``None`` where there are no streams."""
+    """Return the current stream of this thread on a device; ``None`` for a device without streams."""
     module = _streams(device)
     return None if module is None else module.current_stream(device)
 
 
 @contextlib.contextmanager
 def current(device: torch.device, stream: Any = None) -> Iterator[None]:
-    """Make a device and one of its streams this thread's current ones."""
+    """Make a device and one of its streams current in this thread."""
     module = _streams(device)
     if module is None:
         yield
@@ -83,12 +83,12 @@ def current(device: torch.device, stream: Any = None) -> Iterator[None]:
 
 
 def wait_stream(stream: Any, device: torch.device) -> None:
-    """Let a stream wait for what the current one has been given so far."""
+    """Make a stream wait for all work enqueued so far on the current stream."""
     stream.wait_stream(_streams(device).current_stream(device))
 
 
 def event(device: torch.device) -> Any:
-    """Record what the current stream has been given so far, to wait for or to query; ``None`` without streams."""
+    """Record an event on the current stream, to wait for or to query; ``None`` for a device without streams."""
     module = _streams(device)
     if module is None:
         return None
@@ -98,7 +98,7 @@ def event(device: torch.device) -> Any:
 
 
 def wait_event(recorded: Any, device: torch.device, tensors: Sequence[Tensor] = ()) -> None:
-    """Let the current stream wait for an event, and use tensors that another stream made."""
+    """Make the current stream wait for an event, and mark tensors of another stream as used on the current one."""
     if recorded is None:
         return
     stream = _streams(device).current_stream(device)
@@ -108,7 +108,7 @@ def wait_event(recorded: Any, device: torch.device, tensors: Sequence[Tensor] = 
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything that a device was given."""
+    """Wait until a device has finished all enqueued work."""
     if device.type not in ("cpu", "meta"):
         module = getattr(torch, device.type)
         module.synchronize(device) if has_streams(device) else module.synchronize()
@@ -118,16 +118,16 @@ def synchronize(device: torch.device) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor to a device; one on the host goes through pinned memory, without waiting for it."""
+    """Move a tensor to a device; from the host to a device with streams through pinned memory, asynchronously."""
     if tensor.device.type == "cpu" and has_streams(device):
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Start copying a tensor to the host on the current stream; it is there after an :func:`event` of that stream.
+    """Start copying a tensor to the host on the current stream; an :func:`event` of that stream marks its completion.
 
-    From a device without streams it is there at once.
+    A copy from a device without streams is synchronous.
     """
     if not has_streams(tensor.device):
         return tensor.cpu()
@@ -135,15 +135,15 @@ def to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-# -- number formats -------------------------------------------------------------------------------------------------
+# -- dtypes ---------------------------------------------------------------------------------------------------------
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if a device has a number format. MPS and some XPUs have neither float64 nor complex128."""
+    """Return True if a device supports a dtype. MPS and some XPUs support neither float64 nor complex128."""
     return device.type in ("cpu", "cuda", "meta") or _computes(device, dtype)
 
 
-@functools.cache  # asked of a device once: a format that it lacks stays lacking
+@functools.cache  # the support of a dtype by a device does not change
 def _computes(device: torch.device, dtype: torch.dtype) -> bool:
     try:
         torch.zeros(1, dtype=dtype, device=device).add_(1)
@@ -153,12 +153,12 @@ def _computes(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """Return the most exact floating-point dtype of a device."""
+    """Return the widest floating-point dtype that a device supports."""
     return torch.float64 if supports(device, torch.float64) else torch.float32
 
 
 def state_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move state to another device, in single precision where that has no double."""
+    """Move state to another device; float64 becomes float32 if the device does not support float64."""
     if tensor.device == device:
         return tensor
     if tensor.dtype == torch.float64:

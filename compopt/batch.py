@@ -1,4 +1,4 @@
-"""The samples of one call: what every step from the arguments to the rows reads, by name."""
+"""Global batch of one call: the tensors, by name, that every step from the arguments to the rows reads."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ import torch
 from torch import Tensor
 
 COUNT = "count"
-# Samples without an index are numbered below, so that they are told apart within a batch; it means nothing in the next.
+# Samples without an index are numbered from here on. The numbers distinguish samples within one batch only.
 FIRST_NAME = -(1 << 63) + (1 << 56)
-RANK_STRIDE = 1 << 40  # between the names of two ranks' samples; no batch is as large
+RANK_STRIDE = 1 << 40  # offset between the numbers of two ranks' samples; larger than any batch
 
 
 @dataclass
 class Batch:
-    """The global batch of one call: the samples of all ranks, in the order of the ranks.
+    """Global batch of one call: the samples of all ranks, in the order of the ranks.
 
-    ``B`` is the number of samples on all ranks together, ``D`` that of directions which have columns of their own (2
+    ``B`` is the number of samples on all ranks together, ``D`` the number of directions with columns of their own (2
     in bimodal mode with both directions, else 1).
 
     Attributes:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(B,)`` int64, on the features' device.
-        values: what the call brought, by name, ``(B, ...)`` each: the features ``z1``, ``z2`` and those of further
-            views as the kernel takes them, ``k1``, ``k2`` of a momentum copy, and ``tau`` and ``sample_weight`` if
-            there is one per sample.
-        sizes: samples of every rank.
-        more: further candidates of every rank.
+        values: tensors of the call, by name, ``(B, ...)`` each: the features ``z1``, ``z2`` and those of further
+            views in the form that the kernel expects, ``k1``, ``k2`` of a momentum copy, and ``tau`` and
+            ``sample_weight`` if they are given per sample.
+        sizes: number of samples of every rank.
+        more: number of further candidates of every rank.
         own: slice of this rank's samples.
-        rows: ``(B, 1)``, or ``(B, 2)`` when the second modality has rows of its own.
-        host_rows: the same on the CPU, ``None`` where asking would wait for a device.
+        rows: row numbers, ``(B, 1)``, or ``(B, 2)`` if the second modality has rows of its own.
+        host_rows: the same on the CPU; ``None`` if reading them would wait for a device.
         columns: committed values, ``(B, D)``, with ``count``, the visits so far; empty without rows.
-        blank: by column, where the part that keeps it was never visited although the sample was, ``(B, D)``; for all
-            columns of a part, and only where there are such rows (:meth:`Component.load_state_dict`).
-        block: the rows as they are stored, ``(B * R, 2 * words)`` int64; ``None`` without rows.
-        distinct: the host knows that no sample occurs twice, and that nothing but the index excludes pairs.
+        blank: mask by column, ``(B, D)``: True where the sample was visited but the part that keeps the column was
+            not. Contains all columns of a part, and only if such rows exist (:meth:`Component.load_state_dict`).
+        block: the rows in their stored form, ``(B * R, 2 * words)`` int64; ``None`` without rows.
+        distinct: True if it is known on the host that no sample occurs twice and only the index excludes pairs.
         bad: 0-d flag on the device: an index is out of range, or the batch is a single sample.
-        dtype: in which the call computes.
+        dtype: working dtype of the call.
         depositing: the call is in training mode with gradients enabled.
-        sample_weight: of the samples as anchors, ``(B, 1)``, with mean one; ``None``: equal weights.
+        sample_weight: weights of the samples as anchors, ``(B, 1)``, with mean one; ``None``: equal weights.
     """
 
     keys: dict[str, Tensor]
@@ -63,22 +63,22 @@ class Batch:
         return self.count == 0
 
     def unseen(self, column: str) -> Tensor:
-        """Return where the part that keeps a column was never visited, ``(B, D)``."""
+        """Return a mask of the samples that the part which keeps a column has never visited, ``(B, D)``."""
         return self._new | self.blank[column] if column in self.blank else self._new
 
     def seen(self, column: str) -> Tensor:
-        """Return where the part that keeps a column was visited, ``(B, D)``."""
+        """Return a mask of the samples that the part which keeps a column has visited, ``(B, D)``."""
         seen = self.count > 0
         return seen & ~self.blank[column] if column in self.blank else seen
 
     @property
     def count(self) -> Tensor:
-        """Visits so far, ``(B, D)``; none without rows."""
+        """Visits so far, ``(B, D)``; zeros without rows."""
         return self.columns[COUNT] if COUNT in self.columns else torch.zeros_like(self.rows, dtype=torch.int32)
 
     @property
     def visits(self) -> Tensor | None:
-        """Visits of each sample, 0 where some part has not met it, ``(B, D)``; ``None`` where none are counted."""
+        """Visits of each sample, ``(B, D)``; 0 if any part has not visited it; ``None`` without rows."""
         count = self.columns.get(COUNT)
         for blank in {id(blank): blank for blank in self.blank.values()}.values():
             count = None if count is None else count.masked_fill(blank, 0)
@@ -91,18 +91,18 @@ class Batch:
 
     @property
     def momentum(self) -> tuple[Tensor, ...]:
-        """``k1, k2`` of all ranks, ``(B, d)`` each; empty where the call brought none."""
+        """``k1, k2`` of all ranks, ``(B, d)`` each; empty without ``momentum_features=``."""
         return tuple(self.values[name] for name in ("k1", "k2") if name in self.values)
 
     def nan_if_bad(self, value: Tensor) -> Tensor:
-        """Make a value NaN if the device found the batch to be bad."""
+        """Return a value, or NaN if the flag ``bad`` is set on the device."""
         return value if self.bad is None else torch.where(self.bad, torch.nan, value)
 
 
 def with_mean_one(weight: Tensor) -> Tensor:
-    """Divide weights of samples, ``(B,)``, by their mean, and return ``(B, 1)``; NaN on a device if all are 0."""
+    """Divide sample weights, ``(B,)``, by their mean and return ``(B, 1)``; NaN on an accelerator if all are 0."""
     largest = weight.max()
     if weight.device.type == "cpu" and largest == 0:
         raise ValueError("sample_weight is 0 for all samples of the batch, on all ranks; leave such a batch out")
-    weight = weight / largest  # sums of which neither overflow nor vanish
+    weight = weight / largest  # so that the sum neither overflows nor underflows
     return (weight * (len(weight) / weight.sum()))[:, None]

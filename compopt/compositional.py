@@ -23,39 +23,38 @@ def compositional_loss(
     previous: Tensor | None = None,
     beta: float | None = None,
 ) -> Tensor:
-    r"""``1/B sum_i f(u_i)`` with the gradient ``1/B sum_i f'(u_i) grad g_i``, ``u_i`` the moving average of ``g_i``.
+    r"""Return ``1/B sum_i f(u_i)`` with gradient ``1/B sum_i f'(u_i) grad g_i``; ``u_i`` are averages of ``g_i``.
 
-    For ``F(w) = 1/n sum_i f(g_i(w))`` whose inner ``g_i`` is itself an expectation of which a batch sees a sample:
-    plugging the sample into a curved ``f`` is biased, the moving average removes the bias as it settles. With an
-    optimizer that has momentum, such as ``SGD(momentum=0.9)`` or Adam, these are the steps of SOX, whose moving average
-    of the gradient is that momentum.
+    The objective is ``F(w) = 1/n sum_i f(g_i(w))``, where each inner ``g_i`` is an expectation and a batch provides one
+    sample of it. The gradient of a nonlinear ``f`` at the sample is biased; at the moving average ``u_i`` the bias
+    vanishes as the average converges. With an optimizer that has momentum, such as ``SGD(momentum=0.9)`` or Adam,
+    the steps are those of SOX: the momentum is its moving average of the gradient.
 
     Args:
         g: unbiased samples of the inner functions with their graph, ``(B,)``, or ``(B, k)`` with an estimator of
-            ``width=k``, floating point; > 0 unless the estimator has ``domain="linear"``. With several ranks each
-            passes its own; the value is that of all of them, and gradients are multiplied by the number of ranks.
-        index: which ``i``, ``(B,)`` integers.
-        estimator: holds ``log u`` or ``u``; commit it with its ``step()`` or ``attach``. In training mode with
-            gradients enabled the new rows are deposited.
-        f: the outer function of averages in the shape of ``g``, of the samples of all ranks, differentiable; it returns
-            one value per sample, ``(B,)``. Called as ``f(u, *args)``.
-        args: what ``f`` takes besides, with one entry, or several, per sample, ``(B, ...)`` each, without gradients:
-            ``args=(weight[index],)`` for example.
-        previous, beta: correct the averages, see :meth:`~compopt.MovingAverageEstimator.update`.
+            ``width=k``, floating point; > 0 unless the estimator has ``domain="linear"``. With several ranks each rank
+            passes its own samples; the loss is that of all ranks, and gradients are multiplied by the number of ranks.
+        index: the numbers ``i``, ``(B,)`` integers.
+        estimator: stores ``log u`` or ``u``; commit with its ``step()`` or ``attach``. In training mode with gradients
+            enabled the new rows are deposited.
+        f: differentiable outer function, called as ``f(u, *args)`` on the averages of the samples of all ranks, in the
+            shape of ``g``; returns one value per sample, ``(B,)``.
+        args: further arguments of ``f``, ``(B, ...)`` each, without gradients, for example ``args=(weight[index],)``.
+        previous, beta: correction of the averages, see :meth:`~compopt.MovingAverageEstimator.update`.
 
     Returns:
-        0-d loss, float64 if ``g`` or the rows are, else float32.
+        0-d loss; float64 if ``g`` or the rows are float64, else float32.
 
     Raises:
-        ValueError: ``g`` has another shape, holds no values, or (on the CPU) has an entry <= 0 where averages are kept
-            as logarithms; ``f`` returns another shape than ``(B,)``; ``previous`` or ``beta``, see ``update``.
-        TypeError: ``estimator`` is no :class:`~compopt.MovingAverageEstimator`; ``g`` holds no floating-point numbers,
-            ``index`` no integers; ``f`` returns no tensor, or one without a graph.
-        IndexError: an index outside ``0 .. n - 1``.
-        RuntimeError: the estimator is part of another one; a transform or a tangent, as at a call of
+        ValueError: ``g`` has another shape, is empty, or (on the CPU) has an entry <= 0 while averages are kept as
+            logarithms; ``f`` returns another shape than ``(B,)``; ``previous`` or ``beta``, see ``update``.
+        TypeError: ``estimator`` is not a :class:`~compopt.MovingAverageEstimator`; ``g`` is not floating point;
+            ``index`` is not an integer tensor; ``f`` returns no tensor, or a tensor without a graph.
+        IndexError: an index is outside ``0 .. n - 1``.
+        RuntimeError: the estimator is part of another one; a transform or a tangent is active, as in a call of
             :class:`~compopt.ContrastiveEstimator`.
 
-    Communicates: see :meth:`~compopt.MovingAverageEstimator.update`; backward nothing.
+    Communicates: see :meth:`~compopt.MovingAverageEstimator.update`; the backward pass communicates nothing.
 
     References:
         Wang and Yang, Finite-Sum Coupled Compositional Stochastic Optimization, ICML 2022 (SOX); Jiang et al., NeurIPS
@@ -98,13 +97,13 @@ def compositional_loss(
     estimator._deposit_average(average, batch)
     if not (torch.is_grad_enabled() and g.requires_grad):
         return value
-    # frameworks average gradients over ranks; this rank's share of the global mean must survive that
+    # frameworks average gradients over ranks: multiply by the number of ranks to obtain the gradient of the global mean
     return with_gradients(value, [(g, (slope[batch.own] * len(batch.sizes)).to(g.dtype))])
 
 
 def outer(f: Callable[..., Tensor], u: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """Return the mean of ``f(u, *args)``, one value per sample, and its derivative with respect to ``u``."""
-    if torch.is_inference_mode_enabled():  # where nothing has a derivative
+    """Return the mean of ``f(u, *args)`` over the samples, and its derivative with respect to ``u``."""
+    if torch.is_inference_mode_enabled():  # without derivatives
         return _per_sample(f(u, *args), len(u)).mean(), torch.zeros_like(u)
     with torch.enable_grad():
         u = u.detach().requires_grad_()
@@ -116,7 +115,7 @@ def outer(f: Callable[..., Tensor], u: Tensor, *args: Any) -> tuple[Tensor, Tens
 
 
 def _per_sample(values: Any, count: int) -> Tensor:
-    """Return the values of an outer function, one per sample, and refuse others."""
+    """Return the values of an outer function; raise unless there is one per sample."""
     if not isinstance(values, Tensor):
         raise TypeError(f"f must return a tensor, one value per sample, got {values!r}")
     if values.shape != (count,):

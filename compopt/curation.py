@@ -1,15 +1,16 @@
-r"""Scores of samples from the rows that training keeps: find wrong pairs, estimate how many there are, weigh them.
+r"""Scores of samples from committed rows, to find wrong pairs, estimate their share and weight the samples.
 
 A row of ``reference="positive"`` or of a :class:`~compopt.ScoreKeeper` holds a running mean of
 
 .. math:: \log \hat g_i = \log \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{(s_{ij} - s_{ii}) / \tau_i},
 
-the log-normalizer of sample ``i`` relative to its positive. It is large where other samples match the anchor better
-than its own partner does: pairs with a wrong caption, above all. The same quantity, computed afterwards by a trained
-model, is the s-CLIPLoss by which Wang et al. (2024) filter data sets.
+the log-normalizer of sample ``i`` relative to its positive. It is large if other samples match the anchor better than
+its own partner does, above all for pairs with a wrong caption. The same quantity, computed after training by a trained
+model, is the s-CLIPLoss with which Wang et al. (2024) filter data sets.
 
 Logarithms are in nats. The functions read committed rows: with ``shard=True`` they are collective, otherwise they
-communicate nothing. None of them changes a gradient: :func:`weights` returns what a call takes as ``sample_weight=``.
+communicate nothing. The functions change no gradient; pass the result of :func:`weights` as ``sample_weight=`` of a
+call to change the objective.
 """
 
 from __future__ import annotations
@@ -37,44 +38,46 @@ from compopt.estimator.groups import GroupSpec, as_groups
 from compopt.kernel.pairs import same_sample
 from compopt.stores.layout import Column
 
-READ_ROWS = 1 << 20  # rows that are read at a time
+READ_ROWS = 1 << 20  # rows per read
 Kind = Literal["robust"]
-RANK_ROWS = 512  # anchors whose similarities are held at a time
-CHANCE = 0.5  # mean rank of a positive that has nothing to do with its anchor
+RANK_ROWS = 512  # anchors per block of similarities
+CHANCE = 0.5  # mean rank of a positive that is unrelated to its anchor
 
 
 class ScoreKeeper(Component):
-    r"""Row per sample beside any loss: how well its positive stands out. No gradient uses it.
+    r"""Component that records per sample, beside any loss, how the positive compares with the negatives.
 
-    With ``x_i`` any of the three observations below, at the ``c``-th visit of the sample's row:
+    The recorded values do not enter any gradient. With ``x_i`` one of the three observations below, at the ``c``-th
+    visit of a sample:
 
     .. math::
         r = \max(\rho, 1 / c), \qquad
         m_i \leftarrow m_i + r\,(x_i - m_i), \qquad
         v_i \leftarrow (1 - r)\,\bigl(v_i + r\,(x_i - m_i)^2\bigr)
 
-    so that the first ``1 / rate`` visits are averaged equally and later ones fade exponentially.
+    so that the first ``1 / rate`` visits have equal weights, and weights decay exponentially afterwards.
 
     Args:
         n: number of samples, or a list of sample groups.
-        rate: :math:`\rho`, in (0, 1], the weight of the newest visit in the long run.
-        rank: also observe the rank of the positive, for two more matrix products of the features (four in unimodal
-            mode). Without it :func:`~compopt.curation.suspects` must be told the share of wrong pairs.
+        rate: :math:`\rho`, in (0, 1], the weight of the latest visit after ``1 / rate`` visits.
+        rank: also record the rank of the positive, which costs two more matrix products of the features (four in
+            unimodal mode). Without it :func:`~compopt.curation.suspects` requires ``share=``.
 
     Hyper-parameters, which may differ between sample groups: ``rate``.
 
-    State, per sample and direction (48 bytes with two): ``log_g`` and ``log_g_var``, of :math:`\log \hat g_i` in nats
-    at the temperature of the call; ``similarity`` and ``similarity_var``, of :math:`s_{ii}`; ``rank``, the mean share
-    of the batch's negatives that are more similar to the anchor than its positive is. In unimodal mode the mean over
-    all pairs of views (for ``rank``: of each view and the next). ``extra`` candidates count in ``log_g`` only. Under a
-    :class:`~compopt.PairPolicy` ``log_g`` is of the candidates that it leaves, ``similarity`` is the expectation where
-    the positive is one, and ``rank`` is of all candidates whose keys differ. With ``momentum_features=`` candidates and
-    positives are those of the momentum copy.
+    State, per sample and direction (48 bytes with two): ``log_g`` and ``log_g_var``, mean and variance of
+    :math:`\log \hat g_i` in nats at the temperature of the call; ``similarity`` and ``similarity_var``, those of
+    :math:`s_{ii}`; ``rank``, the mean share of the batch's negatives that are more similar to the anchor than its
+    positive is. In unimodal mode each value is the mean over all pairs of views (``rank``: over the pairs of a view and
+    the next). ``extra`` candidates count in ``log_g`` only. With a :class:`~compopt.PairPolicy` ``log_g`` is computed
+    from the candidates that the policy keeps, ``similarity`` is the expected similarity if the positive is an
+    expectation, and ``rank`` is computed from all candidates with other keys. With ``momentum_features=`` candidates
+    and positives are those of the momentum copy.
 
-    Communicates, with several ranks: one all-gather of 1 float per anchor, with ``rank=True``; nothing otherwise.
+    Communicates, with several ranks and ``rank=True``: one all-gather of 1 float per anchor; nothing otherwise.
 
     Raises:
-        ValueError: ``rate`` outside (0, 1]; ``n`` < 1.
+        ValueError: ``rate`` is outside (0, 1], or ``n`` < 1.
         TypeError: ``n`` is neither an integer nor a list of sample groups.
 
     Example:
@@ -124,10 +127,10 @@ class ScoreKeeper(Component):
 def _positive_ranks(call: Call, ranks: Ranks) -> Tensor:
     """Return the share of negatives that are more similar to an anchor than its positive, ``(B, D)``.
 
-    Every rank compares its own anchors with the features of all. Anchors without negatives have 0.
+    Every rank compares its own anchors with the features of all ranks. The share is 0 for anchors without negatives.
     """
     batch, z = call.batch, call.batch.features
-    k = batch.momentum or z  # what the anchors are compared with
+    k = batch.momentum or z  # candidates of the anchors
     keys = list(batch.keys.values())
     sides = list(zip(z, k[1:] + k[:1], strict=True))
     columns = []
@@ -146,17 +149,18 @@ def _share_above(
     """Return the share of negatives above the positive, ``(b,)``, in blocks of anchors; a tie counts as half.
 
     Args:
-        anchors: of this rank, ``(b, d)``.
-        candidates: of all ranks, ``(B, d)`` each; those number ``which`` hold the positives.
-        keys: of all samples, ``(B,)`` each.
-        own: which samples are this rank's.
+        anchors: anchors of this rank, ``(b, d)``.
+        candidates: candidates of all ranks, ``(B, d)`` each.
+        which: position in ``candidates`` of the tensor that contains the positives.
+        keys: keys of all samples, ``(B,)`` each.
+        own: slice of this rank's samples.
     """
     shares = []
     for start in range(0, len(anchors), RANK_ROWS):
         at = slice(start, start + RANK_ROWS)
         negatives = ~same_sample([key[own][at] for key in keys], keys)
         similarities = [anchors[at] @ z.T for z in candidates]
-        # of the same product as its rivals, so that equal features tie
+        # computed in the same product as the negatives, so that equal features are tied exactly
         positive = similarities[which].diagonal(own.start + start)[:, None]
         half = positive.new_full((), 0.5)
         above = sum((torch.heaviside(s - positive, half) * negatives).sum(1) for s in similarities)
@@ -167,17 +171,17 @@ def _share_above(
 
 @dataclass(frozen=True)
 class Scores:
-    r"""Scores and statistics of every sample, ``(n,)`` each on the CPU; NaN (0 for ``visits``) where never visited.
+    r"""Scores and statistics of all samples, ``(n,)`` each on the CPU; NaN (``visits``: 0) for unvisited samples.
 
     Attributes:
-        score: :math:`-\log \hat g_i` in nats, alignment less log-normalizer, mean over the directions: the lower, the
-            more likely is the pair wrong.
+        score: :math:`-\log \hat g_i` in nats, alignment minus log-normalizer, mean over the directions. A low score
+            indicates a wrong pair.
         visits: int64, the maximum over the directions.
-        uncertainty: standard error of ``score``, with the directions taken as independent; NaN after one visit;
-            ``None`` for rows that keep no variance.
+        uncertainty: standard error of ``score``, with the directions assumed to be independent; NaN after one visit;
+            ``None`` if the rows contain no variance.
         similarity: running mean of :math:`s_{ii}`; ``None`` without a :class:`~compopt.ScoreKeeper`.
-        rank: running mean of the share of negatives above the positive, in [0, 1]; ``None`` where it is not kept.
-        trend: change of ``score`` since earlier scores that were given; ``None`` without.
+        rank: running mean of the share of negatives above the positive, in [0, 1]; ``None`` if not recorded.
+        trend: difference between ``score`` and the earlier scores ``since``; ``None`` without ``since``.
     """
 
     score: Tensor
@@ -188,7 +192,7 @@ class Scores:
     trend: Tensor | None = None
 
     def columns(self) -> dict[str, Tensor]:
-        """Return what is kept, by name."""
+        """Return the fields that are not ``None``, by name."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
 
 
@@ -196,19 +200,20 @@ def scores(est: Estimator, since: Scores | None = None) -> Scores:
     """Return the score of every sample from committed rows.
 
     Args:
-        est: with ``scores=ScoreKeeper(n)``, or with rows of ``reference="positive"`` (iSogCLR, FastCLIP).
-        since: earlier scores of the same estimator, from which ``trend`` is the difference; samples that were added
-            since have NaN.
+        est: estimator with ``scores=ScoreKeeper(n)``, or with rows of ``reference="positive"`` (iSogCLR, FastCLIP).
+        since: earlier scores of the same estimator, subtracted to obtain ``trend``; the trend of samples that were
+            added afterwards is NaN.
 
     Returns:
-        The scores, 16 to 48 bytes per sample of host memory, about twice that while it runs. With ``index2=`` a row
-        holds image ``i`` and caption ``i``, which need not be a pair: read ``est.scores`` by direction instead.
+        The scores, 16 to 48 bytes per sample of host memory; the peak is about twice that. With ``index2=`` a row
+        contains the values of image ``i`` and of caption ``i``, which need not be a pair: read ``est.scores`` by
+        direction instead.
 
     Raises:
-        ValueError: the rows hold no log-normalizer relative to the positive (``reference="none"``), ``since`` has more
-            samples.
+        ValueError: the rows contain no log-normalizer relative to the positive (``reference="none"``), or ``since`` has
+            more samples than the estimator.
 
-    Communicates: with ``shard=True`` it is collective, as :meth:`~compopt.Estimator.read`.
+    Communicates: collective with ``shard=True``, see :meth:`~compopt.Estimator.read`.
 
     Example:
         >>> import torch, compopt
@@ -220,7 +225,7 @@ def scores(est: Estimator, since: Scores | None = None) -> Scores:
         8
     """
     check_rows(est)
-    # a part tells the samples that it has not met itself, the estimator those that no part has met
+    # read() of a part returns its own visits, read() of the estimator those of its rows
     part: Any = getattr(est, "scores", None) or getattr(est, "normalizer", est)
     value = _read(part)
     visits, kept = value.pop(COUNT), "log_g" in value
@@ -229,8 +234,8 @@ def scores(est: Estimator, since: Scores | None = None) -> Scores:
         groups = part.sample_groups
         rate = torch.tensor([group["rate"] for group in groups], dtype=torch.float64)
         rate = rate.repeat_interleave(torch.tensor([group["n"] for group in groups]))
-        # equal weights have n effective visits, weights that fade at rate r have 2 / r - 1 in the long run; the
-        # variance about a mean of n values has n - 1 degrees of freedom, so that one visit (or rate=1) tells nothing
+        # n equal weights have n effective visits, weights that decay at rate r converge to 2 / r - 1. The variance
+        # about a mean of n values has n - 1 degrees of freedom: the result is NaN for one visit (or rate=1).
         effective = torch.minimum(visits.double(), 2 / rate - 1)
         uncertainty = (value["log_g_var"] / (effective - 1) / est._facts.width).sqrt()
     score = -value["log_g" if kept else "log_u"]
@@ -238,7 +243,7 @@ def scores(est: Estimator, since: Scores | None = None) -> Scores:
 
 
 def check_rows(est: Estimator) -> None:
-    """Raise a ``ValueError`` if the rows do not compare an anchor's normalizer with its positive."""
+    """Raise a ``ValueError`` unless the rows contain a log-normalizer relative to the positive."""
     kept = [column.name for columns in est._facts.columns().values() for column in columns]
     references = {group.get("reference") for group in est.sample_groups}
     if "log_g" not in kept and not ("log_u" in kept and references == {"positive"}):
@@ -249,7 +254,7 @@ def check_rows(est: Estimator) -> None:
 
 
 def _read(est: Estimator) -> dict[str, Tensor]:
-    """Return the columns of all samples on the CPU, as means over the directions, NaN where never visited."""
+    """Return the columns of all samples on the CPU, means over the directions; NaN for unvisited samples."""
     rows: list[dict[str, Tensor]] = []
     for start in range(0, est.n or 1, READ_ROWS):
         index = torch.arange(start, min(start + READ_ROWS, est.n or 1), device="cpu")
@@ -270,25 +275,25 @@ def _change(score: Tensor, since: Scores | None) -> Tensor | None:
 
 
 def wrong_share(found: Scores) -> float:
-    r"""Estimate the share of pairs whose partner has nothing to do with the anchor.
+    r"""Estimate the share of wrong pairs, in which anchor and partner are unrelated.
 
-    The positive of such a pair is like any other candidate, so that its rank among them is uniform in [0, 1], while
-    that of a right pair is near 0. Half of the wrong pairs are expected above 1/2, and (nearly) no right one:
+    The positive of a wrong pair is distributed as any other candidate, so that its rank is uniform in [0, 1]. The rank
+    of a right pair is near 0. Half of the wrong pairs, and nearly no right pairs, are thus expected above 1/2:
 
     .. math:: \hat\pi = 2 \cdot \text{share of samples with rank} > \tfrac{1}{2},
 
-    where a rank of 1/2 counts as half: the estimator that Storey (2002) uses for the share of true null hypotheses. A
-    model that memorises wrong pairs moves their ranks down, so that the share is then estimated too low; it is best
-    asked after the first epochs.
+    where a rank of 1/2 counts as half. Storey (2002) uses this estimator for the share of true null hypotheses. A model
+    that memorises wrong pairs lowers their ranks, and the share is then underestimated; compute it after the first
+    epochs.
 
     Args:
-        found: of :func:`scores`, with ranks.
+        found: result of :func:`scores`, with ranks.
 
     Returns:
-        A number in [0, 1], of the samples that were visited; 0 if none was.
+        The share among the visited samples, in [0, 1]; 0 if no sample was visited.
 
     Raises:
-        ValueError: ranks are not kept.
+        ValueError: ranks are not recorded.
 
     References:
         Storey, A direct approach to false discovery rates, JRSS B 2002.
@@ -308,17 +313,17 @@ def wrong_share(found: Scores) -> float:
 
 
 def suspects(est: Estimator | Scores, share: float | None = None) -> Tensor:
-    """Return the samples whose pairs are most likely wrong, the worst first.
+    """Return the samples with the lowest scores, the most likely wrong pairs, in ascending order of the score.
 
     Args:
-        est: an estimator, as of :func:`scores`, or what that returned.
-        share: of the visited samples, in [0, 1]; ``None``: :func:`wrong_share` of them.
+        est: an estimator as in :func:`scores`, or the result of :func:`scores`.
+        share: share of the visited samples to return, in [0, 1]; ``None``: :func:`wrong_share`.
 
     Returns:
-        Data-set positions, int64, on the CPU. Samples that were never visited are not among them.
+        Data-set positions of visited samples, int64, on the CPU.
 
     Raises:
-        ValueError: ``share`` outside [0, 1]; not given, and ranks are not kept; whatever :func:`scores` raises.
+        ValueError: ``share`` is outside [0, 1], or is ``None`` and ranks are not recorded; or raised by :func:`scores`.
 
     Communicates: as :func:`scores`.
 
@@ -335,7 +340,7 @@ def suspects(est: Estimator | Scores, share: float | None = None) -> Tensor:
 
 
 def _share(found: Scores, share: float | None) -> float:
-    """Return the share of wrong pairs, estimated unless it is given."""
+    """Return the share of wrong pairs; estimate it if ``share`` is ``None``."""
     if share is None:
         return wrong_share(found)
     if not 0 <= checks.number("share", share) <= 1:
@@ -346,44 +351,46 @@ def _share(found: Scores, share: float | None) -> float:
 def weights(est: Estimator | Scores, kind: Kind = "robust", share: float | None = None) -> Tensor:
     r"""Return a weight per sample for ``sample_weight=``: the probability that the pair is right.
 
-    The running similarities :math:`x_i` of the positives are taken to be a mixture of two normal distributions, of the
-    wrong pairs, with a share :math:`q`, and of the right ones:
+    The running similarities :math:`x_i` of the positives are modelled as a mixture of two normal distributions, that of
+    the wrong pairs, with share :math:`q`, and that of the right pairs:
 
     .. math::
         v_i = \frac{(1 - q)\, \mathcal N(x_i; m_1, \sigma_1^2)}
                    {q\, \mathcal N(x_i; m_0, \sigma_0^2) + (1 - q)\, \mathcal N(x_i; m_1, \sigma_1^2)}
 
-    with :math:`q` of :func:`wrong_share`. Below some similarity the wider distribution, that of the right pairs, would
-    win again; lower ones get the weight that is found there, so that weights never decrease with similarity. Nothing is
-    fitted iteratively: the samples with a rank above 1/2 are the lower half of the wrong pairs, as in
-    :func:`wrong_share`, so that with their mean :math:`m` and variance :math:`s^2`, which are those of half a normal
-    distribution,
+    with :math:`q` from :func:`wrong_share`. Towards low similarities the ratio would increase again, since the
+    distribution of the right pairs is the wider one; similarities below its minimum get the weight at the minimum, so
+    that the weight never decreases with the similarity. The parameters have a closed form: samples with a rank above
+    1/2 are taken as the lower half of the wrong pairs, as in :func:`wrong_share`. Their mean :math:`m` and variance
+    :math:`s^2` are those of a half-normal distribution, which gives
 
     .. math::
         \sigma_0^2 = \frac{s^2}{1 - 2 / \pi}, \qquad m_0 = m + \sigma_0 \sqrt{2 / \pi},
 
-    and :math:`m_1` and :math:`\sigma_1^2 \ge \sigma_0^2` are what is then missing in the mean and the variance of all
-    samples. The warning of :func:`wrong_share` holds: ask after the first epochs, or keep the share of then.
+    and :math:`m_1` and :math:`\sigma_1^2 \ge \sigma_0^2` follow from the mean and the variance of all samples. As the
+    share of :func:`wrong_share` is biased later in training, call this function after the first epochs, or pass the
+    share that was estimated then.
 
     Args:
-        est: with ``scores=ScoreKeeper(n)``, or what :func:`scores` returned for it.
+        est: estimator with ``scores=ScoreKeeper(n)``, or the result of :func:`scores` for it.
         kind: ``"robust"``, as above.
-        share: of wrong pairs, in [0, 1); ``None``: :func:`wrong_share`.
+        share: share of wrong pairs, in [0, 1); ``None``: :func:`wrong_share`.
 
     Returns:
-        ``(n,)`` float32 in [0, 1] on the CPU; 1 for samples that were never visited, and for all where no pair looks
-        wrong; ``1 - q`` for all where similarities do not tell right pairs (:math:`m_1 \le m_0`).
+        Weights, ``(n,)`` float32 in [0, 1] on the CPU. 1 for samples that were never visited, and for all samples if
+        the share of wrong pairs is 0 or fewer than two samples have a rank above 1/2; ``1 - q`` for all visited samples
+        if the similarities do not separate right from wrong pairs (:math:`m_1 \le m_0`).
 
     Raises:
-        ValueError: ranks or similarities are not kept; ``share`` outside [0, 1), or estimated to be 1 (before the model
-            has learned anything, for example); whatever :func:`scores` raises.
+        ValueError: ranks or similarities are not recorded; ``share`` is outside [0, 1), or estimated to be 1 (for
+            example with an untrained model); or raised by :func:`scores`.
 
-    Communicates: as :func:`scores`. Reads all rows: call it once per epoch, or a few times.
+    Communicates: as :func:`scores`. Reads all rows: call it at most a few times per epoch.
 
     References:
         Efron et al., Empirical Bayes analysis of a microarray experiment, JASA 2001 (two groups); Li et al., DivideMix,
         ICLR 2020, and for pairs Huang et al., Learning with noisy correspondence for cross-modal matching, NeurIPS 2021
-        (the probability under a mixture as a weight; theirs is a mixture of losses, whose share is fitted too).
+        (weights are probabilities under a mixture; theirs is a mixture of losses, with a fitted share).
 
     Example:
         >>> import torch, compopt
@@ -412,42 +419,42 @@ def weights(est: Estimator | Scores, kind: Kind = "robust", share: float | None 
 
 
 def _right(x: Tensor, lower_half: Tensor, share: float) -> Tensor:
-    """Return the probabilities of right pairs from similarities, ``(m,)``, and those of half of the wrong pairs."""
+    """Return the probabilities that pairs are right, ``(m,)``; ``lower_half`` is that of the wrong pairs."""
     var0 = (lower_half.var(correction=0) / (1 - 2 / math.pi)).clamp(min=1e-12)
     m0 = lower_half.mean() + (2 / math.pi * var0).sqrt()
     m1 = (x.mean() - share * m0) / (1 - share)
-    # E x^2 about m1: that of all less the part of the wrong ones
+    # second moment about m1: that of all samples minus the contribution of the wrong pairs
     var1 = ((x - m1).square().mean() - share * (var0 + (m0 - m1).square())) / (1 - share)
     if m1 <= m0:
         return torch.full_like(x, 1 - share)
     var1 = var1.clamp(min=var0)
-    x = x.clamp(min=(m0 * var1 - m1 * var0) / (var1 - var0))  # where the ratio of the densities has its minimum
+    x = x.clamp(min=(m0 * var1 - m1 * var0) / (var1 - var0))  # minimum of the ratio of the densities
     logs = [-0.5 * (var.log() + (x - mean).square() / var) for mean, var in ((m0, var0), (m1, var1))]
     return torch.sigmoid(math.log1p(-share) - math.log(share) + logs[1] - logs[0])
 
 
 def duplicates(features: Tensor, least: float = 0.95, chunk_size: int = 1024) -> Tensor:
-    r"""Return a label per sample; samples that are nearly equal have the same one.
+    r"""Return a label per sample; near-duplicates have the same label.
 
     .. math:: l_i = l_j \quad\text{with the first } j \le i \text{ for which}\quad \cos(z_i, z_j) \ge \text{least}
 
-    so that ``labels == torch.arange(n)`` are the first samples of each group, and the others may be dropped. As
-    ``labels=`` of a call it keeps duplicates from being each other's negatives. A group holds what its members are
-    chained by; its ends may be less alike than ``least``.
+    The samples with ``labels == torch.arange(n)`` are the first of each group; the others may be dropped. Passed as
+    ``labels=`` of a call, the labels exclude duplicates from each other's negatives. Groups are formed by chaining: two
+    members of a group may be less similar than ``least``.
 
-    Rows cannot tell duplicates: they hold numbers about random batches, in which two given samples rarely meet.
+    Rows cannot identify duplicates: rows contain statistics of random batches, which rarely contain two given samples.
 
     Args:
-        features: of all samples by a trained encoder, ``(n, d)``, on any device.
+        features: features of all samples from a trained encoder, ``(n, d)``, on any device.
         least: smallest cosine similarity of duplicates, in (-1, 1].
-        chunk_size: samples whose similarities are held at a time: memory is ``chunk_size n`` numbers, time that of half
-            of the product of all features with each other.
+        chunk_size: samples per block of similarities. Memory: ``chunk_size * n`` numbers; time: half of the product of
+            all features with each other.
 
     Returns:
-        ``(n,)`` int64 positions, on the device of the features.
+        Labels, ``(n,)`` int64 positions, on the device of the features.
 
     Raises:
-        TypeError, ValueError: features that are no floating-point matrix, or not finite; ``least`` out of range.
+        TypeError, ValueError: ``features`` is not a finite floating-point matrix; ``least`` is out of range.
 
     Example:
         >>> import torch, compopt
@@ -463,31 +470,32 @@ def duplicates(features: Tensor, least: float = 0.95, chunk_size: int = 1024) ->
         stop = min(start + chunk_size, len(z))
         alike = z[start:stop] @ z[:stop].T >= least
         alike.diagonal(start).fill_(True)
-        labels[start:stop] = alike.to(torch.uint8).argmax(1)  # the first of them
-    while not torch.equal(labels, labels[labels]):  # the first one may itself be the duplicate of an earlier one
+        labels[start:stop] = alike.to(torch.uint8).argmax(1)  # the first match
+    while not torch.equal(labels, labels[labels]):  # the first match may itself be a duplicate of an earlier sample
         labels = labels[labels]
     return labels
 
 
 def rare(features: Tensor, share: float = 0.01, neighbours: int = 10, chunk_size: int = 1024) -> Tensor:
-    """Return the most isolated samples, those whose nearest neighbours are the least similar, the most isolated first.
+    """Return the most isolated samples, those with the least similar nearest neighbours, the most isolated first.
 
-    A sample is as isolated as the mean cosine similarity of its nearest neighbours is low. Rows tell this only where
-    temperatures are learned per sample (iSogCLR: an isolated sample gets a small one, ``est.read(index)["tau"]``).
+    Isolation is measured by the mean cosine similarity of a sample with its nearest neighbours. Rows contain this
+    information only if temperatures are learned per sample: iSogCLR learns a small temperature,
+    ``est.read(index)["tau"]``, for an isolated sample.
 
     Args:
-        features: of all samples by a trained encoder, ``(n, d)``, on any device.
-        share: of the samples that is returned, in [0, 1].
-        neighbours: how many nearest neighbours of a sample count.
-        chunk_size: samples whose similarities are held at a time: memory is ``chunk_size n`` numbers, time that of the
-            product of all features with each other.
+        features: features of all samples from a trained encoder, ``(n, d)``, on any device.
+        share: share of the samples to return, in [0, 1].
+        neighbours: number of nearest neighbours.
+        chunk_size: samples per block of similarities. Memory: ``chunk_size * n`` numbers; time: the product of all
+            features with each other.
 
     Returns:
         Positions, int64, on the device of the features.
 
     Raises:
-        TypeError, ValueError: features that are no floating-point matrix, or not finite; ``share`` outside [0, 1]; as
-            many ``neighbours`` as samples.
+        TypeError, ValueError: ``features`` is not a finite floating-point matrix; ``share`` is outside [0, 1];
+            ``neighbours`` is not smaller than the number of samples.
 
     Example:
         >>> import torch, compopt
@@ -509,7 +517,7 @@ def rare(features: Tensor, share: float = 0.01, neighbours: int = 10, chunk_size
 
 
 def _unit(features: Tensor) -> Tensor:
-    """Return features of norm one, in the working dtype."""
+    """Return features normalized to unit length, in the working dtype."""
     z = check_values("features", features, "(n, d)", 2)
     if not bool(z.isfinite().all()):
         raise ValueError("features must be finite; leave out samples whose features are not")
@@ -520,12 +528,12 @@ def export(found: Scores, path: str | Path, keys: Sequence[str] | None = None) -
     """Write scores to a file, one line per sample.
 
     Args:
-        found: of :func:`scores`.
+        found: result of :func:`scores`.
         path: ``.csv``; ``.npy`` (a structured array); ``.parquet`` (needs pyarrow).
         keys: a name for each sample, written as column ``key`` (such as ``__key__`` of tar shards).
 
     Raises:
-        ValueError: another suffix, another number of keys.
+        ValueError: the suffix is unknown, or the number of keys differs from that of the samples.
         ImportError: pyarrow is not installed.
     """
     path, columns = Path(path), {name: value.numpy() for name, value in found.columns().items()}

@@ -1,4 +1,4 @@
-"""Module around an estimator: its parameters, state, mode and device become those of the model."""
+"""Wrapper module of an estimator: parameters, state, mode and device become part of the model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class EstimatorModule(nn.Module):
     """Result of :func:`as_module`; ``module(...)`` is ``est(...)``.
 
     Attributes:
-        est: the estimator, for everything else: ``attach``, ``read``, ``prefetch``, ``metrics``, ...
+        est: the estimator, for all other methods: ``attach``, ``read``, ``prefetch``, ``metrics``, ...
 
     Raises:
-        TypeError: a part's learned parameters are not those of its attribute ``learnable``.
+        TypeError: the learned parameters of a part are not those of its attribute ``learnable``.
     """
 
     def __init__(self, est: Estimator) -> None:
@@ -36,18 +36,18 @@ class EstimatorModule(nn.Module):
         self.training = est.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the estimator, with its arguments, result and errors; a ``TypeError`` where it has no call."""
+        """Call the estimator; raise a ``TypeError`` if the estimator is not callable."""
         if not callable(self.est):
             raise TypeError(f"{type(self.est).__name__} has no call; use its methods, as module.est")
         return self.est(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
-        """Deposit proposals, or (``eval()``) do not."""
+        """Set training mode, in which calls deposit proposals, or evaluation mode, in which they do not."""
         self.est.train(mode)
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Change devices, not dtypes: rows and a learned temperature keep theirs under ``half()``, ``double()``."""
+        """Change devices only: rows and learned temperatures keep their dtype under ``half()`` and ``double()``."""
 
         def moved(tensor: Tensor) -> Tensor:
             new = fn(tensor)
@@ -64,10 +64,10 @@ class EstimatorModule(nn.Module):
 
 
 class StatefulEstimatorModule(EstimatorModule):
-    """Module whose ``state_dict()`` carries the estimator's."""
+    """Module with the state of the estimator in its ``state_dict()``."""
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Return the estimator's ``state_dict()`` without entries that are among the module's parameters."""
+        """Return the estimator's ``state_dict()`` without the parameters of the module."""
         state = self.est.state_dict()
         extra = {role: dict(values) for role, values in state["extra"].items()}
         for role, learnable in self.est.learnables().items():
@@ -76,11 +76,11 @@ class StatefulEstimatorModule(EstimatorModule):
         return {**state, "extra": extra}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`get_extra_state`; the module's parameters stay, and are loaded as parameters."""
+        """Load the result of :meth:`get_extra_state`; the module's parameters are loaded separately."""
         if isinstance(state, Mapping) and "extra" in state:
             extra = dict(state["extra"])
             for role, learnable in self.est.learnables().items():
-                # numbers, whatever the parameters became: a run that diverged may go back to an earlier state
+                # finite values, so that a run with NaN parameters can load an earlier state
                 own = {name: parameter.detach().nan_to_num(0, 0, 0) for name, parameter in learnable.named_parameters()}
                 extra[role] = {**own, **extra.get(role, {})}
             state = {**state, "extra": extra}
@@ -92,38 +92,38 @@ class StatefulEstimatorModule(EstimatorModule):
 
 
 def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
-    """Return a module for a model to own: ``self.loss = compopt.as_module(est)``, then ``self.loss(z1, z2, index)``.
+    """Wrap an estimator in a module: ``self.loss = compopt.as_module(est)``, then ``self.loss(z1, z2, index)``.
 
-    The estimator's learned temperature, if it has one, is among ``model.parameters()`` (as
-    ``loss.temperature.log_inverse``; spare it weight decay), its state is in ``model.state_dict()``, and
-    ``model.train()``, ``eval()`` and ``to(device)`` reach it. The estimator itself goes on working. Copies of the
-    module have estimators of their own, attached to no optimizer. ``half()``, ``bfloat16()`` and ``double()`` change no
-    dtype in here.
+    A learned temperature of the estimator is among ``model.parameters()`` (as ``loss.temperature.log_inverse``; exclude
+    it from weight decay), the state of the estimator is in ``model.state_dict()``, and ``model.train()``,
+    ``model.eval()`` and ``model.to(device)`` apply to the estimator. The estimator can still be used directly. Copies
+    of the module have estimators of their own, attached to no optimizer. ``half()``, ``bfloat16()`` and ``double()`` do
+    not change dtypes of the estimator.
 
-    *Large tables.* ``state_dict()`` and ``deepcopy`` copy all rows. With ``state=False`` the module has nothing but the
-    parameters in its ``state_dict()``; save the rest with :func:`compopt.save`.
+    *Large tables.* ``state_dict()`` and ``deepcopy`` copy all rows. With ``state=False`` the ``state_dict()`` of the
+    module contains the parameters only; save the rest with :func:`compopt.save`.
 
-    *DDP.* Call the module inside the wrapped model's ``forward``. ``state_dict()`` may be called on one rank. DDP with
-    ``device_ids`` takes ``index`` to the device, where it is waited for; leave them out.
+    *DDP.* Call the module inside the wrapped model's ``forward``. ``state_dict()`` may be called on one rank. Omit
+    ``device_ids``: DDP would move ``index`` to the device, and the call would have to wait for it.
 
-    *FSDP2* shards no scalars. Every rank has the whole gradient of a learned temperature:
-    ``fully_shard(model, ignored_params=set(model.loss.parameters()))``, and give it a parameter group of its own.
-    *DeepSpeed* takes no scalar parameters in a model: an estimator with a learned temperature stays outside of it.
+    *FSDP2* does not shard scalars. Every rank has the whole gradient of a learned temperature: call
+    ``fully_shard(model, ignored_params=set(model.loss.parameters()))`` and put it into a parameter group of its own.
+    *DeepSpeed* does not support scalar parameters: keep an estimator with a learned temperature outside the model.
 
-    *torch.compile* compiles the code before and after; the call itself is left out of the graph.
+    *torch.compile* compiles the code before and after the call; the call itself is not part of the graph.
 
     Args:
         est: the estimator; it may be in use already.
-        state: ``state_dict()`` and ``load_state_dict()`` of the module carry the estimator's.
+        state: include the state of the estimator in ``state_dict()`` and ``load_state_dict()`` of the module.
 
     Returns:
-        The module; ``module.est`` is the estimator. Making it communicates nothing.
+        The module; ``module.est`` is the estimator. Nothing is communicated.
 
     Raises:
-        TypeError: ``est`` is no estimator, or ``state`` neither True nor False.
+        TypeError: ``est`` is not an estimator, or ``state`` is not a bool.
         RuntimeError: ``est`` is a part of another estimator.
-        ValueError: ``state=True``, and ranks hold different parts of the state: torch's users call ``state_dict()`` of
-            a module on one rank.
+        ValueError: ``state=True`` and the ranks store different parts of the state, while ``state_dict()`` of a module
+            is usually called on one rank.
 
     Example:
         >>> import torch, compopt

@@ -1,4 +1,4 @@
-"""Copy of a model that follows it slowly, whose features a memory compares with."""
+"""Momentum copy of a model, as the encoder of the features that a memory stores."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ FORGOTTEN = 256  # calls without an update
 
 
 class MomentumEncoder:
-    r"""Copy of a model that follows it slowly; its features are the ``momentum_features=`` of a call.
+    r"""Moving average of a model's weights; its features are the ``momentum_features=`` of a call.
 
     .. math:: \theta_k \leftarrow m\, \theta_k + (1 - m)\, \theta
 
-    The copy begins at the weights that the model has at construction. Parameters that require no gradient then are
-    shared with the model and take no memory, such as those below a low-rank adapter; FSDP2 makes them two again.
-    Buffers are copied at each update. Parameters in half precision have an average in float32 beside the copy, since
-    steps of ``1 - m`` would be rounded away.
+    The copy starts from the weights that the model has at construction. Parameters that do not require a gradient then,
+    such as those below a low-rank adapter, are shared with the model and use no memory; FSDP2 duplicates them. Buffers
+    are copied at each update. For parameters in half precision an average in float32 is stored in addition to the copy,
+    since steps of size ``1 - m`` would be lost to rounding.
 
-    The copy is in the mode, training or evaluation, that the model has at construction: in training mode dropout drops,
-    and batch normalisation uses the statistics of the batch. ``encoder.module.eval()`` changes it.
+    The copy is in the mode, training or evaluation, of the model at construction: in training mode dropout is active,
+    and batch normalisation uses the statistics of the batch. Change the mode with ``encoder.module.eval()``.
 
     Args:
-        model: the model, or one of two towers, which then have an encoder each. With DDP make the copy of
-            ``ddp.module`` afterwards, since wrapping gives all ranks the weights of rank 0. With FSDP2 make it before:
-            ``fully_shard`` takes no copies, and must shard ``encoder.module`` as it shards the model. ``torch.compile``
-            needs nothing more. Make it, or move ``encoder.module``, where the model is.
-        decay: ``m``, in [0, 1). It is an attribute that may be changed while training.
+        model: the model, or one of two towers, each with an encoder of its own. With DDP create the encoder from
+            ``ddp.module`` after wrapping, since wrapping broadcasts the weights of rank 0. With FSDP2 create it before
+            sharding, since a sharded model cannot be copied, and apply ``fully_shard`` to ``encoder.module`` as to the
+            model. ``torch.compile`` requires nothing more. ``encoder.module`` must be on the device of the model.
+        decay: ``m``, in [0, 1). It is an attribute that may be changed during training.
 
     Attributes:
         module: the copy.
 
-    State: the copy's parameters that are not shared, and its persistent buffers, see :meth:`state_dict`.
+    State: the parameters of the copy that are not shared, and its persistent buffers, see :meth:`state_dict`.
 
-    Cost: a forward pass without a graph in each step, about a third more of forward and backward together, and a second
-    copy of the trained weights. Communicates nothing; with FSDP2 what a forward pass communicates.
+    Cost: a forward pass without a graph in each step, about a third of a forward and backward pass, and a second
+    copy of the trained weights. Communicates nothing, except the forward pass of a copy under FSDP2.
 
     Raises:
-        TypeError: ``model`` is no module, ``decay`` no number.
-        ValueError: decay outside [0, 1), a model that is wrapped already, parameters that are not initialised.
-            :meth:`update` raises others.
+        TypeError: ``model`` is not a module, or ``decay`` is not a number.
+        ValueError: ``decay`` is outside [0, 1), the model is already wrapped, or parameters are not initialised. See
+            also :meth:`update`.
 
     Warns:
-        UserWarning: once, after 256 calls before the first update.
+        UserWarning: at the 256th call, if there was no update before.
 
     References:
         He et al., MoCo, CVPR 2020, eq. 2.
@@ -86,14 +86,14 @@ class MomentumEncoder:
         self.decay, self._followed = decay, model
         frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
         self.module = copy.deepcopy(model, memo=dict(frozen)).requires_grad_(False)
-        self._averages: dict[str, Tensor] = {}  # in float32, of parameters with less
+        self._averages: dict[str, Tensor] = {}  # in float32, of parameters in half precision
         self._handle: RemovableHandle | None = None
         self._calls = 0.0  # before the first update
         self._begins = True  # until it is called, updated or loaded
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the copy returns, without a graph. The first call compares the weights, and waits for them."""
+        """Call the copy without a graph. The first call compares the weights and waits for the device."""
         if self._begins and not torch.compiler.is_compiling():
             self._check_begin()
         self._calls += 1
@@ -106,35 +106,35 @@ class MomentumEncoder:
         return self.module(*args, **kwargs)
 
     def attach(self, est: Estimator) -> RemovableHandle:
-        """Run :meth:`update` after each commit of an estimator, which :meth:`~compopt.Estimator.attach` follows.
+        """Run :meth:`update` after each commit of an estimator (see :meth:`~compopt.Estimator.attach`).
 
-        A skipped optimizer step commits nothing and does not move the copy (with fused AMP on an accelerator, where
-        nobody waits for the flag, it moves towards the weights that stayed). Attaching again replaces the hook of
-        before. Copies of the estimator have no hooks.
+        A skipped optimizer step commits nothing and does not move the copy. Exception: with fused AMP on an accelerator
+        the host does not read the flag of a skipped step, and the copy moves towards the unchanged weights. Attaching
+        again replaces the previous hook. Copies of the estimator have no hooks.
 
         Returns:
-            A handle whose ``remove()`` ends it.
+            A handle with a method ``remove()``, which removes the hook.
 
         Raises:
-            TypeError: ``est`` is no estimator.
-            RuntimeError: it is a part of another one.
+            TypeError: ``est`` is not an estimator.
+            RuntimeError: ``est`` is a part of another estimator.
         """
         if not isinstance(est, Estimator):
             raise TypeError(
                 f"est must be an estimator, whose commits the copy follows, got {type(est).__name__}; without one call "
                 f"encoder.update() after each optimizer step"
             )
-        _ = est._engine  # a part refuses, and names its owner
+        _ = est._engine  # raises for a part of another estimator
         if self._handle is not None:
             self._handle.remove()
         self._handle = est.register_step_post_hook(lambda *_: self.update())
         return self._handle
 
     def _check_begin(self) -> None:
-        """Warn if the weights of the model have changed since the copy was made, and the copy does not know."""
+        """Warn if the weights of the model have changed since construction, without an update or load of the copy."""
         self._begins = False
         if any(hasattr(module, SHARDED) for module in self.module.modules()):
-            return  # parameters may be gathered now; no weights are replaced when they are sharded
+            return  # parameters may be gathered at this point; sharding does not replace weights
         if not all(torch.equal(own, other) for _, own, other in self._moved()):
             warnings.warn(
                 "the weights of the model have changed since its MomentumEncoder was made, which has had no update: "
@@ -148,8 +148,9 @@ class MomentumEncoder:
         """Move the copy towards the model.
 
         Raises:
-            ValueError: the model has other parameters or buffers than the copy, is sharded in another way, or trains
-                parameters that are shared; ``decay`` is outside [0, 1). Nothing is changed then.
+            ValueError: the parameters or buffers of the model differ from those of the copy in number, shape, dtype,
+                device or sharding; a shared parameter requires a gradient now; ``decay`` is outside [0, 1). Nothing is
+                changed in these cases.
         """
         checks.decay("decay", self.decay)
         self._begins = False
@@ -166,7 +167,7 @@ class MomentumEncoder:
             torch._foreach_lerp_(averages, values, 1 - self.decay)
             for own, average in zip(owns, averages, strict=True):
                 if average is not own:
-                    own.copy_(average)  # not all at once, for which DTensor has no operation
+                    own.copy_(average)  # one by one: DTensor does not implement _foreach_copy_
         for name, own, other in buffers:
             if own.shape == other.shape:
                 own.copy_(other)
@@ -175,7 +176,7 @@ class MomentumEncoder:
                 setattr(self.module.get_submodule(owner), key, other.clone())
 
     def _beside(self, kind: str) -> list[tuple[str, Tensor, Tensor]]:
-        """Return all ``"parameters"`` or ``"buffers"`` of the copy by name, with those of the model."""
+        """Return the ``"parameters"`` or ``"buffers"`` of the copy by name, each paired with that of the model."""
         own, others = list(getattr(self.module, f"named_{kind}")()), list(getattr(self._followed, kind)())
         if len(own) != len(others):
             raise ValueError(
@@ -185,7 +186,7 @@ class MomentumEncoder:
         return [(name, mine, other) for (name, mine), other in zip(own, others, strict=True)]
 
     def _moved(self) -> list[tuple[str, Tensor, Tensor]]:
-        """Return parameters of the copy that are its own, with those of the model."""
+        """Return the parameters of the copy that are not shared, each paired with that of the model."""
         found = self._beside("parameters")
         for name, p, q in found:
             if (type(p), p.shape, p.device, p.dtype) != (type(q), q.shape, q.device, q.dtype):
@@ -201,7 +202,7 @@ class MomentumEncoder:
         return [(name, p, q) for name, p, q in found if p is not q]
 
     def _average(self, name: str, own: Tensor) -> Tensor:
-        """Return what is averaged: the parameter itself, or its average in float32."""
+        """Return the tensor to average: the parameter itself, or its average in float32."""
         if own.dtype.itemsize >= 4:
             self._averages.pop(name, None)  # it may have been cast
             return own
@@ -212,9 +213,8 @@ class MomentumEncoder:
     def state_dict(self) -> dict[str, Any]:
         """Return averages and buffers by name, ``{"parameters": ..., "buffers": ...}``.
 
-        As those of ``nn.Module.state_dict()``, tensors are those that are in use; under FSDP2 they are this rank's
-        shards. Averages of parameters in half precision are float32. Shared parameters and buffers that are not
-        persistent are not among them.
+        As in ``nn.Module.state_dict()``, the tensors are not copied; under FSDP2 they are this rank's shards. Averages
+        of parameters in half precision are float32. Shared parameters and non-persistent buffers are not included.
         """
         parameters = {name: self._average(name, own.detach()) for name, own, _ in self._moved()}
         modules = self.module.named_modules()  # a module's own state_dict() may have other names
@@ -224,12 +224,12 @@ class MomentumEncoder:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, of a copy of a model that is like this one.
+        """Restore the result of :meth:`state_dict` of an encoder for the same architecture.
 
         Raises:
-            TypeError: an entry that is no tensor.
-            ValueError: names that are missing or unknown, another shape, whole tensors where the copy is sharded, or
-                the reverse. Nothing is changed then.
+            TypeError: an entry is not a tensor.
+            ValueError: a name is missing or unknown, a shape differs, or a tensor is whole and the copy sharded, or the
+                reverse. Nothing is changed in these cases.
         """
         current = self.state_dict()
         if set(state_dict) != set(current):
@@ -260,7 +260,7 @@ class MomentumEncoder:
 
 
 def _check_plain(model: nn.Module) -> None:
-    """Refuse models that cannot be copied, or whose copy would not be one of the weights."""
+    """Raise for models that cannot be copied, or that do not hold their own weights (wrappers, lazy parameters)."""
     if any(hasattr(module, FSDP1) for module in model.modules()):
         raise ValueError(f"model is a {type(model).__name__} with FSDP1, which is not supported; use fully_shard")
     sharded = any(hasattr(module, SHARDED) for module in model.modules())

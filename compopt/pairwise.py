@@ -1,4 +1,4 @@
-"""Several modalities: one contrastive objective for each pair of them."""
+"""Contrastive objective for each pair of several modalities."""
 
 from __future__ import annotations
 
@@ -23,34 +23,36 @@ def pairwise(
     features: Mapping[str, Tensor],
     index: Tensor | Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    r"""Sum of the objectives of pairs of modalities, each over the samples that have both.
+    r"""Return the sum of the objectives of pairs of modalities, each over the samples that have both modalities.
 
     .. math:: F = \sum_{(a, b)} F_{ab}\bigl(z^a_S, z^b_S\bigr), \qquad S = S_a \cap S_b
 
     Args:
-        est: an estimator for each pair, ``{("image", "text"): est, ("image", "audio"): est2}``: their rows and states
-            are apart, and only these pairs are contrasted. Or one without rows and state (InfoNCE, DCL), for all pairs.
-        features: of each modality ``(B, d)``, as an estimator takes them. Pairs with a modality that is not here are
-            left out.
+        est: an estimator for each pair, ``{("image", "text"): est, ("image", "audio"): est2}``, each with its own rows
+            and state; only these pairs are contrasted. Or an estimator without rows and state (InfoNCE, DCL) for all
+            pairs.
+        features: features of each modality, ``(B, d)``, as in a call of an estimator. Pairs with a modality that is
+            missing here are omitted.
         index: positions in the data set, ``(B,)``, if all modalities have the same samples. If some samples lack a
-            modality, one for each, ``{"image": (B_a,), "audio": (B_b,)}``, of features ``(B_a, d)`` and ``(B_b, d)``;
-            samples are then found by their positions, which occur once in a modality of a rank. A pair with fewer than
-            two samples on all ranks together is left out.
+            modality, positions per modality, ``{"image": (B_a,), "audio": (B_b,)}``, for features ``(B_a, d)`` and
+            ``(B_b, d)``; samples are then matched by their positions, which must be distinct within a modality of a
+            rank. A pair with fewer than two samples on all ranks together is omitted.
 
-    State: that of the estimators. ``attach``, :func:`~compopt.save` and :func:`~compopt.load` each of them.
+    State: that of the estimators. Call ``attach``, :func:`~compopt.save` and :func:`~compopt.load` for each of them.
 
-    Communicates, with K ranks: what each estimator does, in the order of ``est``; all have one process group. All ranks
-    must have the same modalities in the same order; a rank may have no samples of one, ``(0, d)``. A small message
-    before, and with one ``index`` for each modality another one.
+    Communicates, with K ranks: the collectives of each estimator, in the order of ``est``; all estimators have the same
+    process group. All ranks must have the same modalities in the same order; a rank may have no samples of a modality,
+    ``(0, d)``. One small message precedes them, and a second one if ``index`` is given per modality.
 
     Returns:
-        0-d loss; 0 where no pair has two samples.
+        0-d loss; 0 if no pair has two samples.
 
     Raises:
-        ValueError: no pair of modalities is here; a modality that is in no pair; an estimator with rows or a state that
-            is not for one pair; a position twice; ranks with different modalities, or with another order of them.
-        KeyError: a modality without ``index``, where others have one.
-        TypeError, ValueError, IndexError: what a call raises.
+        ValueError: ``features`` contains no pair of modalities, or a modality that is in no pair; an estimator with
+            rows or a state is used for several pairs; a position occurs twice; ranks have different modalities, or
+            another order of them.
+        KeyError: a modality has no ``index`` while others have one.
+        TypeError, ValueError, IndexError: raised by the call of an estimator.
 
     References:
         Girdhar et al., ImageBind, CVPR 2023, eq. 1: pairs of images and each other modality.
@@ -71,10 +73,10 @@ def pairwise(
         _refuse_different(engine.ranks, list(pairs))
     if not isinstance(index, Mapping):
         return torch.stack([each(features[a], features[b], index) for (a, b), each in pairs.items()]).sum()
-    with engine.handshake.guard():  # a refusal reaches the other ranks
+    with engine.handshake.guard():  # an error is reported to the other ranks
         positions = {name: _positions(name, index, len(z)) for name, z in features.items()}
     common = {(a, b): (positions[a][:, None] == positions[b]).nonzero(as_tuple=True) for a, b in pairs}
-    # two of each pair tell whether there are two, also where ranks have the same one
+    # two positions per rank suffice to know if all ranks together have two different ones
     some = {(a, b): positions[a][rows][:2].tolist() for (a, b), (rows, _) in common.items()}
     by_rank = engine.ranks.gather_objects(some)
     loss = torch.stack([(z.float() * 0.0).sum() for z in features.values()]).sum()  # a gradient for every encoder
@@ -85,7 +87,7 @@ def pairwise(
 
 
 def _refuse_different(ranks: Ranks, pairs: list[Pair]) -> None:
-    """Refuse on all ranks other pairs, or another order, whose features would be contrasted with each other's."""
+    """Raise on all ranks unless all have the same pairs in the same order, so that no features are mixed up."""
     if ranks.size == 1:
         return
     message = ranks.blank()
@@ -118,7 +120,7 @@ def _at(z: Tensor, rows: Tensor) -> Tensor:
 def _pairs(
     est: ContrastiveEstimator | Mapping[Pair, ContrastiveEstimator], features: Mapping[str, Tensor]
 ) -> dict[Pair, ContrastiveEstimator]:
-    """Return the pairs of the modalities that are here, with their estimators."""
+    """Return the pairs of the modalities in ``features``, with their estimators."""
     every = est if isinstance(est, Mapping) else dict.fromkeys(combinations(features, 2), est)
     unknown = set(features).difference(*every)
     pairs = {pair: each for pair, each in every.items() if set(pair) <= set(features)}

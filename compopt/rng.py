@@ -1,7 +1,7 @@
-"""Random numbers that depend on counters (seed, step, position) alone, not on the device, rank or order of drawing.
+"""Random numbers that depend only on counters (seed, step, position), not on the device, rank or order of drawing.
 
-SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) on counters: a stream per chain, whose r-th element needs none of those
-before it. The bits are the same on every device, for every split of a batch over ranks, and after a resume.
+The generator is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) on counters: a stream per chain with random access to
+its elements. The bits are the same on every device, for every split of a batch over ranks, and after a resume.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def permutation(count: int, *counters: int) -> Tensor:
 
 
 def scramble_(words: Tensor) -> Tensor:
-    """Apply :func:`scramble` to int64 tensors, in place; their products wrap around as unsigned ones do."""
+    """Apply :func:`scramble` to an int64 tensor in place; signed products wrap around like unsigned ones."""
     shifted = torch.empty_like(words)
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
-        # int64 is shifted with its sign, which the mask takes off
+        # the shift of int64 is arithmetic; the mask removes the copies of the sign bit
         torch.bitwise_right_shift(words, shift, out=shifted).bitwise_and_((1 << (64 - shift)) - 1)
         words.bitwise_xor_(shifted)
         if factor is not None:
@@ -60,7 +60,8 @@ def streams(counters: tuple[int, ...], positions: Tensor, last: Sequence[int] | 
     Args:
         counters: shared by all streams, such as seed and step.
         positions: distinguish the streams, ``(b,)`` int64.
-        last: last counters; each position gets a stream for every one, ``(len(last) * b,)``.
+        last: values of a last counter; the result has a stream for each of them and each position,
+            ``(len(last) * b,)``.
     """
     words = positions * _signed(_GOLDEN)
     if last is None:

@@ -1,4 +1,4 @@
-"""Facts of a call, from which metrics are computed on request."""
+"""Intermediate results of a call, from which metrics are computed on request."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from compopt.objective import Objective
 
 @dataclass
 class Summary:
-    """Facts of the last call, from which :attr:`ContrastiveEstimator.metrics` are computed on request.
+    """Results of the last call, from which :attr:`ContrastiveEstimator.metrics` are computed on request.
 
     Attributes:
         alpha: log-normalizers, ``(B, A)``.
         tau: temperatures.
-        sides: sums over the weights, by direction.
-        log_sum, negatives: of the pairs: ``log sum_j exp(h_ij / tau_i)``, ``(B, A)``, and ``|N_i|``.
+        sides: sums over the weights of the pairs, by direction.
+        log_sum, negatives: ``log sum_j exp(h_ij / tau_i)``, ``(B, A)``, and the number of negatives, ``|N_i|``.
         rows: data-set positions, ``(B, R)``.
-        count: visits so far, ``(B, D)``; ``None`` where none are counted.
+        count: visits so far, ``(B, D)``; ``None`` if visits are not counted.
         whole: positives are among the negatives.
     """
 
@@ -38,13 +38,13 @@ class Summary:
 
     @classmethod
     def of(cls, objective: Objective) -> Summary:
-        """Return the facts of a call from its objective."""
+        """Return the summary of a call from its objective."""
         batch, pairs, alpha = objective.batch, objective.pairs, objective.alpha
         sums = pairs.sides, pairs.log_sum, pairs.count
         return cls(alpha, objective.tau, *sums, batch.rows, batch.visits, pairs.whole)
 
     def metrics(self) -> dict[str, Tensor]:
-        """0-d tensors; nothing waits for the device."""
+        """Return the metrics as 0-d tensors, without waiting for the device."""
         tau = self.tau if isinstance(self.tau, Tensor) else self.alpha.new_full((1,), self.tau)  # no copy, no wait
         spread = tau.to(self.alpha.dtype).flatten()
         return {
@@ -58,12 +58,12 @@ class Summary:
         }
 
     def cross_entropy(self) -> Tensor:
-        """``-log softmax`` of each anchor's positive among its candidates, ``(B, A)``; 0 without negatives."""
+        """Return ``-log softmax`` of each anchor's positive among its candidates, ``(B, A)``; 0 without negatives."""
         loss = self.log_sum if self.whole else softplus(self.log_sum, threshold=60.0)
         return torch.where(self.negatives > 0, loss, 0) if isinstance(self.negatives, Tensor) else loss
 
     def _new_rows(self) -> Tensor:
-        """Number of samples that have not been visited before, each counted once."""
+        """Return the number of samples that have not been visited before, each counted once."""
         index = self.rows[:, 0]
         if self.count is None:
             return index.new_zeros(())

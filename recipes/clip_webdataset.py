@@ -1,12 +1,12 @@
-"""CLIP on tar shards in plain torch: any open_clip model, one process or many. A loop to copy and to adapt.
+"""CLIP on tar shards in plain torch: any open_clip model, one or several processes. A loop to copy and adapt.
 
     python -m recipes.make_shards --out runs/glyphs
     python -m recipes.clip_webdataset --shards runs/glyphs/train --model recipes/clip/tiny.json
     torchrun --nproc_per_node 2 -m recipes.clip_webdataset --shards ... --batch-size 4096 --micro-batch-size 64
 
-The method is chosen in ``build_estimator``. The same command goes on from the newest state in --output, to the same
-bits. All processes see that folder: epoch_K.pt is open_clip's format, epoch_K.compopt/ has the estimator's rows,
-state-*.pt and rows/ are what the next start reads. Shards at URLs need their ShardIndex there, as shards.json.
+Select the method in ``build_estimator``. The same command resumes from the latest state in --output, bitwise exactly.
+All processes must share that folder: epoch_K.pt has open_clip's format, epoch_K.compopt/ contains the estimator's rows,
+state-*.pt and rows/ are read at a resume. For shards at URLs the folder must contain their ShardIndex, shards.json.
 ``python -m recipes.clip_trainer`` is this loop with accelerate, DeepSpeed, FSDP2, evaluation and checks.
 """
 
@@ -33,7 +33,7 @@ RANK = int(os.environ.get("RANK", 0))
 
 
 class Decode:
-    """From samples of a tar to tensors; what cannot be decoded is left out, None if too few are left."""
+    """Convert samples of a tar to tensors; omit samples that cannot be decoded; return None if too few remain."""
 
     epoch = 0
 
@@ -48,7 +48,7 @@ class Decode:
         return torch.stack(images), self.tokenizer(list(texts)), torch.tensor(rows)
 
     def pair(self, sample):
-        torch.manual_seed(hash((self.seed, self.epoch, sample["index"])))  # augmented alike after a resume
+        torch.manual_seed(hash((self.seed, self.epoch, sample["index"])))  # the same augmentation after a resume
         image = next((sample[suffix] for suffix in IMAGES if suffix in sample), b"")
         text = sample.get("txt", b"").decode(errors="replace").strip()
         try:
@@ -59,13 +59,13 @@ class Decode:
 
 
 def write(value, path):
-    """Save so that a kill leaves no file or a complete one."""
+    """Save atomically: a killed process leaves no file or a complete one."""
     torch.save(value, partial := path.with_suffix(".partial"))
     partial.replace(path)
 
 
 def parameter_groups(model, est, weight_decay):
-    """Matrices decay; gains, biases and temperatures do not (open_clip's rule)."""
+    """Return groups with weight decay for matrices only, not for gains, biases and temperatures (as open_clip)."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     plain = {name for name, p in named if p.ndim < 2 or any(word in name for word in ("bn", "ln", "bias"))}
     gains = [p for name, p in named if name in plain] + list(est.parameters())
@@ -74,10 +74,10 @@ def parameter_groups(model, est, weight_decay):
 
 
 class Loop:
-    """A model and an estimator in training, and their place in the data."""
+    """Training of a model with an estimator, and its position in the data."""
 
     decoder = Decode
-    window = 1  # batches of an update
+    window = 1  # batches per update
 
     def __init__(self, args):
         self.args, self.step, self.saving = args, 0, None
@@ -86,16 +86,16 @@ class Loop:
         self.device = self.start()
         self.index, self.batches = self.build_batches()
         self.name, model, *transforms = self.build_model()
-        least = min(2, args.batch_size)  # one alone has no negative
+        least = min(2, args.batch_size)  # a single sample has no negatives
         self.transforms, self.tokenizer = transforms, open_clip.get_tokenizer(self.name)
         self.batches.decode = self.decoder(transforms[0], self.tokenizer, args.seed, least)
-        torch.manual_seed(args.seed + 1)  # what the estimator draws does not depend on the model
+        torch.manual_seed(args.seed + 1)  # the estimator's random numbers do not depend on the model
         self.est = self.build_estimator().to(self.device)
         self.est.data_fingerprint = self.index.fingerprint
         self.prepare(model)
 
     def start(self):
-        """Join the processes that torchrun started; return this one's device."""
+        """Initialise the process group under torchrun; return the device of this process."""
         if "RANK" in os.environ:
             dist.init_process_group()
         if not torch.accelerator.is_available():
@@ -104,7 +104,7 @@ class Loop:
         return torch.accelerator.current_accelerator()
 
     def build_batches(self):
-        """Return the index, which gives samples rows by their place in the shards, and the batches."""
+        """Return the index, which maps samples to rows by their position in the shards, and the batches."""
         args, path = self.args, self.args.output / "shards.json"
         index = ShardIndex.load(path) if path.exists() else ShardIndex.build(args.shards)
         if RANK == 0:
@@ -114,7 +114,7 @@ class Loop:
         return index, ShardBatches(args.shards, read, args.batch_size, sizes=index, **options)
 
     def build_model(self):
-        """Return the name in open_clip, the model, and both transforms."""
+        """Return the name of the open_clip model, the model, and both transforms."""
         name = self.args.model
         if name.endswith(".json"):
             open_clip.add_model_config(path := Path(name))
@@ -122,12 +122,12 @@ class Loop:
         return name, *open_clip.create_model_and_transforms(name, pretrained=self.args.pretrained)
 
     def build_estimator(self):
-        """Return the method; it is built after the process group."""
+        """Return the estimator; called after the process group has been created."""
         return compopt.SogCLREstimator(self.index.n, gamma=0.9, tau=0.07)
 
     def prepare(self, model):
-        """Keep the model, distributed, and its optimizer, after whose steps the estimator commits."""
-        tau = self.est.sample_groups[0].get("tau", 0.07)  # what those who load the model take as its temperature
+        """Set the distributed model, the optimizer with the attached estimator, and the schedule."""
+        tau = self.est.sample_groups[0].get("tau", 0.07)  # temperature for users of the saved model
         model.logit_scale.requires_grad_(False).fill_(math.log(1 / tau))
         groups = parameter_groups(model.to(self.device), self.est, self.args.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=self.args.lr, betas=(0.9, 0.98), eps=1e-6)
@@ -138,7 +138,7 @@ class Loop:
         self.parts = {"model": model, "optimizer": self.optimizer, "batches": self.batches}
 
     def train(self):
-        """Train to the last epoch, from the newest state if there is one."""
+        """Train to the last epoch, from the latest state if there is one."""
         self.begin()
         for epoch in range(self.batches.epoch, self.args.epochs):
             self.run_epoch()
@@ -149,7 +149,7 @@ class Loop:
 
     @property
     def samples(self):
-        """Samples that all processes have trained on."""
+        """Number of samples that all processes together have trained on."""
         return self.batches.epoch * self.batches.n + self.batches.samples_seen
 
     def run_epoch(self):
@@ -168,7 +168,7 @@ class Loop:
                 self.save()
 
     def loader(self):
-        """Return the batches that are left of the epoch."""
+        """Return a loader of the remaining batches of the epoch."""
         options = {"num_workers": self.args.workers, "pin_memory": self.device.type == "cuda"}
         return DataLoader(self.batches, batch_size=None, **options)
 
@@ -180,9 +180,9 @@ class Loop:
         return z1, z2
 
     def update(self, batch):
-        """Take a step on a batch, all of whose samples are negatives of each other; return the loss."""
+        """Perform a step on a batch, with negatives from the whole batch; return the loss."""
         *part, index = batch
-        torch.manual_seed(hash((self.args.seed, self.step, RANK)))  # dropout is the same after a resume
+        torch.manual_seed(hash((self.args.seed, self.step, RANK)))  # the same dropout after a resume
         if self.args.micro_batch_size is None:
             loss = self.est(*self.encode(self.model, part), index)
             loss.backward()
@@ -198,31 +198,31 @@ class Loop:
             print(f"epoch {self.batches.epoch}, step {self.step}: loss {loss:.4g}", flush=True)
 
     def end_epoch(self, epoch):
-        """Write the model for open_clip and its tools, and the state, whose rows lie beside the model."""
+        """Save the model in open_clip's format, and the state, with rows next to the model."""
         if RANK == 0:
             checkpoint = {"epoch": epoch, "name": self.name, "state_dict": self.parts["model"].state_dict()}
             write(checkpoint, self.args.output / f"epoch_{epoch}.pt")
         self.save(f"epoch_{epoch}.compopt")
 
     def save(self, rows="rows"):
-        """Write a state, and its rows beside training; the state counts once these are complete."""
+        """Save a state, and its rows in the background; the state is valid when the rows are complete."""
         state = {name: part.state_dict() for name, part in self.parts.items()}
         path = self.args.output / f"state-{self.est.t:09d}.pt"
         if RANK == 0:
             write({**state, "rows": rows, "step": self.step}, path)
-        self.saving = compopt.save(self.est, path.with_name(rows), blocking=False)  # waits for the one before
+        self.saving = compopt.save(self.est, path.with_name(rows), blocking=False)  # waits for the previous save
         if RANK == 0:
-            states = path.parent.glob("state-*.pt")  # by age: a killed run may have left later ones, without rows
+            states = path.parent.glob("state-*.pt")  # sort by age: a killed run may have left later ones, without rows
             for older in sorted(states, key=lambda state: (state.stat().st_mtime_ns, state))[:-3]:
                 older.unlink()
 
     def begin(self):
-        """Continue from the newest state whose rows are complete."""
+        """Load the latest state with complete rows."""
         for path in sorted(self.args.output.glob("state-*.pt"), reverse=True):
             state = torch.load(path, map_location=self.device, weights_only=True)
             try:
                 compopt.load(self.est, path.with_name(state["rows"]), t=int(path.stem[6:]))
-            except FileNotFoundError:  # the run was killed before they were
+            except FileNotFoundError:  # the run was killed before the rows were complete
                 continue
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])

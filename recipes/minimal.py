@@ -1,7 +1,7 @@
-"""CLIP in plain torch with a compopt estimator: one file to copy. Put in your data and your model.
+"""CLIP in plain torch with a compopt estimator: one file to copy and adapt to your data and model.
 
 python -m recipes.minimal                      # glyphs, two epochs, about a minute on two cores
-python -m recipes.minimal --epochs 3 --resume  # one more, from where the last one ended
+python -m recipes.minimal --epochs 3 --resume  # one more epoch, from the last checkpoint
 """
 
 import argparse
@@ -17,7 +17,7 @@ from recipes.tasks import retrieval
 
 
 def data_and_model(limit=None):
-    """(image, tokens) pairs to train on, pairs held out, and the encoders: yours go here."""
+    """Return training pairs (image, tokens), held-out pairs, and the model; replace them by yours."""
     data = glyphs.load()
     split, tokenizer = glyphs.split_pairs(data), Tokenizer(data.names)
     tokens = tokenizer(data.names)[data.caption]
@@ -27,19 +27,19 @@ def data_and_model(limit=None):
 
 @torch.no_grad()
 def recall(model, held_out):
-    """Share of held-out images whose nearest caption is their own."""
+    """Return the share of held-out images with their own caption as the nearest one."""
     captions, right = held_out.tensors[1].unique(dim=0, return_inverse=True)
     return retrieval(model.eval().image(held_out.tensors[0]), model.text(captions), right).image_to_text
 
 
 def save(folder, epoch, est, parts):
-    """Save the estimator in a directory of its own, and everything else in one file that names it."""
+    """Save the estimator to a directory, and all other states and the directory's name to one file."""
     states = {name: part.state_dict() for name, part in parts.items()}
     torch.save({"epoch": epoch, "state": compopt.save(est, folder / "state").name, **states}, folder / "last.pt")
 
 
 def load(folder, est, parts):
-    """Continue after the epoch that was saved last."""
+    """Load the latest checkpoint; return the number of completed epochs."""
     if not (folder / "last.pt").exists():
         raise SystemExit(f"--resume: there is no {folder / 'last.pt'}; train without --resume first")
     saved = torch.load(folder / "last.pt")

@@ -1,7 +1,7 @@
-"""CLIP on your own pictures and texts, on one process or on several: one file to copy.
+"""CLIP on your own pictures and texts, on one or several processes: one file to copy.
 
-DATA is a folder (``cat.png`` beside ``cat.txt``, in any sub-folder), a table of paths and texts (CSV, JSONL, parquet),
-or what ``datasets.Dataset.save_to_disk`` wrote::
+DATA is a folder (``cat.png`` with ``cat.txt``, in any sub-folder), a table of paths and texts (CSV, JSONL, parquet), or
+the result of ``datasets.Dataset.save_to_disk``::
 
     python -m recipes.own_data DATA
     python -m recipes.own_data DATA --size 64 --augment crop flip jitter --labels label
@@ -43,7 +43,7 @@ TABLES = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".par
 def read(data, image="image", text="text", labels=None):
     """Return DATA as a Hugging Face dataset: "name", "image", "text" (a list per picture), with labels also "label".
 
-    Pairs that lack a picture or a text are left out.
+    Pairs without a picture or without a text are omitted.
     """
     if (data / "state.json").exists():
         table = datasets.load_from_disk(str(data))
@@ -66,20 +66,20 @@ def read(data, image="image", text="text", labels=None):
         table = table.add_column(column, values)
     if not decoded:
         base = data if data.is_dir() else data.parent
-        paths = [str(base / str(name)) for name in columns["name"]]  # an absolute path stays as it is
+        paths = [str(base / str(name)) for name in columns["name"]]  # an absolute path is not changed
         table = table.remove_columns("image").add_column("image", paths).cast_column("image", datasets.Image())
     pairs = zip(columns["name"], columns["text"], strict=True)
     return table.select([place for place, pair in enumerate(pairs) if all(pair)])
 
 
 def captions(cell):
-    """Return the texts of a cell, which is a text or a list of them; an empty one has none."""
+    """Return the non-empty texts of a cell, which contains a text or a list of texts."""
     texts = (str(text).strip() for text in (cell if isinstance(cell, list) else [cell]) if text is not None)
     return [text for text in texts if text]
 
 
 def class_names(table, column):
-    """Return the class of every picture as a text; a saved data set may have numbers and know their names."""
+    """Return the class of every picture as a text; numbers of a ``ClassLabel`` column become their names."""
     labels, kind = table[column][:], table.features[column]
     if None in labels:
         raise SystemExit(f"--labels {column}: {labels.count(None)} pictures have no class; give them one")
@@ -87,7 +87,7 @@ def class_names(table, column):
 
 
 def read_folder(folder):
-    """Pictures with a .txt beside each, one caption per line; the label is the name of the sub-folder."""
+    """Return the pictures of a folder that have a .txt, one caption per line; labels are names of sub-folders."""
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in PICTURES)
     paths = [path for path in paths if path.with_suffix(".txt").exists()]
     texts = [path.with_suffix(".txt").read_text().split("\n") for path in paths]
@@ -97,20 +97,20 @@ def read_folder(folder):
 
 
 def split(table):
-    """Return the pairs to train on and a tenth that is held out: by their names, so that a new pair moves no other."""
+    """Return training pairs and a held-out tenth, split by names, so that new pairs do not move existing ones."""
     held_out = np.array([zlib.crc32(name.encode()) % 10 == 0 for name in table["name"]], dtype=bool)
     return table.select(np.flatnonzero(~held_out)), table.select(np.flatnonzero(held_out))
 
 
 class Pairs(Dataset):
-    """Pictures with one of their captions each: a picture's position is its index.
+    """Pictures, each with one of its captions; the index of a picture is its position.
 
-    An item is the picture, the tokens of a caption, and the number of that caption's text: texts may repeat.
+    An item consists of the picture, the tokens of a caption, and the number of the caption among the distinct texts.
 
     Args:
-        table: columns "image" and "text".
-        tokenizer: texts -> (k, length) tokens.
-        size: pixels per side; pictures are cut to squares.
+        table: data set with columns "image" and "text".
+        tokenizer: function from texts to tokens, (k, length).
+        size: pixels per side; pictures are cropped to squares.
     """
 
     def __init__(self, table, tokenizer, size):
@@ -125,18 +125,18 @@ class Pairs(Dataset):
         return len(self.texts)
 
     def picture(self, position):
-        """(3, size, size) uint8."""
+        """Return a picture, (3, size, size) uint8."""
         picture = ImageOps.fit(self.table[position]["image"].convert("RGB"), (self.size, self.size))
         return torch.from_numpy(np.array(picture)).movedim(2, 0)
 
     def __getitem__(self, position):
-        draw = random.Random(f"{self.epoch} {position}")  # another caption in every epoch, the same after a resume
+        draw = random.Random(f"{self.epoch} {position}")  # a new caption in every epoch, the same after a resume
         caption = draw.choice(self.captions[position])
         return self.picture(position), self.tokens[caption], caption
 
 
 def fingerprint(*tables):
-    """Return a hash of the names and texts of all pairs: a resume on other pairs is refused."""
+    """Return a hash of the names and texts of all pairs, to detect a resume with other pairs."""
     pairs = [list(zip(table["name"], table["text"], strict=True)) for table in tables]
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
@@ -145,11 +145,11 @@ def fingerprint(*tables):
 
 
 def build(name, texts, size):
-    """Return a model (pictures, tokens) -> features of both, and its tokenizer.
+    """Return a model, (pictures, tokens) -> features of both, and its tokenizer.
 
     Args:
-        name: "small"; "timm:NAME", a picture encoder of timm beside the small text encoder; or "open_clip:NAME".
-        texts: those to train on, from which the small tokenizer takes its words.
+        name: "small"; "timm:NAME", a picture encoder of timm with the small text encoder; or "open_clip:NAME".
+        texts: training texts, which define the vocabulary of the small tokenizer.
         size: pixels per side.
     """
     kind, _, name = name.partition(":")
@@ -165,26 +165,26 @@ def build(name, texts, size):
 
         try:
             encoder = timm.create_model(name, num_classes=DIM, img_size=size)
-        except TypeError:  # pictures of any size, such as a ResNet's
+        except TypeError:  # models for pictures of any size, such as a ResNet
             encoder = timm.create_model(name, num_classes=DIM)
         model.image = nn.Sequential(Scaled(), encoder)
     return model, tokenizer
 
 
 class Scaled(nn.Module):
-    """Pictures, uint8 or floats between 0 and 1 -> floats with the mean 0 and the deviation 1, approximately."""
+    """Scale pictures, uint8 or floats in [0, 1], to a mean of about 0 and a standard deviation of about 1."""
 
     def forward(self, pictures):
         return (pixels(pictures) - 0.5) / 0.25
 
 
 class OpenClip(nn.Module):
-    """A model of open_clip with the two encoders under the names of `recipes.models.TwoTowers`."""
+    """Adapter of an open_clip model to the interface of `recipes.models.TwoTowers`."""
 
     def __init__(self, model):
         super().__init__()
         self.model, self.scaled = model, Scaled()
-        for name in ("logit_scale", "logit_bias"):  # of a loss; the estimator has a temperature of its own
+        for name in ("logit_scale", "logit_bias"):  # parameters of a loss; the estimator has its own temperature
             if (parameter := getattr(model, name, None)) is not None:
                 parameter.requires_grad_(False)
 
@@ -207,19 +207,19 @@ def encode(encoder, chunks, device):
 
 
 def recall(similarities, right, k):
-    """Return the share of rows that have one of their ``right`` columns among the ``k`` most similar."""
+    """Return the share of rows with one of their ``right`` columns among the ``k`` most similar columns."""
     best = similarities.topk(min(k, similarities.shape[1]), dim=1).indices
     return right.gather(1, best).any(1).float().mean().item()
 
 
 @torch.no_grad()
 def evaluate(model, held_out, device, labels=None, classes=None):
-    """Return the recalls of held-out captions by picture and of pictures by caption, and the zero-shot accuracy.
+    """Return recalls from pictures to captions and from captions to pictures, and the zero-shot accuracy.
 
     Args:
-        held_out: the pairs.
-        labels: the class of each picture, a number, if there are classes.
-        classes: (classes, templates, length) tokens; the features of a class are the mean of its templates.
+        held_out: held-out pairs.
+        labels: class number of each picture, if there are classes.
+        classes: tokens, (classes, templates, length); the feature of a class is the mean over its templates.
     """
     model.eval()
     pictures = encode(model.image, (chunk for chunk, *_ in DataLoader(held_out, 256)), device)
@@ -269,7 +269,7 @@ def parse(argv):
 
 
 def start():
-    """Join the processes that torchrun started; return the device of this one."""
+    """Initialise the process group under torchrun; return the device of this process."""
     device, local = torch.device("cpu"), int(os.environ.get("LOCAL_RANK", 0))
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(local)
@@ -280,7 +280,7 @@ def start():
 
 
 def load_state(est, path):
-    """Load the estimator's state, or end the program with the reason."""
+    """Load the estimator's state, or exit with an error message."""
     try:
         compopt.load(est, path)  # on any number of processes
     except (ValueError, OSError) as error:
@@ -290,7 +290,7 @@ def load_state(est, path):
 
 
 def prepare(args, ranks, refuse):
-    """Return the pairs to train on, those held out, what `evaluate` needs of classes, the model and a fingerprint."""
+    """Return training pairs, held-out pairs, arguments of `evaluate` for classes, the model and a fingerprint."""
     tables = split(read(args.data, args.image, args.text, args.labels))
     needed = args.batch_size * ranks
     if len(tables[0]) < needed:
@@ -307,7 +307,7 @@ def prepare(args, ranks, refuse):
 
 
 def zero_shot_classes(tables, templates, tokenizer):
-    """Return the class of every held-out picture, and the tokens of the classes: arguments of `evaluate`."""
+    """Return class numbers of the held-out pictures and tokens of the classes, as arguments of `evaluate`."""
     names = sorted({name for table in tables for name in table["label"]})
     labels = [names.index(name) for name in tables[1]["label"]]
     tokens = [tokenizer([template.replace("{}", name) for template in templates]) for name in names]
@@ -315,13 +315,13 @@ def zero_shot_classes(tables, templates, tokenizer):
 
 
 def rate(progress):
-    """Return the factor of the learning rate: a short linear warm-up, then a cosine; ``progress`` goes from 0 to 1."""
+    """Return the learning-rate factor at ``progress`` in [0, 1]: a short linear warm-up times a cosine."""
     return min(1.0, 0.05 + 10 * progress) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 @torch.no_grad()
 def width(model, tokens):
-    """Return the number of features of a model."""
+    """Return the feature dimension of a model."""
     return model.eval().text(tokens).shape[1]
 
 
@@ -335,7 +335,7 @@ def main(argv=None):
     indexed = compopt.data.Indexed(train)
     loader = DataLoader(indexed, args.batch_size, sampler=sampler, drop_last=True, num_workers=args.workers)
     augment = Augmentation(args.augment, channels=3, size=args.size)
-    # after the process group: it gathers the features of all processes by itself
+    # after the process group, over which the estimator gathers the features of all processes
     est = compopt.recommended(dim=width(model, train.tokens[:1]), n=len(train), batch_size=args.batch_size * ranks)
     est.to(device)
     est.data_fingerprint = pairs
@@ -347,7 +347,7 @@ def main(argv=None):
     if args.resume:
         saved = torch.load(args.output / "last.pt", map_location=device)
         first = saved["epoch"]
-        load_state(est, args.output / "state" / saved["state"])  # before the model, whose tokens are those of the texts
+        load_state(est, args.output / "state" / saved["state"])  # before the model: checks that the texts are the same
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         if first >= args.epochs:
@@ -366,11 +366,11 @@ def main(argv=None):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        state = compopt.save(est, args.output / "state").name  # every process takes part
+        state = compopt.save(est, args.output / "state").name  # on every process
         if rank == 0:
             states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save({"epoch": epoch + 1, "state": state, **states}, partial := args.output / "last.partial")
-            partial.replace(args.output / "last.pt")  # a kill leaves the former file or the new one
+            partial.replace(args.output / "last.pt")  # a killed process leaves the old file or the new one
             found = evaluate(model, held_out, device, **classes)
             shown = ", ".join(f"{name} {100 * value:.1f} %" for name, value in found.items())
             print(f"epoch {epoch + 1}: loss {loss.item():.3f}, {shown}")

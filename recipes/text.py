@@ -1,8 +1,8 @@
-"""Pairs of text for retrieval, and a small sentence-transformers model that is trained from scratch.
+"""Pairs of texts for retrieval, and a small sentence-transformers model with random weights.
 
-``docstrings``: functions and classes of Python's own standard library, their names and what they do; nothing to
-download.  ``wordnet``: the words of WordNet 3.0 and their definitions, from the files ``data.noun`` and the like
-(Debian's package wordnet-base, or any copy).
+``docstrings``: names and descriptions of functions and classes of Python's standard library, without a download.
+``wordnet``: the words of WordNet 3.0 and their definitions, from the files ``data.noun``, ``data.verb``, ``data.adj``
+and ``data.adv`` (Debian's package wordnet-base, or any copy).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 
 @dataclass(frozen=True)
 class TextPairs:
-    """Short texts, what they mean, and which pairs are held out for validation and test."""
+    """Short texts with their meanings, and positions of training, validation and test pairs."""
 
     queries: list[str]
     documents: list[str]
@@ -35,7 +35,7 @@ class TextPairs:
 
 
 def docstrings() -> tuple[list[str], list[str]]:
-    """Names as words, and the first paragraph of the docstring; of every module that parses."""
+    """Return names, split into words, and first paragraphs of docstrings, of all top-level modules."""
     queries, documents = [], []
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for name, text in _documented(ast.parse(file.read_bytes()), file.stem):
@@ -45,7 +45,7 @@ def docstrings() -> tuple[list[str], list[str]]:
 
 
 def _documented(node: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Functions and classes inside, and the first paragraph of what they say."""
+    """Yield names of functions and classes inside a node, with the first paragraphs of their docstrings."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             inner = f"{name} {child.name}"
@@ -56,7 +56,7 @@ def _documented(node: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def wordnet(folder: Path) -> tuple[list[list[str]], list[str]]:
-    """The words of each synset, and its definition with the examples."""
+    """Return the words of each synset, and its definition with examples."""
     queries, documents = [], []
     for part in ("noun", "verb", "adj", "adv"):
         for line in (folder / f"data.{part}").read_text(encoding="latin-1").splitlines():
@@ -73,10 +73,10 @@ def wordnet(folder: Path) -> tuple[list[list[str]], list[str]]:
 def load(
     folder: Path | None = None, held_out: int = 1000, limit: int | None = None, each: bool = False, seed: int = 0
 ) -> TextPairs:
-    """Pairs of WordNet, or without a folder those of the standard library; split by a seed of its own.
+    """Return the pairs of WordNet, or without a folder those of the standard library, split by ``seed``.
 
-    Validation and test have ``held_out`` pairs each, of texts that no other pair has. With ``each`` every word of a
-    synset makes a training pair with its definition.
+    Validation and test have ``held_out`` pairs each, with texts that occur in no other pair. With ``each``, every word
+    of a synset forms a training pair with its definition.
     """
     names, documents = docstrings() if folder is None else wordnet(folder)
     queries = names if folder is None else [", ".join(words) for words in names]
@@ -93,9 +93,9 @@ def load(
 
 
 def tokenizer_of(texts: Iterable[str], words: int = 8192, length: int = 32) -> Any:
-    """BERT's word pieces: characters, and the most frequent words and endings; the same whenever it is made.
+    """Return a deterministic tokenizer with BERT's word pieces: characters, and the most frequent words and endings.
 
-    The trainers of ``tokenizers`` number the pieces otherwise in every run, and a resumed run needs its own again.
+    The trainers of ``tokenizers`` number the pieces differently in every run, but a resumed run needs the same numbers.
     """
     from transformers import BertTokenizerFast
 
@@ -113,7 +113,7 @@ def tokenizer_of(texts: Iterable[str], words: int = 8192, length: int = 32) -> A
 
 
 def small_model(tokenizer: Any, width: int = 64, layers: int = 2) -> Any:
-    """A ``SentenceTransformer``: a DistilBERT with new weights, whose embedding is the mean of its tokens'."""
+    """Return a ``SentenceTransformer``: a DistilBERT with random weights and mean pooling."""
     from safetensors.torch import save_file
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
@@ -124,7 +124,7 @@ def small_model(tokenizer: Any, width: int = 64, layers: int = 2) -> Any:
         vocab_size=len(tokenizer), dim=width, n_layers=layers, n_heads=width // 32, hidden_dim=4 * width,
         max_position_embeddings=length, dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:  # every process writes its own, which save_pretrained would not
+    with tempfile.TemporaryDirectory() as folder:  # every process writes its own weights, unlike with save_pretrained
         tokenizer.save_pretrained(folder)
         config.save_pretrained(folder)
         save_file(DistilBertModel(config).state_dict(), f"{folder}/model.safetensors", {"format": "pt"})

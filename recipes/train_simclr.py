@@ -1,7 +1,7 @@
-"""Learn images without names (SimCLR): two views of one image, or two faces of one character, with any estimator.
+"""Self-supervised training on images (SimCLR): views of one image, or faces of one character, with any estimator.
 
-Glyphs need no download.  Icons come from a package registry.  The loop is ``recipes.engine.Run``; this file picks
-the task, the methods and the pictures::
+Glyphs need no download; icons are downloaded from a package registry. The loop is ``recipes.engine.Run``; this file
+selects the task, the methods and the pictures::
 
     python -m recipes.train_simclr --estimator sogclr --batch-size 64
     python -m recipes.train_simclr --data icons --epochs 5 --optimizer lars --schedule cosine --warmup 1
@@ -49,7 +49,7 @@ TASKS: dict[str, Callable[[argparse.Namespace], ImageViews]] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The recipe's command line."""
+    """Return the parser of the command line."""
     root = experiment.parser(
         "recipes.train_simclr",
         "Train an image tower on pairs of views of one image, and tell labels of held-out images by the nearest "
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the arguments ask for, measure it, and report."""
+    """Train and evaluate the methods that the arguments select, and report the results."""
     root = parser()
     args = experiment.parse(root, argv, ImageViews.mode)
     task = icons.data_or_exit(root, TASKS[args.data], args)

@@ -1,4 +1,4 @@
-"""Stable data-set indices, for map-style data and for tar shards, and a loader that looks one batch ahead."""
+"""Stable data-set indices for map-style data and tar shards, and a loader that prefetches rows one batch ahead."""
 
 from compopt.data.indexed import Indexed, KeyIndex, SampleIndex, UidIndex, key_index
 from compopt.data.prefetch_loader import PrefetchLoader

@@ -1,4 +1,4 @@
-"""Indices of samples: positions in a map-style data set, numbers for keys, integer keys, 128-bit identifiers."""
+"""Indices of samples: positions in a map-style data set, numbered keys, integer keys, 128-bit identifiers."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from torch.utils.data import Dataset, IterableDataset
 from compopt import checks
 
 _UID = re.compile(r"[0-9a-f]{32}", flags=re.IGNORECASE)
-# Rows of a file of identifiers that are looked at when it is opened.
+# Number of identifiers to check when a file of identifiers is opened.
 SAMPLED = 4096
 
 
 class Indexed(Dataset[tuple[Any, ...]]):
     """Map-style data set that appends its position to each item.
 
-    ``(image, text)`` becomes ``(image, text, position)``; a named tuple gets a field ``index`` and stays one of its
-    kind; a dict gets the key ``"index"``; any other item, a dataclass too, becomes ``(item, position)``, which a
-    ``collate_fn`` must expect. Batched reading (``__getitems__``) is passed on to a data set that has it.
+    ``(image, text)`` becomes ``(image, text, position)``. A named tuple becomes an instance of a subclass with a field
+    ``index``. A dict gets the key ``"index"``. Any other item, including a dataclass, becomes ``(item, position)``,
+    which the ``collate_fn`` must handle. Batched reading (``__getitems__``) is used if the data set supports it.
 
-    Several data sets: ``Indexed(ConcatDataset([a, b]))``, whose positions are those of sample groups in the same order.
-    ``ConcatDataset([Indexed(a), Indexed(b)])`` would number both from 0, so that samples share rows: if each must be
-    wrapped by itself, use ``Indexed(b, first=len(a))``.
+    Several data sets: use ``Indexed(ConcatDataset([a, b]))``; its positions are those of sample groups in the same
+    order. ``ConcatDataset([Indexed(a), Indexed(b)])`` would number both from 0, so that samples would share rows. To
+    wrap the data sets separately, use ``Indexed(b, first=len(a))``.
 
     Args:
-        dataset: with ``len()`` and ``[]``.
-        first: position of its first sample.
+        dataset: data set with ``len()`` and ``[]``.
+        first: position of the first sample.
 
     Raises:
-        TypeError: the data set is a stream; a position that is a list; ``first`` is no integer.
-        IndexError: a position outside the data set; negative ones count from its end.
-        ValueError: an item has a field or key ``index`` already; ``first`` < 0.
+        TypeError: the data set is iterable-style; a position is a list; ``first`` is not an integer.
+        IndexError: a position is outside the data set; negative positions count from the end.
+        ValueError: an item already has a field or key ``index``; ``first`` < 0.
 
     Example:
         >>> import compopt
@@ -67,7 +67,7 @@ class Indexed(Dataset[tuple[Any, ...]]):
         return _with_index(self.dataset[position], self.first + position)
 
     def _non_negative(self, position: int) -> int:
-        # a negative position names the same sample as its positive twin, and must give it the same row
+        # a negative position must give a sample the same row as the equivalent positive position
         if isinstance(position, list):
             raise TypeError(
                 f"position must be an integer, got {position!r}; give a sampler of batches to the DataLoader as "
@@ -76,7 +76,7 @@ class Indexed(Dataset[tuple[Any, ...]]):
         return range(len(self))[position]
 
     def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """Items of a batch, as torch's ``DataLoader`` asks for them; a ``ValueError`` unless one comes for each."""
+        """Return the items of a batch, for torch's ``DataLoader``; raise a ``ValueError`` if their number is wrong."""
         many = getattr(self.dataset, "__getitems__", None)
         if many is None:
             return [self[position] for position in positions]
@@ -103,9 +103,9 @@ def _with_index(item: Any, position: int) -> Any:
 
 @cache
 def _extended(kind: Any) -> Any:
-    """Extend a named-tuple class by a field ``index``; methods are kept."""
+    """Return a subclass of a named-tuple class with an additional field ``index``, which inherits its methods."""
     fields = namedtuple(kind.__name__, (*kind._fields, "index"))  # type: ignore[misc]  # fields are known at run time
-    # the class exists in no module, so that pickling names the class that it extends
+    # the new class is in no module: pickle its base class and the values
     members = {"__slots__": (), "__doc__": kind.__doc__, "__reduce__": lambda self: (_restored, (kind, tuple(self)))}
     return type(kind.__name__, (fields, kind), members)
 
@@ -118,10 +118,10 @@ def key_index(keys: Iterable[Hashable]) -> dict[Hashable, int]:
     """Number the keys of streaming data (URLs, file names) 0, 1, ... in the order given.
 
     Args:
-        keys: one per sample, hashable, all different.
+        keys: hashable keys, one per sample, all different.
 
     Returns:
-        A dict from key to position, which holds all keys in memory.
+        A dict from key to position, with all keys in memory.
 
     Raises:
         ValueError: a key occurs twice.
@@ -140,10 +140,10 @@ def key_index(keys: Iterable[Hashable]) -> dict[Hashable, int]:
 
 
 class SampleIndex(Protocol):
-    """Interface that gives samples their rows: :class:`ShardIndex`, :class:`KeyIndex`, :class:`UidIndex`, or your own.
+    """Protocol that maps samples to rows: :class:`ShardIndex`, :class:`KeyIndex`, :class:`UidIndex`, or your own.
 
     Attributes:
-        n: number of rows; ``index`` is below it.
+        n: number of rows, an upper bound of the results of ``index``.
 
     Example:
         >>> import compopt
@@ -159,28 +159,28 @@ class SampleIndex(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Text that is equal if the same samples have the same rows; ``est.data_fingerprint`` takes it."""
+        """Text that is equal for indices that map the same samples to the same rows; see ``est.data_fingerprint``."""
 
     def index(self, sample: dict[str, Any], position: int) -> int:
         """Return the row, ``0 .. n - 1``, of a sample with ``__key__`` and ``__url__``, or raise a ``ValueError``.
 
-        ``position`` is its place in its shard, from 0 on.
+        ``position`` is the position of the sample in its shard, from 0.
         """
 
 
 class KeyIndex:
-    """Rows by integer key, such as img2dataset's ``__key__``, which is shard number and row in one.
+    """Rows by integer key, such as img2dataset's ``__key__``, which combines shard number and row.
 
-    No manifest is needed, and nothing moves when samples are skipped, reordered or downloaded again from the same list.
-    Keys of failed downloads are rows that stay idle: ``n`` counts keys, not samples.
+    No manifest is needed, and rows do not change when samples are skipped, reordered or downloaded again from the same
+    list. The rows of failed downloads are unused: ``n`` is the number of keys, not of samples.
 
     Args:
-        n: keys are ``first .. first + n - 1``.
-        first: the smallest one.
+        n: number of keys, which are ``first .. first + n - 1``.
+        first: smallest key.
 
     Raises:
-        ValueError: n < 1 or first < 0; at a sample, a key that is no integer, or outside the range.
-        TypeError: n or first is no integer.
+        ValueError: ``n`` < 1 or ``first`` < 0; in :meth:`index`, the key is not an integer, or is out of range.
+        TypeError: ``n`` or ``first`` is not an integer.
 
     Example:
         >>> import compopt
@@ -193,11 +193,11 @@ class KeyIndex:
 
     @property
     def fingerprint(self) -> str:
-        """The range of keys, in words."""
+        """Text with the range of keys."""
         return f"keys {self.first}..{self.first + self.n - 1}"
 
     def index(self, sample: Mapping[str, Any], position: int = 0) -> int:
-        """Row of a sample, or a ``ValueError``; neither folders before the key nor ``position`` count."""
+        """Return the row of a sample, or raise a ``ValueError``; folders in the key and ``position`` are ignored."""
         key = _base_key(sample)
         if not (key.isascii() and key.isdigit()):
             raise ValueError(f"{_named(sample)} is no integer; use a ShardIndex")
@@ -211,23 +211,23 @@ class KeyIndex:
 
 
 class UidIndex:
-    """Rows by 128-bit identifier: the place in a sorted file, such as those of DataComp's subsets.
+    """Rows by 128-bit identifier: the position in a sorted file, such as those of DataComp's subsets.
 
-    The file is mapped into memory, not read. The identifier of a sample is its key (``uid`` or ``uid-17``) or, failing
-    that, ``"uid"`` in its json: 32 hexadecimal digits.
+    The file is memory-mapped. The identifier of a sample, 32 hexadecimal digits, is its key (``uid`` or ``uid-17``) or
+    otherwise the entry ``"uid"`` of its json.
 
     Args:
-        path: an ``.npy`` file of dtype ``u8,u8``: the upper and lower half of each identifier, ascending, 16 bytes a
-            row.
+        path: an ``.npy`` file of dtype ``u8,u8``: the upper and lower half of each identifier, in ascending order, 16
+            bytes per row.
 
     Attributes:
-        n: rows of the file.
-        fingerprint: checksum of ``n`` and some 4,096 of the identifiers.
+        n: number of rows in the file.
+        fingerprint: checksum of ``n`` and up to 4,096 of the identifiers.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file has another dtype or no rows, is not sorted, or has an identifier twice (as far as the
-            places that are looked at show); at a sample, no identifier, or one that is not in the file.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file has another dtype or no rows, is not sorted, or contains an identifier twice (only a sample
+            of the rows is checked); in :meth:`index`, a sample has no identifier, or one that is not in the file.
 
     Example:
         >>> import compopt, numpy, os, tempfile
@@ -241,7 +241,7 @@ class UidIndex:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._rows = rows = np.load(path, mmap_mode="r")  # mapped: a billion identifiers are 16 GB
+        self._rows = rows = np.load(path, mmap_mode="r")  # a billion identifiers are 16 GB
         if rows.dtype.names is None or [rows.dtype[k] for k in range(len(rows.dtype.names))] != [np.uint64] * 2:
             raise ValueError(f"{self.path} must hold pairs of 64-bit integers (dtype 'u8,u8'), got {rows.dtype}")
         if rows.ndim != 1 or not len(rows):
@@ -255,14 +255,14 @@ class UidIndex:
         self.fingerprint = "uids " + hashlib.sha256(repr((self.n, sampled)).encode()).hexdigest()[:32]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return UidIndex, (self.path,)  # workers map the file themselves
+        return UidIndex, (self.path,)  # workers map the file again
 
     def _at(self, row: int) -> int:
         high, low = self._rows[row]
         return int(high) << 64 | int(low)
 
     def index(self, sample: Mapping[str, Any], position: int = 0) -> int:
-        """Return the row of a sample, found by bisection, or raise a ``ValueError``; ``position`` does not count."""
+        """Return the row of a sample by bisection, or raise a ``ValueError``; ``position`` is ignored."""
         uid = self._uid(sample)
         row = bisect_left(range(self.n), uid, key=self._at)
         if row == self.n or self._at(row) != uid:

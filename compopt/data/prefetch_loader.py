@@ -1,4 +1,4 @@
-"""Loader that announces one batch ahead which rows will be needed."""
+"""Loader that announces the rows of the next batch."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ T = TypeVar("T")
 
 
 class PrefetchLoader(Generic[T]):
-    """Iterate over the batches of a loader, each announced before its predecessor is handed out.
+    """Iterate over the batches of a loader; announce each batch before yielding the previous one.
 
-    While the loop trains on batch k, batch k + 1 has been taken from the loader and its rows are under way. The
-    batch after it is taken only when the loop asks for batch k + 1: the loader is at most one batch ahead. This has
-    two visible consequences. A loader that is an iterator itself loses one batch when the loop breaks, and a loader
-    whose position is saved in the loop (a stateful one) counts the batch ahead as delivered. Neither exists at the
-    end of an epoch. An exception of the loader is raised where it would be without this wrapper: after its last
-    good batch has been handed out. No thread is started here; give the loader workers.
+    While the loop trains on batch k, batch k + 1 has been fetched from the loader and its rows are being read. Batch
+    k + 2 is fetched only when the loop requests batch k + 1: the loader is at most one batch ahead. This has two
+    visible consequences within an epoch. If ``loader`` is an iterator, ``break`` loses one batch. A stateful loader
+    counts the batch ahead as delivered when its position is saved in the loop. An exception of the loader is raised at
+    the same point as without this wrapper, after its last valid batch has been yielded. This class starts no thread;
+    use a loader with workers.
 
-    Everything else (``len``, ``sampler``, ``dataset``, ...) is the loader's. Iterating again starts it anew. A loader
-    that accelerate has prepared looks one batch ahead by itself, in order to tell ``accumulate`` which batch is the
-    last: there, batches are announced as it takes them, and its count stays right.
+    All other attributes (``len``, ``sampler``, ``dataset``, ...) are those of the loader. Each iteration restarts the
+    loader. A loader that was prepared by accelerate looks one batch ahead itself, to detect the last batch for
+    ``accumulate``. Batches are then announced when accelerate fetches them, so that detection still works.
 
     Args:
         loader: an iterable of batches, or an iterator.
-        announce: called with the index of the next batch, ``(B,)`` integers on whatever device it is, and with
-            index2 if that is given.
-        forget: called when the iteration ends, also by ``break`` or an error: announced rows may not be needed.
-        index: place of the index in a batch: the position in a tuple or list (the last entry by default), the key in a
+        announce: function that is called with the index of the next batch, ``(B,)`` integers on any device, and with
+            ``index2`` if that is given.
+        forget: function that is called at the end of an iteration, also after ``break`` or an error, when announced
+            rows may be unused.
+        index: location of the index in a batch: the position in a tuple or list (default: the last entry), the key in a
             dict, or a function of the batch.
-        index2: place of the rows of the second modality, if these have their own.
+        index2: location of the rows of the second modality, if the second modality has rows of its own.
 
-    Communicates: nothing itself; see :meth:`~compopt.Estimator.prefetch` for what announcing does.
+    Communicates: nothing itself; see :meth:`~compopt.Estimator.prefetch` for the effect of an announcement.
 
     Raises:
-        TypeError: ``loader`` cannot be iterated; a batch is of another kind than ``index`` asks for, or its entry is no
-            tensor of integers.
-        ValueError: an accelerate loader whose batches come from the main process; a batch has no such entry, or it is
-            not ``(B,)``.
+        TypeError: ``loader`` is not iterable; the type of a batch does not match ``index``, or the selected entry is
+            not a tensor of integers.
+        ValueError: ``loader`` is an accelerate loader with batches from the main process; a batch has no such entry, or
+            the entry is not ``(B,)``.
 
     Example:
         >>> import torch, compopt
@@ -83,7 +84,7 @@ class PrefetchLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         try:
-            # accelerate's loaders, recognised by their attributes, since accelerate need not be installed
+            # recognise accelerate's loaders by their attributes, since accelerate may not be installed
             inside = hasattr(type(self.loader), "end") and hasattr(self.loader, "base_dataloader")
             yield from self._within() if inside else self._ahead()
         finally:
@@ -91,7 +92,7 @@ class PrefetchLoader(Generic[T]):
                 self._forget()
 
     def _within(self) -> Iterator[T]:
-        """Batches of a loader that looks ahead by itself, announced where it takes them from the one inside it."""
+        """Iterate over a loader that looks ahead itself, with announcements by the loader inside it."""
         loader: Any = self.loader
         inner = loader.base_dataloader
         loader.base_dataloader = _Announced(inner, self._announce, None, *self._wanted)
@@ -107,7 +108,7 @@ class PrefetchLoader(Generic[T]):
             following, error = _END, None
             try:
                 following = next(batches, _END)
-            except Exception as problem:  # of the loader; the batch before it is handed out first
+            except Exception as problem:  # error of the loader: yield the previous batch first
                 error = problem
             yield current
             if error is not None:
@@ -124,18 +125,18 @@ _END: Any = object()  # a batch may be None
 
 
 class _Announced(PrefetchLoader[Any]):
-    """Loader inside accelerate's, which looks ahead itself; announces each batch when it is taken."""
+    """Loader inside a loader of accelerate; announces each batch when accelerate fetches the batch."""
 
     def __iter__(self) -> Iterator[Any]:
         return self._announced()
 
-    @property  # type: ignore[misc]  # the loader outside passes its own class on, as accelerate does
+    @property  # type: ignore[misc]  # the class of the wrapped loader, as accelerate does
     def __class__(self) -> type:
         return self.loader.__class__
 
 
 def select_index(batch: Any, index: Any) -> Tensor:
-    """Return the data-set positions in a batch: at a position, under a key, or what a function finds."""
+    """Return the data-set positions in a batch, selected by a position, a key or a function."""
     if callable(index):
         found = index(batch)
     elif isinstance(batch, Mapping) or (isinstance(batch, Sequence) and isinstance(index, int)):

@@ -1,4 +1,4 @@
-"""Epochs over tar shards that can be left after any batch and resumed."""
+"""Epochs over tar shards that can be interrupted after any batch and resumed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Integers = npt.NDArray[np.int64]
 
 
 class Spans:
-    """Ordered positions, as intervals ``(k, 2)``: what the blocks of thousands of workers leave may be millions."""
+    """Ordered positions as intervals ``(k, 2)``, since thousands of workers may leave millions of positions."""
 
     def __init__(self, intervals: Integers) -> None:
         intervals = intervals[intervals[:, 0] < intervals[:, 1]]
-        # neighbours that continue each other are joined
+        # join adjacent intervals
         apart, edge = intervals[1:, 0] != intervals[:-1, 1], np.ones(min(1, len(intervals)), dtype=bool)
         self._starts, stops = intervals[np.append(edge, apart), 0], intervals[np.append(apart, edge), 1]
         self._ends = np.cumsum(stops - self._starts)
@@ -40,7 +40,7 @@ class Spans:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def cut(self, start: int, stop: int) -> Integers:
-        """Intervals ``(k, 2)`` of the ``start``-th to the last position before the ``stop``-th."""
+        """Return the intervals ``(k, 2)`` of the positions number ``start`` to ``stop - 1``."""
         first, last = np.searchsorted(self._ends, start, side="right"), np.searchsorted(self._begins, stop)
         begins, starts = self._begins[first:last], self._starts[first:last]
         low, high = np.maximum(start, begins), np.minimum(stop, self._ends[first:last])
@@ -51,9 +51,9 @@ class Spans:
 class Layout:
     """Division of an epoch between ranks and workers.
 
-    A *lane* is the share of one worker of one rank: successive positions in blocks of ``shuffle``, each put into an
-    order of its own. Every rank has equally many batches. The lanes of a rank give them in turn, so that the numbers of
-    two lanes differ by one batch at most.
+    A *lane* is the share of one worker of one rank: consecutive positions in blocks of ``shuffle``, each of which is
+    shuffled separately. Every rank has the same number of batches. The lanes of a rank yield the batches in turn, so
+    that the numbers of batches of two lanes differ by at most one.
     """
 
     ranks: int
@@ -62,28 +62,28 @@ class Layout:
     shuffle: int
 
     def batches(self, total: int) -> int:
-        """Batches of a rank; samples that do not fill one on every rank are left out."""
+        """Return the number of batches per rank; samples that do not fill a batch on every rank are omitted."""
         return total // (self.ranks * self.batch_size)
 
     def turns(self, worker: int, batches: int) -> int:
-        """Number of a rank's first ``batches`` batches that the worker gives."""
+        """Return how many of a rank's first ``batches`` batches the worker yields."""
         return max(0, -(-(batches - worker) // self.workers))
 
     def lane(self, total: int, rank: int, worker: int) -> tuple[int, int]:
-        """First position and number of samples of a lane."""
+        """Return the first position and the number of samples of a lane."""
         batches = self.batches(total)
         before = rank * batches + sum(self.turns(earlier, batches) for earlier in range(worker))
         return before * self.batch_size, self.turns(worker, batches) * self.batch_size
 
     def rest(self, spans: Spans, done: int, key: tuple[int, ...]) -> Spans:
-        """Positions that remain after every rank's first ``done`` batches."""
+        """Return the positions that remain after every rank's first ``done`` batches."""
         left = []
         for lane in range(self.ranks * self.workers):
             rank, worker = divmod(lane, self.workers)
             start, size = self.lane(len(spans), rank, worker)
             block, given = divmod(self.turns(worker, done) * self.batch_size, self.shuffle)
             first, last = start + block * self.shuffle, start + size
-            if given:  # of a block that was begun, the samples later in its order remain
+            if given:  # in a partly read block, the later samples of its order remain
                 order = block_order((*key, lane, block), min(self.shuffle, last - first))
                 held = np.concatenate([np.arange(*span) for span in spans.cut(first, first + len(order))])
                 positions = held[sorted(order[given:])]
@@ -95,63 +95,63 @@ class Layout:
 
 
 def block_order(key: tuple[int, ...], size: int) -> list[int]:
-    """Order of a block's samples, a function of its key."""
+    """Return the order of the samples of a block, a function of its key."""
     return torch.randperm(size, generator=torch.Generator("cpu").manual_seed(fold(*key))).tolist()
 
 
 class ShardBatches(IterableDataset[Any]):
-    """Batches of samples of tar shards, each sample once per epoch, in an order that can be resumed after any batch.
+    """Batches of samples from tar shards, each sample once per epoch, resumable after any batch.
 
-    An epoch puts the shards into an order drawn from ``(seed, epoch)``. What they hold is shared equally between all
-    workers of all ranks, if need be by cutting a shard. Each worker reads its share in blocks of ``shuffle`` samples
-    and shuffles each block. The position in an epoch is thus a number of batches: no buffer has to be saved, and a
-    resumed run reads from the block in which it was left.
+    The order of the shards in an epoch is drawn from ``(seed, epoch)``. Their samples are divided equally between all
+    workers of all ranks, if necessary within a shard. Each worker reads its share in blocks of ``shuffle`` samples and
+    shuffles each block. The position in an epoch is thus a number of batches: no buffer has to be saved, and a resumed
+    run continues reading at the current block.
 
-    A batch is a list of samples as ``read`` gives them, shorter where samples could not be read, or the result of
-    ``decode``. In place of a batch of which nothing is left its worker gives the one before it once more, or, if there
-    is none, the first one after it: ranks keep equally many, and a resumed run gives the same.
+    A batch is a list of samples as returned by ``read``, shorter if samples could not be read, or the result of
+    ``decode``. If no sample of a batch remains, the worker repeats the previous batch or, if there is none, the
+    next one: all ranks have the same number of batches, and a resumed run yields the same batches.
 
     Args:
-        shards: a folder, a pattern or a list, see :func:`~compopt.data.shard_list`; a resumed run needs the same.
+        shards: a folder, a pattern or a list, see :func:`~compopt.data.shard_list`; must be the same in a resumed run.
         read: a reader stage, such as :class:`~compopt.data.indexed_reader` around webdataset's
             ``tarfile_to_samples(handler=...)``.
-        batch_size: samples of one rank.
+        batch_size: samples per batch of one rank.
         sizes: index with the number of samples of each shard.
-        num_workers: number of workers of the ``DataLoader`` that reads this.
-        shuffle: samples that a worker holds in memory to shuffle them; 1 keeps the order of the shards.
+        num_workers: number of workers of the ``DataLoader`` that reads this data set.
+        shuffle: number of samples that a worker holds in memory and shuffles; 1 keeps the order of the shards.
         seed: seed of all orders.
-        repeats: how many times an epoch reads each of ``shards`` (up-sampling); ``None``: once each. A sample keeps the
-            row that ``sizes`` gives it.
-        replacement: draw the shards of an epoch with replacement, those that ``repeats`` names several times more
-            often; an epoch still has ``n`` samples. A shard may then come several times or not at all, and a sample
-            twice in a batch, with the same row.
-        keep: function from a sample (``sample["index"]``, ``sample["__key__"]``) to False if it is to be left out,
-            like one that could not be read: batches get shorter, and no position changes. Between epochs it may be
-            changed, see the attribute; the position does not contain it, so that a resumed run needs the same.
-        decode: function from a list of samples to a batch, or to ``None`` if nothing can be made of them. A function
-            that never returns ``None`` may as well be the loader's ``collate_fn``.
-        rank, ranks: this process and their number; by default those of ``torch.distributed``.
+        repeats: number of times that an epoch reads each of ``shards`` (up-sampling); ``None``: once. The row of a
+            sample does not depend on it.
+        replacement: draw the shards of an epoch with replacement, with probabilities proportional to ``repeats``; an
+            epoch still has ``n`` samples. A shard may then occur several times or not at all, and a sample twice in a
+            batch, with the same row.
+        keep: function of a sample (``sample["index"]``, ``sample["__key__"]``) that returns False to omit the sample,
+            as if it could not be read: batches become shorter, and positions do not change. It may be replaced between
+            epochs, see the attribute. The state does not include it: a resumed run needs the same function.
+        decode: function from a list of samples to a batch, or to ``None`` if none of the samples is usable. A function
+            that never returns ``None`` may be passed as the loader's ``collate_fn`` instead.
+        rank, ranks: rank of this process, and number of ranks; by default those of ``torch.distributed``.
 
     Attributes:
-        n: samples of an epoch: of all shards, each as often as ``repeats`` says.
+        n: samples per epoch: those of all shards, each counted ``repeats`` times.
         epoch: see :meth:`set_epoch`.
-        keep: as given; a new one takes effect with the next iteration of the loader.
+        keep: the argument; a new function takes effect with the next iteration of the loader.
         done: batches of this epoch that this rank has trained on, see :meth:`advance`.
 
     State: seed, epoch and numbers of batches; see :meth:`state_dict`. A worker holds up to ``shuffle`` samples.
     Communicates nothing: the order is a function of seed, epoch, ranks and workers.
 
     Raises:
-        ValueError: a shard occurs twice, has no size, or is another file than the one whose size is known; too few
-            samples for one batch on every rank; ``repeats`` of another number of shards. While reading: a shard has
-            more samples than ``sizes`` says.
-        FileNotFoundError: there is no shard; a local one is missing or empty.
-        TypeError: a number that is no integer.
-        RuntimeError: while reading: another number of workers; workers that persist; nothing is left of a worker's
-            share.
+        ValueError: a shard occurs twice, has no known size, or is not the file for which ``sizes`` was built; there are
+            too few samples for one batch on every rank; ``repeats`` has another length than ``shards``. While reading:
+            a shard has more samples than ``sizes`` says.
+        FileNotFoundError: there is no shard; a local shard is missing or empty.
+        TypeError: an argument that must be an integer is not.
+        RuntimeError: while reading: the number of workers differs from ``num_workers``; workers are persistent; no
+            sample of a worker's share remains.
 
     Warns:
-        UserWarning: a batch of which nothing is left, with how many there were; the 1st, 2nd, 4th, 8th, ...
+        UserWarning: no sample of a batch remains; at the 1st, 2nd, 4th, 8th, ... such batch, with their number.
 
     Example:
         >>> import compopt
@@ -219,34 +219,34 @@ class ShardBatches(IterableDataset[Any]):
             raise ValueError(
                 f"{self.n} samples are too few for a batch of {batch_size} on each of {ranks} ranks; lower batch_size"
             )
-        self._iterated = False  # by a worker, which has a copy of its own
-        self._empty = 0  # batches of which nothing was left
+        self._iterated = False  # set in the worker's own copy
+        self._empty = 0  # number of batches without samples
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, ``epoch`` >= 0; each has another order. Call it on every rank, with the same number."""
+        """Begin epoch ``epoch`` >= 0, with an order of its own. Call it on every rank, with the same number."""
         self.epoch, self.done = checks.whole("epoch", epoch), 0
-        self._earlier: list[tuple[Layout, int]] = []  # layouts in which this epoch was read before, batches of a rank
+        self._earlier: list[tuple[Layout, int]] = []  # former layouts of this epoch, and batches per rank read in them
         self._spans = Spans(np.array([[0, self.n]]))
 
     def advance(self, batches: int = 1) -> None:
-        """Record that this rank has trained on the next ``batches`` >= 1; raise a ``ValueError`` if fewer are left."""
+        """Record that this rank has trained on ``batches`` >= 1 more; raise a ``ValueError`` if fewer are left."""
         if checks.count("batches", batches) > len(self):
             raise ValueError(f"advance({batches}): {len(self)} batches of this epoch are left")
         self.done += batches
 
     def __len__(self) -> int:
-        """Batches that are left of this epoch on every rank."""
+        """Return the number of remaining batches of this epoch on every rank."""
         return self.layout.batches(len(self._spans)) - self.done
 
     @property
     def samples_seen(self) -> int:
-        """Samples of this epoch that all ranks have trained on."""
+        """Number of samples of this epoch that all ranks together have trained on."""
         stages = [*self._earlier, (self.layout, self.done)]
         return sum(layout.ranks * layout.batch_size * done for layout, done in stages)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the epoch: plain numbers and words, the same on every rank."""
+        """Return the position in the epoch as numbers and strings, the same on every rank."""
         stages = [(layout, done) for layout, done in [*self._earlier, (self.layout, self.done)] if done]
         return {
             "shards": self._fingerprint,
@@ -256,14 +256,14 @@ class ShardBatches(IterableDataset[Any]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where the state was taken.
+        """Continue at the position of a state.
 
-        With the same ranks, workers, ``batch_size`` and ``shuffle`` the batches are those that would have come.
-        Otherwise the rest of the epoch is divided anew: the order differs, but no sample comes twice, and only those of
-        the last incomplete batch are missing.
+        With the same ranks, workers, ``batch_size`` and ``shuffle`` the batches are those of an uninterrupted run.
+        Otherwise the rest of the epoch is divided again: the order differs, but no sample occurs twice, and only the
+        samples of the last incomplete batch are omitted.
 
         Raises:
-            ValueError: ``state_dict`` is of other shards or of another seed, or is no state of this class.
+            ValueError: the state is for other shards or another seed, or is not a state of this class.
         """
         mine = self.state_dict()
         if any(state_dict.get(name) != mine[name] for name in ("shards", "seed")):
@@ -298,9 +298,9 @@ class ShardBatches(IterableDataset[Any]):
                 "workers that persist see neither set_epoch nor the position; leave persistent_workers off"
             )
         self._iterated = info is not None
-        # a loader asks worker 0 first, which therefore takes the lane whose turn it is
+        # a loader reads from worker 0 first, so that worker 0 gets the lane of the next batch
         workers = range(layout.workers) if info is None else [(self.done + info.id) % layout.workers]
-        done, left = self.done, len(self)  # the position may advance while this runs
+        done, left = self.done, len(self)  # advance() may be called during the iteration
         lanes = [self._lane(worker, done) for worker in workers]
         if info is not None:
             yield from lanes[0]
@@ -309,13 +309,13 @@ class ShardBatches(IterableDataset[Any]):
             yield next(lanes[number % layout.workers])
 
     def _lane(self, worker: int, done: int) -> Iterator[Any]:
-        """Batches that a worker of this rank still has to give after ``done`` batches of the rank."""
+        """Iterate over a worker's remaining batches after ``done`` batches of this rank."""
         turn = self.layout.turns(worker, done)
-        last, waiting = None, 0  # number of batches owed until there is one to give
+        last, waiting = None, 0  # number of batches to yield as soon as one has samples
         for batch in self._batches(worker, turn):
             if batch is None:
                 self._empty += 1
-                if not self._empty & (self._empty - 1):  # warn of the 1st, 2nd, 4th, 8th, ...
+                if not self._empty & (self._empty - 1):  # warn at the 1st, 2nd, 4th, 8th, ...
                     warnings.warn(
                         f"nothing of a batch of {self.layout.batch_size} could be read, kept or decoded (rank "
                         f"{self.rank}, epoch {self.epoch}; {self._empty} such batches by now); another batch is given "
@@ -323,7 +323,7 @@ class ShardBatches(IterableDataset[Any]):
                         stacklevel=2,
                     )
                 if not waiting and last is None:
-                    last = self._before(worker, turn)  # resumed here: the run before had read that batch
+                    last = self._before(worker, turn)  # resumed here: the interrupted run had read that batch
             last, waiting = last if batch is None else batch, waiting + 1
             while waiting and last is not None:
                 yield last
@@ -335,7 +335,7 @@ class ShardBatches(IterableDataset[Any]):
             )
 
     def _batches(self, worker: int, turn: int) -> Iterator[Any]:
-        """Batches of a worker of this rank from a turn on; ``None`` if nothing of one is left."""
+        """Iterate over a worker's batches on this rank from a turn on; ``None`` for a batch without samples."""
         layout = self.layout
         start, size = layout.lane(len(self._spans), self.rank, worker)
         block, given = divmod(turn * layout.batch_size, layout.shuffle)
@@ -347,28 +347,28 @@ class ShardBatches(IterableDataset[Any]):
             yield (self.decode(batch) if self.decode else batch) if batch else None
 
     def _before(self, worker: int, turn: int) -> Any:
-        """Last non-empty batch before a turn, the one that an uninterrupted run would repeat."""
+        """Return the last non-empty batch before a turn, which an uninterrupted run would repeat."""
         earlier = (next(self._batches(worker, number)) for number in reversed(range(turn)))
         return next((batch for batch in earlier if batch is not None), None)
 
     def _shuffled(self, samples: Iterator[Sample | None], lane: int, block: int) -> Iterator[Sample | None]:
-        """Samples of a lane, each block in its own order, from a given block on."""
+        """Iterate over the samples of a lane from a given block on, each block shuffled."""
         key = (self.seed, self.epoch, len(self._earlier), lane)
         held = list(islice(samples, self.layout.shuffle))
         while held:
             following: list[Sample | None] = []
             for place in block_order((*key, block), len(held)):
-                following += islice(samples, 1)  # read the next block meanwhile, so that no wait lies between blocks
+                following += islice(samples, 1)  # read the next block meanwhile, to avoid a pause between blocks
                 sample, held[place] = held[place], None
                 yield sample
             held, block = following, block + 1
 
     def _read(self, spans: Iterable[list[int]]) -> Iterator[Sample | None]:
-        """Samples at these positions of the epoch; None for those that cannot be read."""
-        opened, at = -1, 0  # the open shard, the place in it
+        """Iterate over the samples at given positions of the epoch; ``None`` for samples that cannot be read."""
+        opened, at = -1, 0  # the open shard, and the position in it
         stream: Iterator[Sample] = iter(())
         for shard, start, stop in self._places(spans):
-            if shard != opened or start < at:  # the same shard may be drawn twice in turn
+            if shard != opened or start < at:  # the same shard may be drawn twice in succession
                 opened, at, stream = shard, 0, iter(self.read(iter([{"url": self.shards[shard]}])))
             missing = stop - start
             for sample in islice(stream, start - at, stop - at):
@@ -383,7 +383,7 @@ class ShardBatches(IterableDataset[Any]):
                 )
 
     def _order(self) -> list[int]:
-        """Shards of the epoch in its order, of at least ``n`` samples together."""
+        """Return the shards of the epoch in order, with at least ``n`` samples in total."""
         if not self._replacement:
             return block_order((self.seed, self.epoch), len(self.shards))
         generator = torch.Generator("cpu").manual_seed(fold(self.seed, self.epoch))
@@ -393,7 +393,7 @@ class ShardBatches(IterableDataset[Any]):
         return drawn
 
     def _places(self, spans: Iterable[list[int]]) -> Iterator[tuple[int, int, int]]:
-        """``(shard, first, stop)`` of positions of the epoch, in its order of shards."""
+        """Yield ``(shard, first, stop)`` for positions of the epoch, in the order of its shards."""
         order = self._order()
         ends = list(accumulate(self._counts[shard] for shard in order))
         for start, stop in spans:

@@ -1,4 +1,4 @@
-"""Rows of samples in tar shards, by shard and position, the reader stage that adds them, and the files themselves."""
+"""Rows of samples in tar shards by shard and position, a reader stage that adds them, and lists of shard files."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from compopt import checks
 from compopt.data.indexed import SampleIndex
 
 FORMAT = 1
-# Files of one sample share what is before the first dot of the last part of their name, as in webdataset.
+# Files of one sample share the path up to the first dot of the file name, as in webdataset.
 _NAME = re.compile(r"^((?:.*/|)[^./][^.]*)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
-# Shards whose headers are read at a time: the work is seeks.
+# Shards to read concurrently when counting samples, which is dominated by seeks.
 THREADS = 8
 
 
 class ShardIndex:
-    """Rows of shards: the first shard has rows ``0 .. count - 1`` in the order of its tar, the next one follows.
+    """Rows of shards: rows ``0 .. count - 1`` for the first shard in the order of its tar, then those of the next.
 
-    A sample's row depends on nothing but its shard and its place in there: neither on the order in which shards are
-    read, nor on workers, ranks, shuffling or skipped samples. The place must be counted as the tar is read, before
-    anything selects or shuffles: see :func:`~compopt.data.indexed_reader`.
+    The row of a sample depends only on its shard and its position in the shard, not on the order in which shards are
+    read, workers, ranks, shuffling or skipped samples. The position must be counted when the tar is read, before any
+    stage selects or shuffles samples: see :class:`~compopt.data.indexed_reader`.
 
-    Shards are identified by the end of their path, so that they may move to another folder or another machine together.
-    Rows are only ever appended (:meth:`build` with ``extend=``): existing ones keep their place for good.
+    Shards are identified by the last parts of their path, so that all shards may be moved to another folder or machine.
+    Rows are only appended (:meth:`build` with ``extend=``); existing rows never change.
 
-    A sample of which no file can be read is not counted by the reader, and the rows of those after it in that shard
-    shift by one in that pass. A :class:`~compopt.data.KeyIndex` has no such hole.
+    If no file of a sample can be read, the reader does not count the sample, and the rows of the later samples in that
+    shard are shifted by one in that pass. A :class:`~compopt.data.KeyIndex` does not have this limitation.
 
     Args:
-        shards: names and sizes in samples, in the order of their rows.
+        shards: names of shards and their numbers of samples, in the order of their rows.
 
     Attributes:
-        n: rows of all shards.
+        n: number of rows of all shards.
 
-    State: names, first rows and sizes, and the bytes of the files that were there when it was built. Every rank has all
-    of it; nothing is communicated.
+    State: names, first rows and sizes of the shards, and the file sizes in bytes when the index was built. Every rank
+    stores the whole state; nothing is communicated.
 
     Raises:
-        ValueError: a shard occurs twice, or has no sample.
-        TypeError: a size is no integer.
+        ValueError: a shard occurs twice, or has no samples.
+        TypeError: a size is not an integer.
 
     Example:
         >>> import compopt
@@ -61,8 +61,8 @@ class ShardIndex:
     def __init__(self, shards: Mapping[str, int]) -> None:
         self.n = 0
         self._shards: dict[str, tuple[int, int]] = {}  # name -> first row, count
-        self._bytes: dict[str, int] = {}  # of the files that were there when the index was built
-        self._last: tuple[Any, tuple[str, int, int]] = "", ("", 0, 0)  # URL and entry: samples of a shard come in turn
+        self._bytes: dict[str, int] = {}  # file sizes when the index was built
+        self._last: tuple[Any, tuple[str, int, int]] = "", ("", 0, 0)  # cache: URL and entry of the latest shard
         for name, count in shards.items():
             self._append(name, checks.count(f"the size of shard {name}", count))
 
@@ -83,17 +83,17 @@ class ShardIndex:
         root: str | os.PathLike[str] | None = None,
         progress: bool = True,
     ) -> ShardIndex:
-        """List shards with their sizes.
+        """Build an index of shards.
 
-        Sizes come from ``sizes.json``, a wids index, Energon's ``.nv-meta/.info.json`` or img2dataset's
-        ``*_stats.json`` if these exist; other shards are counted.
+        Sizes are read from ``sizes.json``, a wids index, Energon's ``.nv-meta/.info.json`` or img2dataset's
+        ``*_stats.json`` if these exist; the samples of other shards are counted.
 
         Args:
             shards: a folder, a pattern with braces (``"data/{00000..00099}.tar"``) or wildcards, or a list of files.
-                They get rows in this order; those of a folder or wildcard in the order of their names.
-            extend: an index to append to. Shards that it has keep their rows.
-            root: shards are named by their path from here; by default from the last folder that they have in common.
-            progress: show a bar while shards are counted, if tqdm is installed.
+                Rows are assigned in this order; for a folder or wildcard in the order of the names.
+            extend: an index to append to. The shards of this index keep their rows.
+            root: folder to which the names of shards are relative; by default their deepest common folder.
+            progress: show a progress bar while samples are counted, if tqdm is installed.
 
         Returns:
             The index; ``extend`` is not changed.
@@ -129,9 +129,9 @@ class ShardIndex:
         return index
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index to ``path`` as JSON: ``[name, first row, count]`` of each shard, and the bytes of its file.
+        """Write the index to ``path`` as JSON: ``[name, first row, count]`` of each shard, and its file size in bytes.
 
-        An older file is replaced as a whole.
+        An existing file is replaced atomically.
         """
         rows = [[name, first, count] for name, (first, count) in self._shards.items()]
         about = {"format": FORMAT, "n": self.n, "fingerprint": self.fingerprint}
@@ -141,11 +141,11 @@ class ShardIndex:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ShardIndex:
-        """Read the file at ``path``, which :meth:`save` wrote.
+        """Read a file that :meth:`save` wrote.
 
         Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is something else, or was changed since.
+            FileNotFoundError: the file does not exist.
+            ValueError: the file is not an index of shards, or was modified.
         """
         try:
             saved = json.loads(Path(path).read_text())
@@ -160,15 +160,15 @@ class ShardIndex:
 
     @property
     def fingerprint(self) -> str:
-        """Checksum of names and sizes: two indices that agree give every sample the same row."""
+        """Checksum of names and sizes; equal for indices that map samples to the same rows."""
         text = json.dumps([[name, count] for name, (_, count) in self._shards.items()])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def check(self, shards: Iterable[str]) -> None:
-        """Refuse shards (paths or URLs) that are not those of the index, as far as can be told without reading them.
+        """Raise if shards (paths or URLs) are not those of the index, by names and file sizes, without reading them.
 
         Raises:
-            ValueError: a shard has another name, or as a local file another size than when the index was built.
+            ValueError: a shard is not in the index, or the size of a local file has changed since the index was built.
             FileNotFoundError: a local shard is missing or empty.
         """
         shards = list(shards)
@@ -184,7 +184,7 @@ class ShardIndex:
                 )
 
     def index(self, sample: Mapping[str, Any], position: int) -> int:
-        """Return the row, ``0 .. n - 1``, of a sample with ``__url__``; ``position`` is its place in that shard.
+        """Return the row, ``0 .. n - 1``, of a sample with ``__url__``; ``position`` is its position in that shard.
 
         Raises:
             ValueError: the shard is not in the index, or has more samples than the index says.
@@ -201,14 +201,14 @@ class ShardIndex:
         return first + position
 
     def entry(self, url: Any) -> tuple[str, int, int]:
-        """Name (the longest that ``url`` ends with), first row and count of a shard; a ``ValueError`` if unknown."""
+        """Return name (longest suffix of ``url`` in the index), first row and count, or raise a ``ValueError``."""
         if not isinstance(url, str):
             raise ValueError(f"a sample must say in __url__ from which shard it is, got {url!r}")
         location = url
-        if url.startswith("pipe:"):  # of pipe:aws s3 cp s3://bucket/00000.tar - the word with a tar's name
+        if url.startswith("pipe:"):  # pipe:aws s3 cp s3://bucket/00000.tar -: find the name of the tar
             words = (word.strip("'\"") for word in url[5:].split())
             location = next((word for word in words if ".tar" in word), url)
-        # the longest end first: root/a/0.tar must not be found as another folder's 0.tar
+        # try the longest suffix first: root/a/0.tar must not match 0.tar of another folder
         parts = re.sub(r"[?#].*$", "", location).replace("\\", "/").split("/")
         for start in range(len(parts)):
             name = "/".join(parts[start:])
@@ -229,24 +229,24 @@ class ShardIndex:
 class indexed_reader:
     """Reader stage of a webdataset pipeline that sets ``sample["index"]``.
 
-    It gives one shard at a time to the stage that it wraps, and counts the samples that come out. Put it where that
-    stage was: after splitting by node and worker, before shuffling, selecting, renaming and decoding. Later stages may
-    then drop, reorder and repeat samples; ``rename`` and ``to_tuple`` must name ``index``.
+    The stage calls the reader that it wraps with one shard at a time, and counts the samples. Use it in place of that
+    reader: after splitting by node and worker, before shuffling, selecting, renaming and decoding. Later stages may
+    then drop, reorder and repeat samples; ``rename`` and ``to_tuple`` must include ``index``.
 
     Args:
         read: function from an iterable of sources (``{"url": ...}``) to samples, such as webdataset's
             ``tarfile_to_samples(handler=...)``.
-        index: the rows.
+        index: index that maps samples to rows.
 
-    Nothing is communicated: a row depends on nothing but the sample, its shard and its place in there.
+    Nothing is communicated: a row depends only on the sample, its shard and its position in the shard.
 
     Raises:
-        TypeError: ``read`` is no function, or ``index`` none of the indices.
-        ValueError: while reading: a sample that the index does not know.
+        TypeError: ``read`` is not callable, or ``index`` is not an index.
+        ValueError: while reading: a sample is not in the index.
 
     Warns:
-        UserWarning: a shard gave fewer samples than its index says: samples of which nothing could be read are missing,
-            and the rows of those after them in this shard have shifted.
+        UserWarning: a shard has fewer samples than the index says, because samples could not be read; the rows of the
+            samples after them in this shard are shifted.
 
     Example:
         >>> import compopt
@@ -277,13 +277,13 @@ class indexed_reader:
             self._warn_if_short(url, position + 1)
 
     def check(self, shards: Iterable[str]) -> None:
-        """Refuse shards that the index does not know, as far as a look before training shows it.
+        """Raise before training if shards are not in the index, by a check of some of them.
 
-        A :class:`ShardIndex` looks at names and files. For any other index the first sample of the first shard and all
-        of the last shard are read: the largest keys are there. One process of many is enough.
+        A :class:`ShardIndex` checks names and file sizes. For any other index the first sample of the first shard and
+        all samples of the last shard, which has the largest keys, are read. It suffices to call this on one process.
 
         Raises:
-            ValueError: a shard or a sample that the index does not know.
+            ValueError: a shard or a sample is not in the index.
             FileNotFoundError: a local shard is missing or empty.
         """
         shards = list(shards)
@@ -296,7 +296,7 @@ class indexed_reader:
                 self.index.index(sample, position)
 
     def _warn_if_short(self, url: Any, found: int) -> None:
-        # any key may be missing: only a ShardIndex knows how many samples there should be
+        # only a ShardIndex contains the number of samples per shard
         if not isinstance(self.index, ShardIndex) or not isinstance(url, str) or url in self._short:
             return
         expected = self.index.entry(url)[2]
@@ -318,10 +318,10 @@ def shard_list(shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
             a list of these. Files named by braces need not exist.
 
     Returns:
-        One string per shard; those of a folder or wildcard in the order of their names.
+        One string per shard; for a folder or wildcard in the order of the names.
 
     Raises:
-        ValueError: braces that are no list and no ascending range of numbers; wildcards in a URL.
+        ValueError: braces contain neither a list nor an ascending range of numbers; a URL contains wildcards.
 
     Example:
         >>> import compopt
@@ -370,7 +370,7 @@ def is_local(shard: str) -> bool:
 
 
 def size_of(path: str | os.PathLike[str]) -> int:
-    """Bytes of a file; 0 if there is none."""
+    """Return the size of a file in bytes; 0 if the file does not exist."""
     try:
         return os.stat(path).st_size
     except OSError:
@@ -378,10 +378,10 @@ def size_of(path: str | os.PathLike[str]) -> int:
 
 
 def count_all(shards: list[Path], progress: bool) -> list[int]:
-    """Samples of each shard, in order.
+    """Return the number of samples of each shard, in order.
 
-    Taken from ``sizes.json`` (open_clip, webdataset), ``.nv-meta/.info.json`` (Energon), a wids index or img2dataset's
-    ``*_stats.json`` in the shard's folder; otherwise every header of the shard is read.
+    The number is read from ``sizes.json`` (open_clip, webdataset), ``.nv-meta/.info.json`` (Energon), a wids index or
+    img2dataset's ``*_stats.json`` in the folder of the shard; otherwise all headers of the shard are read.
     """
     recorded = {folder: dict(_recorded(folder)) for folder in {shard.parent for shard in shards}}
     counts: dict[Path, int] = {}
@@ -408,7 +408,7 @@ def count_all(shards: list[Path], progress: bool) -> list[int]:
 
 
 def _recorded(folder: Path) -> Iterator[tuple[str, int]]:
-    """Names and counts that writers left in the folder; later ones override earlier ones."""
+    """Yield recorded names and counts of shards in a folder; later entries override earlier ones."""
     for path in sorted(folder.glob("*.json")):
         wids = None if path.name == "sizes.json" or path.name.endswith("_stats.json") else _read_json(path)
         if isinstance(wids, Mapping) and isinstance(wids.get("shardlist"), list):
@@ -434,7 +434,7 @@ def _read_json(path: Path) -> Any:
 
 
 def count_samples(shard: Path) -> int:
-    """Count the samples of a tar file: runs of members with one key, as webdataset groups them."""
+    """Count the samples of a tar file: runs of members with the same key, as in webdataset."""
     count, before, end = 0, None, 0
     if not shard.stat().st_size:
         raise ValueError(f"shard {shard} is empty: 0 bytes")
@@ -449,7 +449,7 @@ def count_samples(shard: Path) -> int:
                 before = name[1]
     except tarfile.TarError as error:
         raise ValueError(f"shard {shard} is no complete tar file: {' '.join(str(error).split())}") from error
-    # tarfile ends without an error where the last member's content is cut off
+    # tarfile raises no error if the content of the last member is truncated
     if shard.suffix == ".tar" and shard.stat().st_size < end:
         raise ValueError(f"shard {shard} is truncated: {shard.stat().st_size} bytes, where {end} are announced")
     return count

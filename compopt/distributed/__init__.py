@@ -1,1 +1,1 @@
-"""The ranks of one process group: collectives, and the handshake before every call."""
+"""Ranks of one process group: collectives, and the handshake before every call."""

@@ -1,4 +1,4 @@
-"""Collectives whose errors name the operation, and whose tensors torch releases before the interpreter ends."""
+"""Collectives with errors that name the operation, and with tensors that torch releases before interpreter exit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 ProcessGroup = Any  # torch.distributed.ProcessGroup, which builds without distributed support do not have
 
-# -- operations: every message names its own, and so do errors ------------------------------------------------------
+# -- operations: named in every message and error -------------------------------------------------------------------
 
 CALL, OBSERVE, PREFETCH = "the estimator's call", "observe() of a sampler", "prefetch() of shards"
 PLACEMENTS = '; prefetch() communicates with offload="cpu" or "disk", which all ranks of shards must have alike'
@@ -54,7 +54,7 @@ class Doing(NamedTuple):
 
 
 ANYTHING = Doing()
-# per thread: a save in the background leaves the operation of the training thread as it is
+# per thread: a save in the background does not change the operation of the training thread
 _doing: ContextVar[Doing] = ContextVar("doing", default=ANYTHING)
 
 
@@ -65,7 +65,7 @@ def now() -> Doing:
 
 @contextmanager
 def doing(operation: str, commits: int | None = None) -> Iterator[None]:
-    """Set the operation that this thread tells to other ranks, and that their errors name."""
+    """Set the operation that messages of this thread carry and that errors on other ranks name."""
     token = _doing.set(Doing(operation, commits))
     try:
         yield
@@ -74,7 +74,7 @@ def doing(operation: str, commits: int | None = None) -> Iterator[None]:
 
 
 def refuse_different(operations: Sequence[int]) -> None:
-    """Raise on every rank if they are not all in one operation."""
+    """Raise on every rank unless all ranks are in the same operation."""
     if len(set(operations)) == 1:
         return
     found = []
@@ -92,7 +92,7 @@ def refuse_different(operations: Sequence[int]) -> None:
 
 
 def all_gather(message: Tensor, group: ProcessGroup | None, size: int, what: object) -> Tensor:
-    """Gather ``(...)`` into ``(K, ...)`` over the group's own backend."""
+    """Gather ``(...)`` into ``(K, ...)`` with the group's own backend."""
     gathered = message.new_empty((size, *message.shape))
     collect = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in newer torch
     answered(lambda: collect(_lend(gathered.view(-1)), _lend(message.contiguous().view(-1)), group=group), group, what)
@@ -100,9 +100,9 @@ def all_gather(message: Tensor, group: ProcessGroup | None, size: int, what: obj
 
 
 def tell(message: Tensor, group: ProcessGroup | None, size: int, what: object) -> Tensor:
-    """Gather small messages ``(...)`` into ``(K, ...)``: every rank sends to every other one directly.
+    """Gather small messages ``(...)`` into ``(K, ...)`` by an all-to-all: every rank sends directly to the others.
 
-    That is one hop. Gloo gathers in a ring of ``K - 1`` hops, one after another; the bytes are the same.
+    An all-to-all has one hop; the all-gather of Gloo is a ring of ``K - 1`` sequential hops. The bytes are the same.
     """
     heard = message.new_empty((size, *message.shape))
     told = message.expand_as(heard).contiguous()
@@ -117,23 +117,23 @@ def all_reduce(tensor: Tensor, group: ProcessGroup | None, what: object) -> Tens
 
 
 def gather_objects(value: Any, group: ProcessGroup, size: int, what: object) -> list[Any]:
-    """Gather picklable values, by rank."""
+    """Gather picklable values into a list by rank."""
     everyone = [None] * size
     answered(lambda: dist.all_gather_object(everyone, value, group=group), group, what)
     return everyone
 
 
 def answered(collective: Callable[[], Any], group: ProcessGroup | None, what: object) -> Any:
-    """Run a collective; where other ranks do not take part, raise a ``RuntimeError`` that says so."""
+    """Run a collective; raise a descriptive ``RuntimeError`` if other ranks do not take part."""
     started = time.monotonic()
     try:
         return collective()
     except RuntimeError as error:
-        # torch has no class for these errors: gloo and NCCL tell them by words alone
+        # torch has no class for these errors: match the messages of gloo and NCCL
         seconds, text = time.monotonic() - started, str(error)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         others, they = (f"rank {1 - rank}", "it") if size == 2 else ("the other ranks", "one of them")
-        # a timeout that is reported at once follows from an earlier failure: this rank did not wait
+        # a timeout that is reported immediately follows from an earlier failure: this rank did not wait
         if re.search(r"timed? ?out", text, re.I) and seconds > 1:
             raise RuntimeError(
                 f"rank {rank} waited {seconds:.0f} s in {what} for {others}, which did not arrive: did {they} fail, or "
@@ -147,24 +147,24 @@ def answered(collective: Callable[[], Any], group: ProcessGroup | None, what: ob
         raise
 
 
-# -- the interpreter's end -----------------------------------------------------------------------------------------
+# -- interpreter exit ----------------------------------------------------------------------------------------------
 
-# Gloo works in threads of torch. A thread that has finished a collective wakes the caller first and releases the
-# tensors afterwards, for which it takes the interpreter's lock. If the interpreter begins to end in between, the thread
-# is ended instead, and that aborts the process ("terminate called without an active exception") after the right result.
-# Without this package torch would end its threads earlier, with the process group, which estimators keep alive.
+# Gloo runs in threads of torch. A thread that has finished a collective first wakes the caller and then acquires the
+# GIL to release the tensors. If the interpreter begins to exit in between, the thread is terminated, which aborts the
+# process ("terminate called without an active exception") after a correct result. Without this package torch would end
+# its threads earlier, with the process group; estimators keep the process group alive.
 
-GRACE = 5.0  # seconds that the interpreter's end waits for tensors; torch needs microseconds unless a rank is missing
-HANDOVER = 0.05  # seconds for threads that run a collective of other code, whose tensors are not known
-MANY = 64  # the latest tensors suffice
+GRACE = 5.0  # seconds to wait for tensors at exit; torch needs microseconds unless a rank is missing
+HANDOVER = 0.05  # seconds for threads that run collectives of other code, the tensors of which are not tracked
+MANY = 64  # number of tensors to track; the latest ones suffice
 _lent: deque[ref[Tensor]] = deque(maxlen=MANY)
 
 
 def _lend(tensor: Tensor) -> Tensor:
-    """Return an alias that only the collective refers to, so that its end shows that torch has released it."""
+    """Return an alias that only the collective references, so that its deallocation shows that torch released it."""
     alias = tensor.detach()
-    # No WeakSet: its callback is Python code, in the middle of which the interpreter can take the lock away from the
-    # thread that has just released the last tensor.
+    # Not a WeakSet: its callback is Python code, during which the thread that has just released the last tensor can
+    # lose the GIL.
     _lent.append(ref(alias))
     return alias
 
@@ -175,7 +175,7 @@ def _still_lent() -> bool:
 
 @atexit.register
 def _await_lent() -> None:
-    """Leave the interpreter's lock to torch's threads until they have released all tensors."""
+    """Sleep, without holding the GIL, until torch's threads have released all tensors."""
     end = time.monotonic() + GRACE
     if _lent:
         time.sleep(HANDOVER)
@@ -184,4 +184,4 @@ def _await_lent() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_lent.clear)  # the threads are the parent's
+    os.register_at_fork(after_in_child=_lent.clear)  # the threads exist in the parent only

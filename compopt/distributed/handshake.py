@@ -1,4 +1,4 @@
-"""Handshake before a call: all ranks learn whose samples the batch has, or that a rank cannot take part."""
+"""Handshake before a call: exchange the samples of all ranks, or the failure of one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compopt.distributed.collectives import CALL, Doing
 from compopt.distributed.ranks import Ranks
 
 KEYS = ("index", "index2", "labels")
-# Facts that must be equal on all ranks, and how an error describes them.
+# Values that must be equal on all ranks, with their description in error messages.
 FACTS = {
     "width": "the feature dimension, or the numbers per sample of a compositional loss",
     "dtype": "the features' dtype",
@@ -33,7 +33,7 @@ FACTS = {
     "weighted": "sample_weight= (0: none, 1: given)",
     "policy": "pairs= of the call, or the dimensions of guide= or teacher= (fingerprints; 0: no policy)",
 }
-# Layout of a message: the operation, these five, the facts, and as much room for each of the keys.
+# Layout of a message: the operation, these five, FACTS, and blocks of equal length for the keys.
 REFUSED, SIZE, KINDS, PREFETCHED, MORE = range(1, 6)
 HEADER = 6 + len(FACTS)
 NOTHING: AbstractContextManager[None] = nullcontext()
@@ -45,10 +45,10 @@ class Agreement:
 
     Attributes:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(B,)`` int64.
-        sizes: samples of every rank.
+        sizes: number of samples of every rank.
         own: slice of this rank's samples.
-        more: further candidates of every rank.
-        prefetched: number of the prefetched rows that every rank holds for these samples; 0: some do not.
+        more: number of further candidates of every rank.
+        prefetched: number of the prefetch that all ranks hold for these samples; 0: not the same on all ranks.
     """
 
     keys: dict[str, Tensor]
@@ -59,10 +59,10 @@ class Agreement:
 
 
 class Handshake:
-    """One small all-gather of host integers per call: sizes, indices, refusals. With one rank, none.
+    """One small all-gather of host integers per call: sizes, indices, failures. No communication with one rank.
 
-    The message has room for a fixed number of samples. A batch that is larger than all before makes the ranks exchange
-    a second message, with room for it.
+    The message has space for a fixed number of samples. For a batch that is larger than all previous ones, the ranks
+    exchange a second, longer message.
     """
 
     def __init__(self, ranks: Ranks, operation: str = CALL) -> None:
@@ -77,19 +77,19 @@ class Handshake:
         try:
             yield
         except Exception as error:
-            # the others wait in exchange(), and learn of the failure by a message of the same length
+            # the other ranks wait in exchange(): report the failure by a message of the same length
             message = self.ranks.blank()
             message[REFUSED] = 1
             try:
                 self.ranks.open(message, Doing(self.operation))
-            except RuntimeError as other:  # the others are in another operation, or gone: our own error comes first
+            except RuntimeError as other:  # other operation, or lost connection: raise the original error
                 raise error from other
             raise
 
     def exchange(
         self, keys: Mapping[str, Tensor], facts: Mapping[str, int], prefetched: int = 0, more: int = 0
     ) -> Agreement:
-        """Tell this rank's samples and learn those of all ranks."""
+        """Send this rank's samples and return those of all ranks."""
         size = keys["index"].shape[0]
         if self.ranks.size == 1:
             return Agreement(dict(keys), [size], slice(0, size), [more], prefetched)
@@ -100,8 +100,8 @@ class Handshake:
         table = self.ranks.open(self._message(header, keys), doing)
         _compare(table)
         sizes = table[:, SIZE].tolist()
-        # Every rank decides from the same table, so that all send the second message or none. Lengths only grow, so
-        # that batches of one size need a second message once per run.
+        # Every rank decides from the same table: all ranks send the second message, or none does. Lengths never shrink,
+        # so that batches of a constant size need a second message once per run.
         if max(sizes) > _room(table):
             self.ranks.make_room(HEADER + len(KEYS) * max(sizes))
             table = self.ranks.open(self._message(header, keys), doing)
@@ -112,12 +112,12 @@ class Handshake:
             sizes,
             slice(first, first + size),
             table[:, MORE].tolist(),
-            # where ranks hold rows of different prefetches, or none, all of them read anew
+            # if ranks hold rows of different prefetches, or none, all ranks read the rows again
             prefetched if set(numbers) == {prefetched} else 0,
         )
 
     def _message(self, header: list[int], keys: Mapping[str, Tensor]) -> Tensor:
-        """Return a message with the keys of this rank's samples, if there is room for them."""
+        """Return a message with the keys of this rank's samples, if the message is long enough."""
         message = self.ranks.blank()
         message[:HEADER] = torch.tensor(header, device="cpu")
         room = _room(message)
@@ -128,7 +128,7 @@ class Handshake:
 
 
 def _compare(table: Tensor) -> None:
-    """Refuse on every rank what one rank refused, or what would silently differ."""
+    """Raise on every rank if one rank failed, or if the kinds of keys or FACTS differ."""
     refused = table[:, REFUSED].nonzero().flatten().tolist()
     if refused:
         raise RuntimeError(f"rank {refused[0]} refused its arguments, see its own error; no rank computed anything")
@@ -144,5 +144,5 @@ def _compare(table: Tensor) -> None:
 
 
 def _room(messages: Tensor) -> int:
-    """Number of samples that fit into each message."""
+    """Return the number of samples that fit into each message."""
     return (messages.shape[-1] - HEADER) // len(KEYS)

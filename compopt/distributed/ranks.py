@@ -1,4 +1,4 @@
-"""Ranks of one process group, or the single process without one, and their collectives."""
+"""Ranks of one process group, or a single process without a group, and their collectives."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from compopt.distributed.collectives import CALL, OBSERVE, OPERATIONS, Doing, Pr
 
 @dataclass
 class Control:
-    """Facts of one process group that all objects of this process share which communicate over it.
+    """State of one process group, shared by all objects of this process that communicate over the group.
 
     Attributes:
-        host: group of control messages, where the group itself has no backend for CPU tensors.
-        length: integers in an opening message. Every rank takes part in every opening, so that the length is the same
-            on all of them, whatever they are doing: backends end the process when lengths differ.
+        host: group for control messages, if the group itself has no backend for CPU tensors.
+        length: number of integers in an opening message. Every rank takes part in every opening, so that the length is
+            the same on all ranks in every operation; backends abort the process if lengths differ.
         doing: operation of the last opening.
     """
 
     host: ProcessGroup | None = None
-    length: int = 64  # until a call needs more
+    length: int = 64  # initial value
     doing: Doing = Doing()
 
 
@@ -40,12 +40,12 @@ _controls: WeakKeyDictionary[Any, Control] = WeakKeyDictionary()
 class Ranks:
     """Collectives over one group. With one rank every method is the identity and communicates nothing.
 
-    Control messages (sizes, indices, refusals) are host integers and travel over a CPU group, so that no rank
-    waits for its accelerator to learn them; features and statistics travel over the group's own backend. Every
-    operation begins with such a message, see :meth:`open`.
+    Control messages (sizes, indices, failures) are host integers and are sent over a CPU group, so that no rank
+    waits for its accelerator to read them; features and statistics are sent over the group's own backend. Every
+    operation begins with a control message, see :meth:`open`.
 
     Args:
-        group: a process group; ``None`` is the default group if ``torch.distributed`` is initialised, else this
+        group: a process group; ``None``: the default group if ``torch.distributed`` is initialised, else this
             process alone.
     """
 
@@ -60,7 +60,7 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """Return this process by itself."""
+        """Return the ranks of this process alone, without a group."""
         ranks = cls.__new__(cls)
         ranks._join(None, 0, 1)
         return ranks
@@ -73,7 +73,7 @@ class Ranks:
 
     @property
     def host(self) -> ProcessGroup:
-        """Group of control messages, formed at the first of them."""
+        """Group for control messages, created at the first message."""
         if self._host is None:
             if not _works_on_cpu(self.group):
                 self._control.host = self._control.host or self.new_host_group()
@@ -86,32 +86,32 @@ class Ranks:
         return self._host
 
     def new_host_group(self) -> ProcessGroup | None:
-        """Form another CPU group of the same ranks, for collectives from another thread; ``None``: torch cannot."""
+        """Create another CPU group of the same ranks, for collectives of another thread; ``None`` if torch cannot."""
         return None if self.size == 1 else collectives.answered(self._form_host_group, self.group, collectives.now())
 
     def _form_host_group(self) -> ProcessGroup | None:
         if self.group is dist.group.WORLD:
             return dist.new_group(backend="gloo")
-        # new_group is collective over the whole world, and ranks outside of this group do not come here: its members
-        # form it alone. This function may be called before there is a group for CPU tensors.
+        # new_group is collective over the whole world, but only the members of this group run this code: use local
+        # synchronization. There may be no group for CPU tensors yet.
         count, counts = len(dist.distributed_c10d._world.pg_names), [0] * self.size
         if _works_on_cpu(self.group):
             counts = self.gather_objects(count)
         else:
             dist.all_gather_object(counts, count, group=self.group)
-        if len(set(counts)) > 1:  # torch names a group that its members form alone by the number of groups of each
+        if len(set(counts)) > 1:  # torch derives the group's name from this count
             return None
         members = dist.get_process_group_ranks(self.group)
         return dist.new_group(members, backend="gloo", use_local_synchronization=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        return self  # a copy of an estimator talks to the same ranks
+        return self  # a copy of an estimator uses the same ranks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Ranks, ()  # a process group cannot travel: the reader's own default group
+        return Ranks, ()  # a process group cannot be pickled: use the default group when unpickling
 
     def check_alive(self) -> None:
-        """Refuse to compute alone in a group that was formed later."""
+        """Raise if this object was created for one process before ``torch.distributed`` was initialised."""
         by_accident = self.size == 1 and self.group is None and dist.is_available() and dist.is_initialized()
         if by_accident and dist.get_world_size() > 1:
             raise RuntimeError(
@@ -122,25 +122,25 @@ class Ranks:
     # -- host ---------------------------------------------------------------------------------------------------
 
     def blank(self) -> Tensor:
-        """Return an opening message to fill from its second integer on."""
+        """Return an opening message of zeros; the first integer is reserved for the operation."""
         return torch.zeros(self._control.length, dtype=torch.int64, device="cpu")
 
     def make_room(self, length: int) -> None:
-        """Lengthen opening messages from here on; on every rank after the same opening."""
+        """Lengthen future opening messages; call on every rank after the same opening."""
         self._control.length = max(self._control.length, length)
 
     def open(self, message: Tensor | None = None, now: Doing | None = None) -> Tensor:
-        """Send the first message of an operation, which names it, and return those of all ranks, ``(K, length)``.
+        """Send the first message of an operation and return the messages of all ranks, ``(K, length)``.
 
         Args:
-            message: :meth:`blank`, filled.
+            message: result of :meth:`blank`, filled in from the second integer on.
             now: the operation; ``None``: that of :func:`~compopt.distributed.collectives.doing`.
 
         Raises:
-            RuntimeError: on every rank, if they are in different operations; another rank did not come; calls come from
-                another thread, whose messages these would be mixed up with.
+            RuntimeError: ranks are in different operations (raised on every rank); another rank did not take part;
+                another thread calls the estimator, so that messages could be mixed up.
         """
-        self._control.doing = now = now or collectives.now()  # features that follow on the device belong to it too
+        self._control.doing = now = now or collectives.now()  # also names the device collectives that follow
         thread, caller = threading.current_thread(), self._caller
         if now.operation in (CALL, OBSERVE):
             self._caller = thread
@@ -151,15 +151,15 @@ class Ranks:
                 f"a file in another one"
             )
         message = self.blank() if message is None else message
-        # One message for all operations: ranks in different ones meet here, and learn of it instead of waiting for
-        # each other in two collectives until the timeout.
+        # The message is the same for all operations, so that ranks in different operations raise here and do not wait
+        # for each other in two collectives until the timeout.
         message[0] = OPERATIONS.index(now.operation)
         table = collectives.tell(message, self.host, self.size, now)
         collectives.refuse_different(table[:, 0].tolist())
         return table
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Gather small picklable values, by rank; slow."""
+        """Gather small picklable values into a list by rank; slow."""
         if self.size == 1:
             return [value]
         self.open()
@@ -171,7 +171,7 @@ class Ranks:
             self.open()
 
     def agree(self, action: Callable[[], Any]) -> Any:
-        """Run ``action`` on every rank; if it raised on one, the others raise a ``RuntimeError`` and do not wait."""
+        """Run ``action`` on every rank; if it raises on one rank, raise a ``RuntimeError`` on the others."""
         result, error = None, None
         try:
             result = action()
@@ -182,7 +182,7 @@ class Ranks:
         except RuntimeError as other:
             if error is None:
                 raise
-            raise error from other  # this rank's own error tells more
+            raise error from other  # this rank's own error is more informative
         if error is not None:
             raise error
         for rank, message in enumerate(messages):
@@ -196,18 +196,19 @@ class Ranks:
         """Gather rows of several tensors in one message of bytes, concatenated in the order of the ranks.
 
         Args:
-            tensors: each ``(b, ...)`` with this rank's own ``b``; same trailing shapes and dtypes on all ranks.
+            tensors: tensors of shape ``(b, ...)``, where ``b`` may differ between ranks; trailing shapes and dtypes
+                must be the same on all ranks.
             sizes: ``b`` of every rank.
 
         Returns:
-            Each ``(sum of sizes, ...)``, bit for bit.
+            Tensors of shape ``(sum of sizes, ...)``, bitwise equal to the inputs.
         """
         if self.size == 1:
             return list(tensors)
-        # Bytes of all dtypes travel together: one collective has the latency of one, and nothing is rounded.
+        # Send the bytes of all tensors, of any dtype, in one collective: one latency, and no rounding.
         rows, most = len(tensors[0]), max(sizes)
         widths = [math.prod(t.shape[1:]) * t.itemsize for t in tensors]
-        message = tensors[0].new_zeros((most, sum(widths)), dtype=torch.uint8)  # ranks send equally many rows
+        message = tensors[0].new_zeros((most, sum(widths)), dtype=torch.uint8)  # padded to equal sizes
         if rows:
             parts = [t.detach().contiguous().view(rows, -1).view(torch.uint8) for t in tensors]
             torch.cat(parts, dim=1, out=message[:rows])
@@ -218,23 +219,23 @@ class Ranks:
             gathered = torch.cat([gathered[k, :size] for k, size in enumerate(sizes)])
         result = []
         for tensor, own in zip(tensors, gathered.split(widths, dim=1), strict=True):
-            # a copy even of a single row, which counts as contiguous at any stride but has the wrong one for view
+            # clone even a single row, which is contiguous at any stride: view(dtype) needs the exact stride
             own = own.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
             result.append(own.view(len(gathered), *tensor.shape[1:]))
         return result
 
     def part(self, count: int, rank: int | None = None) -> range:
-        """Return which of ``count`` things are a rank's (by default this one's); sizes differ by one at most."""
+        """Return the range of a rank's share of ``count`` items (default: this rank); sizes differ by at most one."""
         rank = self.rank if rank is None else rank
         return range(rank * count // self.size, (rank + 1) * count // self.size)
 
     def own(self, whole: Tensor, dim: int = 0) -> Tensor:
-        """Return this rank's :meth:`part` of a tensor along ``dim``, a view."""
+        """Return a view of this rank's :meth:`part` of a tensor along ``dim``."""
         part = self.part(whole.shape[dim])
         return whole.narrow(dim, part.start, len(part))
 
     def join(self, own: Tensor, count: int, dim: int) -> Tensor:
-        """Return the whole of what :meth:`part` split along ``dim``; collective."""
+        """Concatenate the parts of all ranks (see :meth:`part`) along ``dim``; collective."""
         if self.size == 1:
             return own
         sizes = [len(self.part(count, rank)) for rank in range(self.size)]
@@ -245,30 +246,30 @@ class Ranks:
         return tensor if self.size == 1 else collectives.all_reduce(tensor, self.group, self._control.doing)
 
     def sum_in_doubles(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, added as doubles; with one rank the tensor itself.
+        """Sum over ranks in float64; return the tensor itself with one rank.
 
-        The order of an all-reduce depends on backend and ranks; rounding in doubles hides nearly all of that.
+        The order of summation depends on the backend and the number of ranks; float64 makes the effect negligible.
         """
         return tensor if self.size == 1 else self.sum(_doubles(tensor)).to(tensor.dtype).to(tensor.device)
 
     def log_sum_exp(self, logs: Tensor, centre: Tensor) -> Tensor:
-        """Return ``log sum over ranks of exp(logs)`` by one all-reduce of doubles; ``-inf`` adds nothing.
+        """Return ``log sum over ranks of exp(logs)`` by one all-reduce in float64; ``-inf`` adds nothing.
 
-        Doubles hold ``exp(x)`` for ``|x| < 700``, so that no maximum has to be agreed on first: all ranks pass the same
-        ``centre``, and ``|logs - centre|`` must stay below 700.
+        float64 represents ``exp(x)`` for ``|x| < 700``, so that no maximum over ranks is needed: all ranks pass the
+        same ``centre``, and ``|logs - centre|`` must be below 700.
         """
         doubles, centre = _doubles(logs), _doubles(centre)
         return (self.sum((doubles - centre).exp_()).log_() + centre).to(logs.dtype).to(logs.device)
 
     def sum_bits(self, words: Tensor) -> Tensor:
-        """Sum in place, bit for bit, blocks of which each entry is zero on all ranks but one."""
+        """Sum blocks over ranks, in place and bitwise exact; each entry must be zero on all ranks but one."""
         # as integers: a sum of floats would lose the sign of -0 and the payload of NaN
         self.sum(words.view(torch.int64))
         return words
 
 
 def _doubles(tensor: Tensor) -> Tensor:
-    """Convert to doubles; on the host, where a device has none."""
+    """Convert to float64; on the host if the device does not support float64."""
     device = tensor.device if accelerator.supports(tensor.device, torch.float64) else torch.device("cpu")
     return tensor.to(device).double()
 

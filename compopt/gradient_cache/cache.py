@@ -1,4 +1,4 @@
-"""The call: features without a graph, one call of the estimator, and micro-batches with a graph."""
+"""Gradient cache: encode without a graph, call the estimator once, encode each micro-batch again with a graph."""
 
 from __future__ import annotations
 
@@ -49,70 +49,72 @@ def gradient_cache(
     momentum_features: Sequence[Tensor] | None = None,
     sample_weight: Tensor | None = None,
 ) -> Tensor:
-    r"""Compute the gradients of ``est(*model(batch), index)`` in micro-batches; every sample is a negative of all.
+    r"""Compute the gradients of ``est(*model(batch), index)`` in micro-batches, with the negatives of the whole batch.
 
     .. math::
         \frac{\partial L}{\partial \theta} = \sum_{\text{micro-batches } m}
         \frac{\partial L}{\partial z_m} \frac{\partial z_m}{\partial \theta}
 
-    The batch is encoded in micro-batches without a graph; the estimator is called once, on all features, and gives
-    :math:`\partial L / \partial z`; each micro-batch is encoded again, with a graph, and back-propagated. The memory is
-    that of one micro-batch and of the features; the time is that of one more forward pass. Gradients are those of
-    ``backward(est(*model(batch), index))`` in the same framework, and lie where its step expects them, those of
-    :meth:`~compopt.Estimator.parameters` too. Call the framework's step afterwards.
+    The batch is encoded in micro-batches without a graph. The estimator is called once on all features, which yields
+    :math:`\partial L / \partial z`. Each micro-batch is then encoded again with a graph and back-propagated. The memory
+    is that of one micro-batch and of the features; the additional time is that of one forward pass. The gradients are
+    those of ``backward(est(*model(batch), index))`` in the same framework, including those of
+    :meth:`~compopt.Estimator.parameters`, and are stored where the framework's step expects them. Call that step
+    afterwards.
 
-    Both passes draw the same random numbers, so that dropout drops the same; afterwards the generators are where the
-    first pass left them. Training mode, autocast, activation checkpointing and compilation of the model are left
-    as they are. Generators of the model's own, ``random`` and ``numpy`` are not replayed. A forward pass must not
-    change its inputs; buffers other than running statistics that it changes are changed twice.
+    Both passes draw the same random numbers, so that dropout masks agree; afterwards the generators are in the state
+    after the first pass. Training mode, autocast, activation checkpointing and compilation of the model are not
+    changed. The model's own generators, ``random`` and ``numpy`` are not replayed. A forward pass must not change its
+    inputs; buffers that it changes, other than running statistics, are changed twice.
 
-    *Frameworks* are told from the modules of ``model``. ``DistributedDataParallel`` and FSDP2 reduce gradients in the
-    last micro-batch alone. A DeepSpeed engine sees one accumulation boundary; ZeRO 2 and 3 reduce in every micro-batch
-    by design. Ranks with fewer micro-batches encode their last one again, with gradients of zero, until all have the
-    same number: parameters that are gathered in every pass (FSDP2, ZeRO 3) need that. It costs no time,
-    since the other ranks are still encoding. The estimator's process group must contain all ranks of the wrapper.
+    *Frameworks* are detected from the modules of ``model``. ``DistributedDataParallel`` and FSDP2 reduce gradients in
+    the last micro-batch only. For a DeepSpeed engine the call has one accumulation boundary; ZeRO 2 and 3 reduce in
+    every micro-batch by design. Ranks with fewer micro-batches encode their last one again, with zero gradients, until
+    all ranks have run the same number: parameters that are gathered in every pass (FSDP2, ZeRO 3) require that. The
+    padding costs no time, since the other ranks are still encoding. The estimator's process group must contain all
+    ranks of the wrapper.
 
     Args:
         est: the estimator. Its rows are deposited once.
         model: maps the batch to features. Or two towers, which encode one part of ``batch`` each, to ``z1`` and
-            ``z2``; or three, where the third encodes further candidates, to ``extra``. A tower may be any callable;
-            wrappers and frozen parameters are found in modules and their methods. A tower none of whose parameters
-            requires a gradient is encoded once.
-        batch: the inputs; a tuple, or a list, for towers. A tuple is passed as ``model(*part)``, a mapping as
-            ``model(**part)``, anything else as ``model(part)``. Tensors, along their first dimension,
-            and lists, of texts for example, have one entry per sample, at any depth of tuples and mappings; the rest
-            (numbers, strings, 0-d tensors, ``None``) goes to every micro-batch.
+            ``z2``; or three, where the third encodes further candidates, ``extra``. A tower may be any callable;
+            wrappers and frozen parameters are detected in modules and their methods. A tower is encoded only once if
+            none of its parameters requires a gradient.
+        batch: the inputs; a tuple or list of inputs for towers. A tuple is passed as ``model(*part)``, a mapping as
+            ``model(**part)``, anything else as ``model(part)``. Tensors (along their first dimension) and lists (of
+            texts, for example) have one entry per sample, at any depth of tuples and mappings; all other values
+            (numbers, strings, 0-d tensors, ``None``) are passed to every micro-batch.
         index, index2, group, tau, labels, extra, extra_index, anchors, guide, within, teacher, prior, pairs: as in a
-            call of ``est``, of the whole batch. A ``tau`` or ``extra`` that requires a gradient gets it, with the last
+            call of ``est``, for the whole batch. Gradients of ``tau`` and ``extra`` are accumulated with the last
             micro-batch.
-        momentum_features, sample_weight: as in a call of ``est``, of the whole batch.
+        momentum_features, sample_weight: as in a call of ``est``, for the whole batch.
         micro_batch_size: samples per micro-batch. Or a function that returns the sizes of all micro-batches for given
-            inputs, ``(inputs) -> [8, 8, 3]``: a budget of tokens. Or a :class:`FittingSize`, which is halved until a
-            micro-batch fits in memory. For towers also one of these for each.
-        encode: any other way to encode, ``encode(model, part) -> outputs``; with towers, for each of them. Outputs are
-            ``(z1, z2)``, ``(z1, z2, extra)``, or one tensor of views, ``(V, b, d)``; a last one that is 0-d is
-            ``tau``, such as ``1 / scale`` of a CLIP model, which may require a gradient.
-        backward: what takes the place of ``loss.backward()``, for example ``accelerator.backward`` or
-            ``lambda loss: scaler.scale(loss).backward()``; called once per micro-batch, with a tensor of the loss's
-            value. ``None``: ``loss.backward()``, or that of the DeepSpeed engine.
-        reduce: ``False`` in all but the last of several calls for one update. Calls inside DDP's ``no_sync`` and
-            DeepSpeed's own ``gradient_accumulation_steps`` do not need it. Under FSDP2 use it instead of
-            ``set_requires_gradient_sync``, which this function sets itself and leaves at ``True``.
-        batch_norm: for layers with running statistics in training mode. ``"refuse"``: raise. ``"update_once"``: the
-            first pass updates them, once per micro-batch; a micro-batch is normalised by its own statistics, so that
-            the gradients are not those of the whole batch.
+            inputs, ``(inputs) -> [8, 8, 3]``, for example for a budget of tokens. Or a :class:`FittingSize`, which is
+            halved until a micro-batch fits in memory. For towers also a sequence with one of these per tower.
+        encode: function that encodes, ``encode(model, part) -> outputs``; with towers it is called for each of them.
+            Outputs are ``(z1, z2)``, ``(z1, z2, extra)``, or one tensor of views, ``(V, b, d)``. A 0-d last output is
+            ``tau``, such as ``1 / scale`` of a CLIP model; it may require a gradient.
+        backward: function that replaces ``loss.backward()``, for example ``accelerator.backward`` or
+            ``lambda loss: scaler.scale(loss).backward()``; called once per micro-batch with a tensor that has the value
+            of the loss. ``None``: ``loss.backward()``, or that of the DeepSpeed engine.
+        reduce: ``False`` in all but the last of several calls for one update. Not needed for calls inside DDP's
+            ``no_sync`` or with DeepSpeed's ``gradient_accumulation_steps``. Under FSDP2 use it instead of
+            ``set_requires_gradient_sync``, which this function calls itself and leaves at ``True``.
+        batch_norm: treatment of layers with running statistics in training mode. ``"refuse"``: raise an error.
+            ``"update_once"``: the first pass updates the statistics, once per micro-batch; each micro-batch is
+            normalised by its own statistics, so that the gradients differ from those of the whole batch.
 
     Returns:
-        The loss, 0-d and detached. Under ``torch.no_grad()`` nothing else is done.
+        The loss, 0-d and detached. Under ``torch.no_grad()`` only the loss is computed.
 
-    State and communication: as a call of ``est``; with a wrapper and several ranks a gather of one small object, and
-    what the wrapper communicates.
+    State and communication: as in a call of ``est``. With a wrapper and several ranks additionally a gather of one
+    small object, and the collectives of the wrapper.
 
     Raises:
-        TypeError: outputs that are no tensors; towers without a ``batch`` or ``micro_batch_size`` to match.
-        ValueError: inputs of several lengths; sizes that do not sum up to it; batch normalisation, see above; nothing
-            that requires a gradient; whatever a call raises.
-        RuntimeError: DDP still waits for parameters that the last micro-batch did not use: it needs
+        TypeError: outputs are not tensors; ``batch`` or ``micro_batch_size`` does not match the towers.
+        ValueError: inputs have several lengths; sizes do not sum up to the number of samples; batch normalisation, see
+            above; nothing requires a gradient; or raised by the call of ``est``.
+        RuntimeError: DDP still waits for parameters that the last micro-batch did not use and requires
             ``find_unused_parameters=True``.
 
     Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, RepL4NLP 2021, for
@@ -130,7 +132,7 @@ def gradient_cache(
         raise TypeError(f"est must be a contrastive estimator, got {type(est).__name__}")
     checks.one_of("batch_norm", batch_norm, ("refuse", "update_once"))
     checks.flag("reduce", reduce)
-    with est._engine.handshake.guard():  # other ranks do not wait for one that refuses its arguments
+    with est._engine.handshake.guard():  # an error in the arguments is reported to the other ranks
         towers = new_towers(model, batch, micro_batch_size, encode, batch_norm == "update_once")
         tried = with_trials(towers)
     with doing("a trial of compopt.FittingSize", est.t):
@@ -154,7 +156,7 @@ def gradient_cache(
 
 
 def _pad(ranks: Ranks, towers: list[Tower]) -> None:
-    """Let every rank encode as often as the one with the most micro-batches."""
+    """Set the number of passes of every rank to the largest number of micro-batches of any rank."""
     if ranks.size > 1 and any(tower.wrappers for tower in towers):
         everyone = ranks.gather_objects([tower.count for tower in towers])
         for tower, counts in zip(towers, zip(*everyone, strict=True), strict=True):
@@ -162,7 +164,7 @@ def _pad(ranks: Ranks, towers: list[Tower]) -> None:
 
 
 def _arguments(columns: list[Column], extra: Tensor | None, tau: Any) -> tuple[Tensor, Tensor | None, Any, Any]:
-    """Return ``z1, z2, extra, tau`` of the call, from all outputs in their order and from what was given."""
+    """Return ``z1, z2, extra, tau`` of the call, from the outputs in order and from the arguments."""
     features = [column.leaf for column in columns if not column.is_tau]
     temperatures = [column.leaf for column in columns if column.is_tau]
     if not 1 <= len(features) <= 3 or len(temperatures) > 1:
@@ -184,7 +186,7 @@ def _check_samples(tower: Tower, z1: Tensor) -> None:
 
 
 def _differentiate(loss: Tensor, columns: list[Column], others: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Give columns their gradients; return pairs of the other tensors and theirs."""
+    """Set the gradients of the columns; return pairs of the other tensors and their gradients."""
     leaves = {id(x): x for x in (*(column.leaf for column in columns), *others) if x.requires_grad}
     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if leaves else ()
     gradients = dict(zip(leaves, found, strict=True))
@@ -200,7 +202,7 @@ def _back_propagate(
     backward: Callable[[Tensor], Any] | None,
     reduce: bool,
 ) -> None:
-    """Back-propagate all micro-batches, and with the last one other tensors with their gradients."""
+    """Back-propagate all micro-batches; the last one also accumulates the gradients of the other tensors."""
     jobs = [(tower, number) for tower in towers if tower.trained for number in range(tower.count)]
     final = {wrapper: k for k, (tower, _) in enumerate(jobs) for wrapper in tower.wrappers}
     ran = False
@@ -218,11 +220,11 @@ def _back_propagate(
 
 def _backward(value: Tensor, wrappers: list[Any], held: list[Any], backward: Callable[[Tensor], Any] | None) -> bool:
     """Back-propagate a micro-batch by the framework's own method; return False if it has no graph."""
-    if not value.requires_grad:  # a callable without a module, whose outputs need no gradient
+    if not value.requires_grad:  # the outputs of a callable that is not a module may require no gradient
         return False
     engine = next((wrapper for wrapper in wrappers if hasattr(wrapper, BOUNDARY)), None)
     if engine is not None and (backward is None or engine in held):
-        backward = engine.backward  # accelerate's would also take the step
+        backward = engine.backward  # the backward of accelerate would also run the optimizer step
     (backward or Tensor.backward)(value)
     return True
 
@@ -232,7 +234,7 @@ def _backward(value: Tensor, wrappers: list[Any], held: list[Any], backward: Cal
 
 @contextmanager
 def without_reduction(wrappers: Iterable[Any]) -> Iterator[None]:
-    """Let gradients add up on each rank."""
+    """Accumulate gradients on each rank without reducing them."""
     with ExitStack() as stack:
         for wrapper in wrappers:
             if hasattr(wrapper, BOUNDARY):
@@ -248,7 +250,7 @@ def without_reduction(wrappers: Iterable[Any]) -> Iterator[None]:
 
 
 def check_reduced(wrappers: Iterable[Any]) -> None:
-    """Raise if DDP still waits for a gradient; it would raise in its next pass, after a step with wrong gradients."""
+    """Raise if DDP still waits for a gradient. DDP itself raises in its next pass only, after a wrong step."""
     for wrapper in wrappers:
         if isinstance(wrapper, DistributedDataParallel) and wrapper.require_backward_grad_sync:
             wrapper._check_reducer_finalized()
@@ -257,6 +259,6 @@ def check_reduced(wrappers: Iterable[Any]) -> None:
 def _in_first_static_backward(wrapper: Any) -> bool:
     """Return True before the first backward pass of DDP with ``static_graph``, which must reduce.
 
-    What has been averaged is averaged again with the rest, and stays as it is.
+    Averaging gradients that have been averaged before does not change them.
     """
     return getattr(wrapper, "static_graph", False) and not wrapper._static_graph_delay_allreduce_enqueued

@@ -1,4 +1,4 @@
-"""A size of micro-batches that is found by trials."""
+"""Size of micro-batches, found by trials."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from compopt.distributed.ranks import Ranks
 from compopt.gradient_cache.towers import BOUNDARY, SYNC, Tower, equal_sizes, holds_a_module, lengths
 
 RESET = "reset_iter_state"  # of FSDP2, since torch 2.13
-# What is said without torch.OutOfMemoryError: by other devices, and by CUDA libraries beside torch's allocator. The
-# first three are those of accelerate's should_reduce_batch_size.
+# Messages of errors other than torch.OutOfMemoryError, raised by other devices and by CUDA libraries that do not use
+# torch's allocator. The first three are those of accelerate's should_reduce_batch_size.
 OUT_OF_MEMORY = (
     "MPS backend out of memory",
     "can't allocate memory",
@@ -29,33 +29,34 @@ OUT_OF_MEMORY = (
 class FittingSize:
     """Size of micro-batches for :func:`gradient_cache` that is halved until a micro-batch fits in memory.
 
-    Before anything is accumulated, a trial encodes the largest micro-batch (the one with the most elements in tensors
-    and lists) with a graph and computes the gradients of the parameters, which are discarded. After an out-of-memory
-    error the size is halved, and the trial repeated. It leaves gradients, random states and running statistics as they
-    were, and the found size is used in both passes, so that results are those of a run with this size from the start.
-    Keep the object: later calls begin with ``size``.
+    Before any gradient is accumulated, a trial encodes the largest micro-batch (the one with the most elements in
+    tensors and lists) with a graph, and computes and discards the gradients of the parameters. After an out-of-memory
+    error the size is halved and the trial repeated. A trial does not change gradients, random states or running
+    statistics, and both passes use the size that was found. The results are therefore those of a run with this size
+    from the start. Keep the object: later calls begin with ``size``.
 
-    Each rank finds its own size, and ranks with fewer micro-batches are padded. A rank whose trial fails must not leave
-    others waiting, so that a trial communicates nothing: it calls the module inside DDP or a DeepSpeed engine, where
-    inputs have to be on the right device; under FSDP2 and ZeRO 3 each rank holds all parameters in a trial. FSDP1,
-    synchronised batch normalisation and reentrant activation checkpointing are refused. Other models must not
+    Each rank finds its own size, and ranks with fewer micro-batches are padded. A trial communicates nothing, so that a
+    failure on one rank does not block the others: it calls the module inside DDP or a DeepSpeed engine, for which the
+    inputs must be on the device of the module; under FSDP2 and ZeRO 3 each rank holds all parameters during a trial.
+    FSDP1, synchronised batch normalisation and reentrant activation checkpointing are refused. Other models must not
     communicate in their forward pass.
 
     Args:
-        size: the size to begin with, for all towers that share this object.
-        cut: ``(inputs, size) -> sizes``: the sizes of all micro-batches for a budget, such as one of tokens.
+        size: initial size, for all towers that share this object.
+        cut: ``(inputs, size) -> sizes``, the sizes of all micro-batches for a budget, for example of tokens.
             ``None``: ``size`` samples in each.
-        trials: number of calls that begin with a trial. Two by default: the optimizer makes its state between them.
-            ``None``: every call, for batches of various shapes.
+        trials: number of calls that begin with a trial. Two by default, since the optimizer allocates its state
+            between the first two calls. ``None``: every call, for batches of various shapes.
 
     State: ``size`` and the number of calls; not saved. Communication: with several ranks two small objects per trial;
-    under FSDP2 and ZeRO 3 three, and the parameters. ``trials`` must be the same on all ranks.
+    under FSDP2 and ZeRO 3 three small objects and the parameters. ``trials`` must be the same on all ranks.
 
     Raises:
-        ValueError: wrappers as above; a model that is no module, nor a method or a partial call of one.
-        RuntimeError: a size of 1 does not fit, or under FSDP2 and ZeRO 3 all parameters, here or on another rank; ranks
-            of which some begin with a trial.
-        TypeError: ``cut`` cannot be called.
+        ValueError: a wrapper or layer is refused, see above; the model is not a module, a method of a module, or a
+            partial call of one.
+        RuntimeError: micro-batches of size 1 do not fit in memory, or all parameters do not (under FSDP2 and ZeRO 3),
+            on this or another rank; only some ranks begin with a trial.
+        TypeError: ``cut`` is not callable.
 
     Source: ``find_executable_batch_size`` of accelerate, which repeats the whole training function.
 
@@ -94,7 +95,7 @@ class FittingSize:
 
 
 def with_trials(towers: list[Tower]) -> list[tuple[Tower, FittingSize]]:
-    """Return the towers that begin with a trial; refuse those whose trial other ranks would take part in."""
+    """Return the towers that begin with a trial; raise if a trial would communicate with other ranks."""
     sized = [(tower, tower.size) for tower in towers if isinstance(tower.size, FittingSize) and torch.is_grad_enabled()]
     due = [(tower, size) for tower, size in sized if size.trials is None or size.calls < size.trials]
     for tower, _ in due:
@@ -131,7 +132,7 @@ def fit(ranks: Ranks, towers: list[Tower], tried: list[tuple[Tower, FittingSize]
 
 
 def _fails(tower: Tower, size: FittingSize) -> bool:
-    """Return True, and halve the size, if the memory does not suffice for the largest micro-batch."""
+    """Run a trial; return True, and halve the size, if the largest micro-batch does not fit in memory."""
     try:
         tower.try_largest()
         return False
@@ -149,9 +150,9 @@ def _fails(tower: Tower, size: FittingSize) -> bool:
 
 @contextmanager
 def gathered(ranks: Ranks, wrappers: Iterable[Any]) -> Iterator[None]:
-    """Hold all parameters of FSDP2 and ZeRO 3 on each rank, so that passes communicate nothing."""
+    """Gather all parameters of FSDP2 and ZeRO 3 on each rank, so that passes communicate nothing."""
     sharded = [wrapper for wrapper in dict.fromkeys(wrappers) if hasattr(wrapper, SYNC) or _is_zero3(wrapper)]
-    if sharded:  # a rank without the memory must not leave others waiting for its parameters
+    if sharded:  # a rank that lacks the memory must not block the others in the all-gather
         ranks.agree(lambda: [room_for(wrapper) for wrapper in sharded])
     with ExitStack() as stack:
         for wrapper in sharded:
@@ -164,7 +165,7 @@ def _is_zero3(wrapper: Any) -> bool:
 
 
 def room_for(wrapper: Any) -> list[Tensor]:
-    """Allocate as much memory as parameters take that are not divided over ranks."""
+    """Allocate the memory of the unsharded parameters."""
     if _is_zero3(wrapper):
         found = [(getattr(p, "ds_numel", p.numel()), p.dtype, p.device) for p in wrapper.parameters()]
     else:  # in the precision and on the device of a pass: shards may be in float32, or offloaded
@@ -174,8 +175,8 @@ def room_for(wrapper: Any) -> list[Tensor]:
 
 
 def _groups_of_fsdp2(wrapper: Any) -> list[Any]:
-    """Return the groups of parameters that are gathered together."""
-    wrapper._get_fsdp_state()._lazy_init()  # sets what is read and kept here
+    """Return the FSDP2 parameter groups, each of which is gathered together."""
+    wrapper._get_fsdp_state()._lazy_init()  # sets the attributes that are read and restored here
     modules = [module for module in wrapper.modules() if hasattr(module, SYNC)]
     return [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
 

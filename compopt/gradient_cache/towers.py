@@ -1,4 +1,4 @@
-"""Encoders with their micro-batches: inputs that are cut, random numbers that are drawn twice, gradients by piece."""
+"""Encoders with their micro-batches: split inputs, replayed random numbers, gradients per micro-batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Column:
         self.gradient: Tensor | None = None
 
     def gradient_of(self, number: int, like: Tensor) -> Tensor:
-        """Return the gradient of a micro-batch; zeros for one that pads this rank to the largest number."""
+        """Return the gradient of a micro-batch; zeros for a padding micro-batch."""
         if self.gradient is None or number >= len(self.sizes):
             return torch.zeros_like(like, dtype=self.leaf.dtype)
         if self.is_tau:  # all micro-batches have the same temperature: each gets a share
@@ -47,17 +47,17 @@ class Tower:
     """An encoder with its micro-batches.
 
     Args:
-        model: the encoder, as it was given.
-        encode: how it is called, if that was given.
-        inputs: those of the whole batch.
+        model: the encoder, as passed by the user.
+        encode: function that calls the encoder; ``None``: call ``model`` itself.
+        inputs: inputs of the whole batch.
         size: samples per micro-batch.
 
     Attributes:
-        module: what ``model`` is, or is a method of, if that is known.
+        module: the module that ``model`` is, or is a method of; ``None`` for other callables.
         parts: inputs of the micro-batches.
-        trained: it is encoded again, for gradients.
-        wrappers: the modules in it that reduce gradients.
-        count: number of its micro-batches, with those that only keep other ranks company.
+        trained: the tower is encoded a second time, for gradients.
+        wrappers: modules inside the encoder that reduce gradients.
+        count: number of passes: micro-batches and padding.
         devices: accelerators that may draw random numbers.
         normalising, statistics: layers that normalise by the statistics of their inputs, and their buffers.
     """
@@ -78,16 +78,16 @@ class Tower:
         self.statistics = [buffer for layer in self.normalising for buffer in layer.buffers()]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that the module has now: FSDP2 replaces them when it gathers them."""
+        """Return the current parameters of the module; FSDP2 replaces parameters when it gathers them."""
         return [] if self.module is None else list(self.module.parameters())
 
     def split(self) -> None:
-        """Cut the inputs into micro-batches."""
+        """Split the inputs into micro-batches."""
         self.parts = split(self.inputs, self.size)
         self.count = len(self.parts)
 
     def outputs(self, number: int) -> list[Tensor]:
-        """Encode a micro-batch; one that pads this rank is its last one again."""
+        """Encode a micro-batch; padding micro-batches repeat the last one."""
         return outputs_of(self.model, self.encode, self.parts[min(number, len(self.parts) - 1)])
 
     def try_largest(self) -> None:
@@ -100,9 +100,9 @@ class Tower:
                 torch.autograd.grad(made, learned, [torch.zeros_like(z) for z in made], allow_unused=True)
 
     def encode_all(self) -> list[Column]:
-        """Encode all micro-batches without a graph, and note the random state of each."""
+        """Encode all micro-batches without a graph, and store the random state of each."""
         self._states, made = [], []
-        # what has no trainable parameter makes no graph, unless it uses a prompt, or inputs, that learn
+        # a tower without trainable parameters makes a graph only for inputs, or prompts, that require a gradient
         frozen = torch.is_grad_enabled() and not self.trained
         for number in range(self.count):
             self._states.append(random_state(self.devices))
@@ -122,7 +122,7 @@ class Tower:
 
 
 def new_towers(model: Any, batch: Any, sizes: Any, encode: Encode | None, update_once: bool) -> list[Tower]:
-    """Return the towers, one for a single model; refuse batch normalisation unless it is to ``update_once``."""
+    """Return the towers, one for a single model; refuse batch normalisation unless ``update_once`` is set."""
     if not isinstance(model, tuple | list):
         model, batch, sizes = [model], [batch], [sizes]
     elif not isinstance(batch, tuple | list) or len(batch) != len(model) or len(model) > 3:
@@ -162,7 +162,7 @@ def wrappers_in(module: nn.Module) -> list[Any]:
 
 
 def holds_a_module(model: Any) -> bool:
-    """Return True for a wrapper whose ``module`` runs without it."""
+    """Return True for a wrapper with an attribute ``module`` that can run without the wrapper."""
     return hasattr(model, BOUNDARY) or isinstance(model, DistributedDataParallel)
 
 
@@ -170,7 +170,7 @@ def holds_a_module(model: Any) -> bool:
 
 
 def _map(function: Callable[[Any], Any], inputs: Any) -> Any:
-    """Return inputs with a function of each tensor and list that has an entry per sample, at any depth."""
+    """Apply a function to every tensor and list with an entry per sample, at any depth of the inputs."""
     if isinstance(inputs, Mapping):
         return {key: _map(function, value) for key, value in inputs.items()}
     if isinstance(inputs, tuple):
@@ -186,17 +186,17 @@ def _columns(inputs: Any) -> list[Tensor | list[Any]]:
 
 
 def lengths(inputs: Any) -> set[int]:
-    """Return the numbers of samples that tensors and lists have."""
+    """Return the set of lengths of all tensors and lists."""
     return {len(column) for column in _columns(inputs)}
 
 
 def _amount(inputs: Any) -> int:
-    """Return the number of elements of tensors and lists."""
+    """Return the total number of elements of all tensors and lists."""
     return sum(column.numel() if isinstance(column, Tensor) else len(column) for column in _columns(inputs))
 
 
 def split(inputs: Any, size: Sizes) -> list[Any]:
-    """Cut inputs into micro-batches."""
+    """Split inputs into micro-batches."""
     found = lengths(inputs)
     if len(found) != 1:
         raise ValueError(f"inputs must have one entry per sample in every tensor and list, got lengths {found or 0}")
@@ -212,7 +212,7 @@ def split(inputs: Any, size: Sizes) -> list[Any]:
 
 
 def equal_sizes(length: int, size: int) -> list[int]:
-    """Return sizes of micro-batches, of which the last may be smaller; one of 0 for no samples."""
+    """Return sizes of micro-batches, with a smaller last one if necessary; ``[0]`` for no samples."""
     return [min(size, length - start) for start in range(0, length, size)] or [0]
 
 
@@ -252,7 +252,7 @@ def random_state(devices: Sequence[torch.device]) -> list[Tensor]:
 
 @contextmanager
 def replayed(states: list[Tensor], devices: Sequence[torch.device]) -> Iterator[None]:
-    """Draw the random numbers that followed a state, and then go on where the generators were."""
+    """Set the generators to given states inside the context, and restore the current states afterwards."""
     kind = {"device_type": devices[0].type} if devices else {}
     with torch.random.fork_rng(devices, **kind):
         torch.set_rng_state(states[0])
@@ -263,7 +263,7 @@ def replayed(states: list[Tensor], devices: Sequence[torch.device]) -> Iterator[
 
 @contextmanager
 def kept(buffers: Iterable[Tensor]) -> Iterator[None]:
-    """Give buffers the values back that they have now."""
+    """Restore the current values of buffers on exit."""
     values = [(buffer, buffer.clone()) for buffer in buffers]
     try:
         yield

@@ -1,14 +1,14 @@
-"""Thin adapters; none of them is imported unless it is asked for.
+"""Adapters for training frameworks; each module is imported at its first use.
 
-``est.attach(optimizer)`` alone serves plain torch, DDP, FSDP2 and DeepSpeed engines. These modules cover what a hook
-of the optimizer cannot see, and checkpoints of frameworks that would keep one rank's rows only:
+``est.attach(optimizer)`` suffices for plain torch, DDP, FSDP2 and DeepSpeed engines. These modules handle events that
+no hook of the optimizer can observe, and checkpoints of frameworks that would contain the rows of one rank only:
 
-- :mod:`compopt.integrations.amp`: a ``GradScaler`` that skips an update without touching the optimizer.
+- :mod:`compopt.integrations.amp`: a ``GradScaler`` that skips an update without calling the optimizer.
 - :mod:`compopt.integrations.accelerate`: ``attach``, ``register_for_checkpointing``.
 - :mod:`compopt.integrations.deepspeed`: ``save_checkpoint``, ``load_checkpoint``.
 - :mod:`compopt.integrations.dcp`: ``Stateful`` for ``torch.distributed.checkpoint``.
 - :mod:`compopt.integrations.transformers`: ``EstimatorCallback`` for the ``Trainer`` of transformers.
-- :mod:`compopt.integrations.lightning`: ``EstimatorCallback`` for Lightning's.
+- :mod:`compopt.integrations.lightning`: ``EstimatorCallback`` for the ``Trainer`` of Lightning.
 - :mod:`compopt.integrations.sentence_transformers`: losses for its trainer, and ``add_index`` for its data sets.
 - :mod:`compopt.integrations.open_clip`: open_clip's own trainer with an estimator, as a command.
 """

@@ -1,4 +1,4 @@
-"""Hugging Face accelerate: commits, and rows in ``save_state``."""
+"""Hugging Face accelerate: commits, and rows in the checkpoints of ``save_state``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from compopt.integrations.refusals import warn_alone
 
 
 def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle:
-    """Commit after each real update that accelerate makes; a skipped one discards. Call it after ``prepare``.
+    """Commit after each update by accelerate, and discard at a skipped update. Call it after ``prepare``.
 
-    The hook is on the object that reports skips: DeepSpeed's engine, which counts them (the update, and so the commit,
-    then happens inside ``accelerator.backward``), or the optimizer and the scaler of ``mixed_precision="fp16"``.
-    Micro-batches inside ``accelerator.accumulate`` join one commit.
+    The hook is registered with the object that reports skipped updates: the engine of DeepSpeed (the update, and thus
+    the commit, is then part of ``accelerator.backward``), or the optimizer and the scaler of
+    ``mixed_precision="fp16"``. Micro-batches inside ``accelerator.accumulate`` are committed together.
 
     Args:
-        est: the estimator; built after the ``Accelerator``, so that it sees the process group.
+        est: the estimator; it must be built after the ``Accelerator``, which creates the process group.
         optimizer: the optimizer that ``accelerator.prepare`` returned.
         accelerator: the ``accelerate.Accelerator``.
 
@@ -30,12 +30,13 @@ def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle:
         A handle with ``remove()``.
 
     Raises:
-        TypeError: no torch optimizer is inside ``optimizer``.
+        TypeError: ``optimizer`` is not, and does not wrap, a torch optimizer.
 
     Communicates: nothing.
 
     Warns:
-        UserWarning: a launcher started several processes, and accelerate made no group of them: each trains alone.
+        UserWarning: a launcher started several processes, but accelerate created no process group: each process
+            trains alone.
 
     Example:
         >>> import accelerate, torch, compopt
@@ -62,26 +63,27 @@ def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle:
 def register_for_checkpointing(
     est: Estimator, accelerator: Any, name: str = "compopt", blocking: bool = True
 ) -> _CheckpointEntry:
-    """Let ``accelerator.save_state`` and ``load_state`` carry the estimator, every rank's rows included.
+    """Include the estimator, with the rows of every rank, in ``accelerator.save_state`` and ``load_state``.
 
-    accelerate writes what is registered with its own method of this name on the main process only, and gives that to
-    every rank. Here each rank writes its own rows with :func:`compopt.save` into ``<output_dir>/<name>``, and
-    accelerate keeps only which checkpoint that was; ``load_state`` loads this very one, on any number of ranks.
+    The method of accelerate with this name writes objects on the main process only, and loads them on every rank. This
+    function makes each rank write its own rows with :func:`compopt.save` into ``<output_dir>/<name>``, and registers
+    only the name of that checkpoint with accelerate; ``load_state`` loads exactly this checkpoint, on any number of
+    ranks.
 
     Args:
         est: the estimator.
         accelerator: the ``accelerate.Accelerator``.
-        name: folder inside the checkpoint; another one for every estimator.
-        blocking: ``False``: ``save_state`` returns while threads write the rows, and its folder is complete once
-            ``wait()`` of what this returns has come back; see :func:`compopt.save`.
+        name: folder inside the checkpoint; must be different for each estimator.
+        blocking: ``False``: ``save_state`` returns while threads write the rows, and its folder is complete when
+            ``wait()`` of the returned object returns; see :func:`compopt.save`.
 
     Returns:
-        An object with ``wait()``, which waits for the rows of the last ``save_state`` and raises what went wrong.
+        An object with ``wait()``, which waits for the rows of the last ``save_state`` and raises errors of the writer.
 
     Raises:
-        FileNotFoundError, ValueError: at ``load_state``: rows of another save, damaged, or of another configuration;
-            estimators registered in another order.
-        OSError, RuntimeError: at ``save_state``, see :func:`compopt.save`.
+        FileNotFoundError, ValueError: in ``load_state``: the rows are missing, damaged, or of another configuration;
+            estimators were registered in another order.
+        OSError, RuntimeError: in ``save_state``, see :func:`compopt.save`.
 
     Communicates: collective when saving and loading, see :func:`compopt.save`.
 
@@ -101,7 +103,7 @@ def register_for_checkpointing(
 
 
 class _CheckpointEntry:
-    """Entry of accelerate's pickle: the name of the checkpoint of rows that belongs to it."""
+    """Object that accelerate pickles: the name of the checkpoint of rows."""
 
     def __init__(self, est: Estimator, name: str, blocking: bool) -> None:
         self._est, self._name, self._blocking = est, name, blocking
@@ -109,13 +111,13 @@ class _CheckpointEntry:
         self._handle: SaveHandle | None = None
 
     def wait(self) -> None:
-        """Wait until the rows of the last ``save_state`` are complete; raise what went wrong."""
+        """Wait until the rows of the last ``save_state`` are complete; raise errors of the writer."""
         if self._handle is not None:
             self._handle.wait()
 
     def save(self, models: list[Any], weights: list[Any], output_dir: str | os.PathLike[str]) -> None:
-        # accelerate calls this on every rank before state_dict; rows of an earlier save into this folder stay, for a
-        # run that is killed before accelerate has written its own files
+        # accelerate calls this on every rank before state_dict. Rows of an earlier save in this folder are not removed:
+        # the run may be killed before accelerate has written its own files.
         folder = Path(output_dir) / self._name
         if self._blocking:
             self._saved = save(self._est, folder).name

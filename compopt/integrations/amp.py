@@ -11,27 +11,28 @@ from torch.utils.hooks import RemovableHandle
 from compopt.estimator.attach import unwrap
 from compopt.estimator.base import Estimator
 
-_SKIPS = "_compopt_skips"  # attribute of a scaler: by handle, the optimizer and the method to call when it is skipped
+_SKIPS = "_compopt_skips"  # attribute of a scaler: by handle, optimizer and method to call on skips
 
 
 def attach(est: Estimator, optimizer: Any, scaler: Any = None) -> RemovableHandle:
     """Call ``est.attach(optimizer)``, and ``est.discard()`` whenever the scaler skips a step of this optimizer.
 
-    An unfused optimizer is not called at all on a skip, so that no hook of it can tell. ``scaler.step`` is replaced,
-    on this instance, by one that sees whether the optimizer's hooks ran; nothing of the scaler's internals is used
-    and nothing synchronises. A fused optimizer is called on skips too; ``est.attach`` deals with these.
+    For a skipped step the scaler does not call an unfused optimizer, so that no hook of the optimizer runs.
+    ``scaler.step`` of this instance is replaced by a function that checks whether the optimizer's hooks ran, without
+    the scaler's internals and without synchronisation. A fused optimizer is also called for skipped steps;
+    ``est.attach`` handles this case.
 
     Args:
         est: the estimator.
         optimizer: see :meth:`~compopt.Estimator.attach`.
-        scaler: a ``torch.amp.GradScaler``, which keeps ``state_dict()`` but can no longer be pickled. ``None``: there
-            is none, and this is ``est.attach``.
+        scaler: a ``torch.amp.GradScaler``; its ``state_dict()`` still works, but it can no longer be pickled. ``None``:
+            no scaler, the same as ``est.attach``.
 
     Returns:
         A handle with ``remove()``; the scaler's ``step`` stays replaced.
 
     Raises:
-        TypeError: no torch optimizer is inside ``optimizer``.
+        TypeError: ``optimizer`` is not, and does not wrap, a torch optimizer.
 
     Communicates: nothing.
 
@@ -53,17 +54,17 @@ def attach(est: Estimator, optimizer: Any, scaler: Any = None) -> RemovableHandl
             _report_skips(scaler)
         skips = getattr(scaler, _SKIPS)
         skips[handle.id] = unwrap(optimizer), WeakMethod(est.discard)
-        handle.extra_dict_ref += (ref(skips),)  # remove() takes the entry out too
+        handle.extra_dict_ref += (ref(skips),)  # remove() also removes the entry
     return handle
 
 
 def _report_skips(scaler: Any) -> None:
-    """Replace ``scaler.step`` by one that calls ``discard`` where no hook of the optimizer ran."""
+    """Replace ``scaler.step`` by a function that calls ``discard`` if no hook of the optimizer ran."""
     skips: OrderedDict[int, tuple[Any, WeakMethod[Any]]] = OrderedDict()  # a plain dict has no weak references
     original = scaler.step
 
     def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        # a hook for this one call: an optimizer may be stepped outside of the scaler, too
+        # register a hook for this call only: the optimizer may also step outside of the scaler
         inner, ran = unwrap(optimizer), []
         handle = inner.register_step_post_hook(lambda *_: ran.append(True))
         try:

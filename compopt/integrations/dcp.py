@@ -1,9 +1,9 @@
 """``torch.distributed.checkpoint``: each rank writes a part of the rows, with checksums.
 
-An estimator is a ``Stateful`` by itself: in ``dcp.save({"compopt": est}, ...)`` its state is whole on every rank, of
-which dcp writes one. :class:`Stateful` makes each of K ranks copy and write n / K rows, and adds what dcp lacks: it
-notices values that changed on the disk, and carries a network's optimizer to an estimator that has not trained yet.
-Tables beyond memory are for :func:`compopt.save`. It needs torch 2.5.
+An estimator implements ``Stateful`` itself: in ``dcp.save({"compopt": est}, ...)`` every rank has the whole state, and
+dcp writes that of one rank. With :class:`Stateful` each of K ranks copies and writes n / K rows. It also adds features
+that dcp lacks: checksums detect values that changed on disk, and the optimizer state of a network is loaded into an
+estimator that has not been trained yet. For tables larger than memory use :func:`compopt.save`. Requires torch 2.5.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ try:
 except ImportError as error:
     raise ImportError(f"compopt.integrations.dcp needs torch 2.5 or newer, not {torch.__version__}") from error
 
-# Odd 64-bit constants (2^64 over the golden ratio; of splitmix64): a multiplication loses no bit.
+# Odd 64-bit constants (2^64 / golden ratio; a constant of SplitMix64): multiplication by an odd number is invertible.
 _SPREAD, _MIX = -7046029254386353131, -4658895280553007687
 
 
 class Stateful:
-    """Adapter that ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` take for an estimator.
+    """Adapter of an estimator for ``dcp.save``, ``dcp.async_save`` and ``dcp.load``.
 
-    ``dcp.save({"model": ..., "compopt": Stateful(est)}, checkpoint_id=...)``. The number of ranks, ``shard`` and
-    ``offload`` may differ between writer and reader. Rows go into DTensors on the CPU, a contiguous part per rank, in
-    dcp's own format; the rest is one value of bytes: configuration, groups, state that is not rows, checksums.
+    Use ``dcp.save({"model": ..., "compopt": Stateful(est)}, checkpoint_id=...)``. The number of ranks, ``shard`` and
+    ``offload`` may differ between writer and reader. Rows are saved as DTensors on the CPU, a contiguous part per rank,
+    in dcp's own format. The rest is one value of bytes: configuration, groups, state other than rows, checksums.
 
-    ``dcp.load`` reads into a copy; the estimator takes it over if all of it fits, on every rank, and is as it was
-    otherwise. Errors that dcp itself finds (another n, a column that is not there) are its ``CheckpointException``,
-    which ``except Exception`` does not catch.
+    ``dcp.load`` reads into a copy, which replaces the state of the estimator if all checks pass on every rank;
+    otherwise the estimator is unchanged. Errors that dcp itself detects (another n, a missing column) are raised as
+    ``CheckpointException``, which ``except Exception`` does not catch.
 
     Args:
-        est: the estimator; what is kept is the estimator's.
+        est: the estimator. The adapter itself has no state.
 
     Raises:
         RuntimeError: ``est`` is a part of another estimator.
-        ValueError: at ``dcp.load``, see :meth:`load_state_dict`.
+        ValueError: in ``dcp.load``, see :meth:`load_state_dict`.
 
     Communicates: each method is collective.
 
@@ -65,11 +65,11 @@ class Stateful:
         self.est = est
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy all committed state, of the rows this rank's part; ``state_dict`` pre-hooks run. Collective.
+        """Copy the committed state, with this rank's part of the rows; ``state_dict`` pre-hooks run. Collective.
 
         Returns:
-            ``"rows"``: by column ``(n, 2)`` or ``(n, 1)``, a DTensor on the CPU, of one rank a tensor; ``"rest"``:
-            bytes.
+            ``"rows"``: by column, ``(n, 2)`` or ``(n, 1)``, a DTensor on the CPU, or a tensor with one rank;
+            ``"rest"``: bytes.
         """
         est = self.est
         engine = est._engine
@@ -83,14 +83,14 @@ class Stateful:
         return {"rows": _distributed(est, parts), "rest": _packed(about, extra)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Fill the estimator; drops anything pending; ``load_state_dict`` post-hooks run. Collective.
+        """Load a state; discard pending deposits; ``load_state_dict`` post-hooks run. Collective.
 
         Args:
-            state_dict: as :meth:`state_dict` returned it, filled by dcp.
+            state_dict: result of :meth:`state_dict`, filled by dcp.
 
         Raises:
-            ValueError: another mode, method, dtype, option or data_fingerprint, with both values; rows that are not
-                those that were saved, with their column.
+            ValueError: mode, method, dtype, an option or data_fingerprint differ (the message has both values); rows
+                are not those that were saved (the message has their column).
         """
         est = self.est
         engine = est._engine
@@ -109,20 +109,20 @@ class Stateful:
 
 
 def _share(engine: Engine, rank: int | None = None) -> range:
-    """Return the rows of a rank (this one) where ``Shard(0)`` of DTensor divides them."""
+    """Return the rows of a rank (default: this rank) in the division of DTensor's ``Shard(0)``."""
     n, ranks = engine.groups.n or 0, engine.ranks
     each, rank = -(-n // ranks.size), ranks.rank if rank is None else rank
     return range(min(n, rank * each), min(n, (rank + 1) * each))
 
 
 def _load_shares(engine: Engine, own: Mapping[str, Tensor]) -> None:
-    """Overwrite all rows with those of all ranks' shares, ``(share, D)`` on each. Collective."""
+    """Overwrite all rows with the shares of all ranks, ``(share, D)`` on each rank. Collective."""
     if engine.table is None:
         return
     shares = [_share(engine, rank) for rank in range(engine.ranks.size)]
 
     def parts() -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        # In each round every rank sends the next piece of its share, so that all have the same work.
+        # in each round every rank sends the next block of its share, so that the work is balanced
         for block in tables.blocks(range(len(shares[0]))):
             at = slice(block.start, block.stop)
             rows = [tables.numbers(share[at]) for share in shares]
@@ -147,17 +147,17 @@ def _distributed(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _checksums(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a checksum of each column's values and their rows, however ranks divide them. Collective."""
+    """Return a checksum per column of values and rows, independent of the number of ranks. Collective."""
     engine = est._engine
     if not parts:
         return {}
     everyone = engine.ranks.gather_objects([_checksum(part, _share(engine).start).item() for part in parts.values()])
-    sums = torch.tensor(everyone, dtype=torch.int64, device="cpu").sum(0)  # of which the last 64 bits are kept
+    sums = torch.tensor(everyone, dtype=torch.int64, device="cpu").sum(0)  # modulo 2^64
     return dict(zip(parts, sums.tolist(), strict=True))
 
 
 def _checksum(part: Tensor, first: int) -> Tensor:
-    """Sum the bits of all values, mixed with their places: any one bit that flips changes the sum."""
+    """Return a sum over all values mixed with their positions; any single flipped bit changes the sum."""
     total = torch.zeros((), dtype=torch.int64, device="cpu")
     for at in tables.blocks(range(len(part))):
         block = part[at.start : at.stop].contiguous()
@@ -173,7 +173,7 @@ def _checksum(part: Tensor, first: int) -> Tensor:
 
 
 def _packed(about: Mapping[str, Any], extra: Mapping[str, Tensor]) -> bytes:
-    """Return a CRC-32 in eight hexadecimal digits and a safetensors file, with everything else in its metadata."""
+    """Return a CRC-32 in eight hexadecimal digits, and a safetensors file with ``about`` in its metadata."""
     from safetensors.torch import save as to_bytes
 
     content = to_bytes({name: value.contiguous() for name, value in extra.items()}, {"about": json.dumps(about)})
@@ -181,7 +181,7 @@ def _packed(about: Mapping[str, Any], extra: Mapping[str, Tensor]) -> bytes:
 
 
 def _checked(est: Estimator, packed: Any) -> dict[str, Any]:
-    """Return the rest in the form of ``est.state_dict()``, checked against the estimator."""
+    """Return the unpacked rest in the form of ``est.state_dict()``, after checks against the estimator."""
     from safetensors.torch import load as from_bytes
 
     if not isinstance(packed, bytes) or packed[:8] != f"{zlib.crc32(packed[8:]):08x}".encode():
@@ -200,7 +200,7 @@ def _checked(est: Estimator, packed: Any) -> dict[str, Any]:
 
 
 def _check_rows(est: Estimator, saved: Mapping[str, int], found: Mapping[str, int], parts: Mapping[str, Any]) -> None:
-    """Refuse rows that are not those that were saved, or that no run writes."""
+    """Raise if rows are not those that were saved, or have invalid values."""
     if saved.keys() - found.keys():
         raise ValueError(f"rows must have the columns {sorted(saved)} of the checkpoint, got {sorted(found)}")
     for name in found:

@@ -1,4 +1,4 @@
-"""DeepSpeed: rows beside the engine's checkpoints. Commits need only ``est.attach(engine)``."""
+"""DeepSpeed: rows in the engine's checkpoints. For commits, ``est.attach(engine)`` suffices."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def save_checkpoint(
     client_state: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Call ``engine.save_checkpoint(...)``, with the rows of every rank in ``<save_dir>/<tag>/compopt``.
+    """Call ``engine.save_checkpoint(...)``, and save the rows of every rank in ``<save_dir>/<tag>/compopt``.
 
-    DeepSpeed keeps one rank's ``client_state``, under ZeRO 3 every rank's; it gets only the name of the rows'
-    checkpoint. The rows are written first: a run killed in between resumes from the previous tag.
+    DeepSpeed saves the ``client_state`` of one rank, under ZeRO 3 of every rank; only the name of the checkpoint of
+    rows is added to it. The rows are written first: a run that is killed in between resumes from the previous tag.
 
-    ``ds_to_universal`` does not copy the rows: :func:`load_checkpoint` finds them where ``<tag>`` lies beside the
-    universal checkpoint; otherwise copy ``<tag>/compopt`` into that.
+    ``ds_to_universal`` does not copy the rows. :func:`load_checkpoint` finds them if ``<tag>`` and the universal
+    checkpoint are in the same folder; otherwise copy ``<tag>/compopt`` into the universal checkpoint.
 
     Args:
         engine: the engine that ``deepspeed.initialize`` returned.
         est: the estimator.
-        save_dir, tag, client_state, options: arguments of the engine's method; ``tag=None`` is ``global_step<N>``.
+        save_dir, tag, client_state, options: arguments of the engine's method; ``tag=None``: ``global_step<N>``.
 
     Returns:
-        The engine's result.
+        The result of the engine's method.
 
     Raises:
         ValueError: ``client_state`` has a key ``"compopt"``.
-        OSError, RuntimeError: see :func:`compopt.save`; the engine has then written nothing.
+        OSError, RuntimeError: see :func:`compopt.save`; the engine has written nothing in this case.
 
     Communicates: collective, as the engine's method.
     """
@@ -57,21 +57,21 @@ def load_checkpoint(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Call ``engine.load_checkpoint(...)``, then load the rows that were saved with it, on any number of ranks.
 
-    The rows of a universal checkpoint are those of the tag that it was made from, see :func:`save_checkpoint`.
+    The rows of a universal checkpoint are those of the tag from which it was converted, see :func:`save_checkpoint`.
 
     Args:
         engine: the engine that ``deepspeed.initialize`` returned.
         est: an estimator of the same configuration.
-        load_dir, tag, options: arguments of the engine's method; ``tag=None`` is the latest.
+        load_dir, tag, options: arguments of the engine's method; ``tag=None``: the latest tag.
 
     Returns:
-        ``(path, client_state)`` as the engine returns them, without compopt's entry. If the engine finds nothing
-        (``path`` is ``None``), the estimator is as it was.
+        ``(path, client_state)`` of the engine, without compopt's entry. If the engine finds no checkpoint (``path`` is
+        ``None``), the estimator is unchanged.
 
     Raises:
         ValueError: the checkpoint was saved without rows.
-        FileNotFoundError, ValueError: rows missing, damaged, or of another configuration. The engine has then been
-            loaded already.
+        FileNotFoundError, ValueError: the rows are missing, damaged, or of another configuration. The engine has
+            already been loaded in this case.
 
     Communicates: collective, as the engine's method.
     """
@@ -82,10 +82,10 @@ def load_checkpoint(
     if KEY not in client_state:
         raise ValueError(f"{path} was saved without rows: save with compopt.integrations.deepspeed.save_checkpoint")
     saved = client_state.pop(KEY)
-    # what the engine returns is a file in some versions, the tag's directory in others
+    # the engine returns a file in some versions, and the tag's directory in others
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     rows = folder / KEY / saved["checkpoint"]
-    if not rows.exists():  # a universal checkpoint: the rows are in another tag beside it; no two have one name
+    if not rows.exists():  # a universal checkpoint: the rows are in another tag of the folder; their names are unique
         rows = next(iter(folder.parent.glob(f"*/{KEY}/{saved['checkpoint']}")), rows)
     load_rows(
         est,

@@ -1,4 +1,4 @@
-"""Lightning: commits under any strategy and precision, and rows in its checkpoints."""
+"""Lightning: commits under any strategy and precision, and rows in checkpoints."""
 
 from __future__ import annotations
 
@@ -22,42 +22,43 @@ KEY = "compopt"
 
 
 class EstimatorCallback(Callback):
-    """Commit after each real update of a Lightning ``Trainer``, and keep the rows of all ranks in its checkpoints.
+    """Commit after each update of a Lightning ``Trainer``, and save the rows of all ranks in its checkpoints.
 
-    Accumulated batches join one commit; a step that is skipped for overflow (``16-mixed``, DeepSpeed) commits nothing.
-    Whenever Lightning logs, ``info_nce`` of the last batch is logged as well, see :attr:`ContrastiveEstimator.metrics`;
-    of an attribute other than ``est`` as ``<attribute>/info_nce``.
+    Accumulated batches are committed together; a step skipped after overflow (``16-mixed``, DeepSpeed) commits nothing.
+    Whenever Lightning logs, the callback logs ``info_nce`` of the last batch, see :attr:`ContrastiveEstimator.metrics`;
+    for an attribute other than ``est`` under the name ``<attribute>/info_nce``.
 
-    *Rows inside the checkpoint*, the default: ``save_top_k``, remote paths, directories of FSDP and DeepSpeed, and
-    ``ckpt_path`` apply to the rows too. Meanwhile every rank has a copy of the whole table in memory, which takes as
-    long as writing so many bytes: fine up to some ten million samples.
+    *Rows inside the checkpoint* (default): ``save_top_k``, remote paths, directories of FSDP and DeepSpeed, and
+    ``ckpt_path`` apply to the rows too. While saving, every rank holds a copy of the whole table in memory; creating
+    the copy takes the time to write its bytes. Suitable for up to about ten million samples.
 
-    *Rows in* ``directory``, for larger tables: each rank writes its own with :func:`compopt.save`, and the checkpoint
-    has the name of that save. Lightning has no hook for checkpoints that it removes: the last ``keep`` saves stay,
-    independently of ``save_top_k``; loading a checkpoint whose rows are gone raises an error.
+    *Rows in* ``directory``, for larger tables: each rank writes its own rows with :func:`compopt.save`, and the
+    checkpoint contains the name of that save. Lightning has no hook for checkpoints that it removes: the last ``keep``
+    saves are kept, independently of ``save_top_k``; loading a checkpoint without its rows raises an error.
 
-    Checkpoints with ``save_weights_only=True`` have no rows. ``validate``, ``test`` and ``predict`` load none.
+    Checkpoints with ``save_weights_only=True`` have no rows. ``validate``, ``test`` and ``predict`` load no rows.
 
     Args:
-        est: path of the estimator in the ``LightningModule``, ``"loss.est"`` for example: an attribute that its
-            ``setup`` makes, when the process group is there. Several estimators have a callback each.
-        optimizer: position, in the result of ``configure_optimizers``, of the optimizer whose step commits. ``None``:
-            there is only one.
-        directory: on a file system that all ranks see; of this estimator and this run alone.
-        keep: number of saves that ``directory`` keeps.
+        est: path of the estimator in the ``LightningModule``, for example ``"loss.est"``: an attribute that its
+            ``setup`` creates, when the process group exists. Use one callback per estimator.
+        optimizer: position, in the result of ``configure_optimizers``, of the optimizer that commits with its step.
+            ``None``: the only optimizer.
+        directory: folder on a file system shared by all ranks, used by this estimator and this run only.
+        keep: number of saves to keep in ``directory``.
 
     Raises:
-        ValueError: when fitting begins: several optimizers and none chosen, a loader with ``drop_last=False`` on
-            several ranks, an estimator that was built too early; with ``ckpt_path``: a checkpoint without rows.
-        TypeError: the attribute ``est`` of the module is no estimator.
+        ValueError: at the start of fitting: there are several optimizers and ``optimizer`` is ``None``, a loader has
+            ``drop_last=False`` on several ranks, or the estimator was built before the process group; with
+            ``ckpt_path``: the checkpoint has no rows.
+        TypeError: the attribute ``est`` of the module is not an estimator.
         FileNotFoundError: the rows of the checkpoint are no longer in ``directory``.
-        ValueError, OSError, RuntimeError: when rows are saved or loaded, see :func:`compopt.save` and
+        ValueError, OSError, RuntimeError: in saving and loading of rows, see :func:`compopt.save` and
             :func:`compopt.load`.
 
     Warns:
-        UserWarning: a launcher started several processes, and the Trainer knows of one.
+        UserWarning: a launcher started several processes, but the Trainer uses one process.
 
-    Communicates: collective when saving and loading with a ``directory``, and, without, where the state is
+    Communicates: saving and loading are collective with a ``directory``, and also without if the state is
     :attr:`~compopt.Estimator.split`; commits communicate nothing.
 
     Example:
@@ -90,7 +91,7 @@ class EstimatorCallback(Callback):
         self.directory = None if directory is None else Path(directory)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach to the optimizer, scaler or engine, which exist by now."""
+        """Attach to the optimizer, scaler or engine."""
         est = self._estimator(pl_module)
         refuse_ranks(est, trainer.world_size, f"in setup() of the LightningModule, as self.{self.est}")
         warn_alone(trainer.world_size, "tell it how many devices there are: Trainer(devices=...)")
@@ -106,20 +107,20 @@ class EstimatorCallback(Callback):
         amp.attach(est, trainer.optimizers[self.optimizer or 0], scaler)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check the loaders, which exist by now; a ``ValueError`` for ``drop_last=False`` on several ranks."""
+        """Check the loaders; raise a ``ValueError`` for ``drop_last=False`` on several ranks."""
         for loader in CombinedLoader(trainer.train_dataloader).flattened:
             drop_last = getattr(getattr(loader, "batch_sampler", None), "drop_last", True)
             refuse_last_batch(trainer.world_size, drop_last, "DataLoader(..., drop_last=True)")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the cross-entropy of the batch when Lightning is about to log."""
-        if trainer._logger_connector.should_update_logs:  # as Lightning's own callbacks ask
+        """Log the cross-entropy of the batch in steps in which Lightning logs."""
+        if trainer._logger_connector.should_update_logs:  # the condition that Lightning's own callbacks use
             value = self._estimator(pl_module).metrics.get("info_nce")
             if value is not None:
                 pl_module.log("info_nce" if self.est == "est" else f"{self.est}/info_nce", value)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Put the rows, or the name of their checkpoint, into Lightning's; on every rank, before it writes."""
+        """Add the rows, or the name of their save, to Lightning's checkpoint, on every rank before it is written."""
         est = self._estimator(pl_module)
         saved = checkpoint.setdefault(KEY, {}).setdefault(self.est, {})
         if self.directory is None:
@@ -128,7 +129,7 @@ class EstimatorCallback(Callback):
             saved["checkpoint"] = save(est, self.directory, keep=self.keep).name
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Load the rows of a checkpoint to fit from, on every rank."""
+        """Load the rows of the checkpoint from which fitting resumes, on every rank."""
         if trainer.state.fn != "fit":
             return
         saved = checkpoint.get(KEY, {}).get(self.est)

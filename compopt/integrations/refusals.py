@@ -1,4 +1,4 @@
-"""Checks and messages that the integrations share."""
+"""Checks and messages shared by the integrations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compopt.estimator.base import Estimator
 
 
 def refuse_ranks(est: Estimator, ranks: int, where: str) -> None:
-    """Refuse an estimator that was built before the process group: each rank would keep rows of its own."""
+    """Raise if the estimator was built before the process group: each rank would store rows of its own."""
     if ranks > 1 and est._engine.ranks.group is None:
         raise ValueError(
             f"{ranks} processes train, and the estimator was built before their process group: each would train on "
@@ -20,7 +20,7 @@ def refuse_ranks(est: Estimator, ranks: int, where: str) -> None:
 
 
 def warn_alone(ranks: int, remedy: str) -> None:
-    """Warn if a launcher started several processes and the trainer knows of one."""
+    """Warn if a launcher started several processes but the trainer uses one process."""
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched > 1 and ranks == 1:
         warnings.warn(
@@ -31,7 +31,7 @@ def warn_alone(ranks: int, remedy: str) -> None:
 
 
 def refuse_last_batch(ranks: int, drop_last: bool, remedy: str) -> None:
-    """Refuse smaller last batches on several ranks, where they repeat samples or differ between ranks."""
+    """Raise for smaller last batches on several ranks, since they repeat samples or differ between ranks."""
     if ranks > 1 and not drop_last:
         raise ValueError(
             f"{ranks} processes share the data, and the last, smaller batch is kept: trainers fill it up with samples "
@@ -40,7 +40,7 @@ def refuse_last_batch(ranks: int, drop_last: bool, remedy: str) -> None:
 
 
 def load_rows(est: Estimator, rows: Path, remedy: str) -> None:
-    """Load the rows that belong to a trainer's checkpoint; if they are missing, the error says what to do."""
+    """Load the rows of a trainer's checkpoint; if rows are missing, add ``remedy`` to the error."""
     try:
         load(est, rows)
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Hugging Face ``Trainer``: commits, and rows inside each ``checkpoint-N``."""
+"""Hugging Face ``Trainer``: commits, and rows in each ``checkpoint-N``."""
 
 from __future__ import annotations
 
@@ -21,56 +21,56 @@ from compopt.integrations import accelerate
 from compopt.integrations.refusals import load_rows, refuse_last_batch, refuse_ranks
 
 NAME = "compopt"
-# Fields of a checkpoint's state that differ between runs, and are unchanged when a resumed training begins
+# Fields of a checkpoint's state that differ between runs, and that are unchanged at the start of a resumed training
 _FIELDS = ("global_step", "epoch", "total_flos", "log_history")
 
 
 class EstimatorCallback(TrainerCallback):
-    """Commit after each real update of a ``Trainer``, and keep the rows of all ranks in its checkpoints.
+    """Commit after each update of a ``Trainer``, and save the rows of all ranks in its checkpoints.
 
-    Accumulated micro-batches join one commit; a step that is skipped for overflow (fp16, DeepSpeed) commits nothing.
-    When the Trainer logs, ``info_nce`` of the last batch is logged as well, see :attr:`ContrastiveEstimator.metrics`.
+    Accumulated micro-batches are committed together; a step skipped after overflow (fp16, DeepSpeed) commits nothing.
+    When the Trainer logs, the callback logs ``info_nce`` of the last batch, see :attr:`ContrastiveEstimator.metrics`.
 
     The loss of an estimator is a mean over one batch, which the Trainer has to divide by
-    ``gradient_accumulation_steps``. The Trainer does not do so where the batch has a key ``labels`` and the model's
-    ``forward`` takes ``**kwargs`` (``CLIPModel``), nor with ``compute_loss_func``: it then expects a loss that is
-    divided by the number of labels in the whole window. When training begins, the callback therefore sets
+    ``gradient_accumulation_steps``. The Trainer does not do so if the batch has a key ``labels`` and the model's
+    ``forward`` accepts ``**kwargs`` (``CLIPModel``), nor with ``compute_loss_func``: it then expects a loss that is
+    divided by the number of labels in the whole window. At the start of training the callback therefore sets
     ``loss_is_scaled_for_ga`` and ``model_accepts_loss_kwargs`` of the Trainer to ``False``, unless
     ``loss_is_scaled_for_ga`` is ``True``.
 
-    Rows are in ``checkpoint-N/<name>``, so that ``save_total_limit`` removes both. The Trainer calls ``on_save`` when
-    its own files are there and older checkpoints are gone: a run killed in between leaves a checkpoint without rows,
-    which is refused. Keep ``save_total_limit`` at 2 or more, and an earlier one is there to resume from. What
-    ``push_to_hub`` uploads has no rows.
+    Rows are saved in ``checkpoint-N/<name>``, so that ``save_total_limit`` removes both. The Trainer calls ``on_save``
+    after it has written its own files and removed older checkpoints: a run killed in between leaves a checkpoint
+    without rows, which cannot be resumed. Set ``save_total_limit`` to at least 2, so that an earlier checkpoint is
+    available. Uploads by ``push_to_hub`` contain no rows.
 
     ``Trainer.train`` does not pass ``resume_from_checkpoint`` to callbacks. Rows are loaded from ``resume_from``, or
-    else from ``args.resume_from_checkpoint`` or ``args.output_dir/checkpoint-<step>``; from each only if its trainer
-    state equals the one that the Trainer has loaded. After ``load_best_model_at_end`` the rows are those of the best
-    model too.
+    else from ``args.resume_from_checkpoint`` or ``args.output_dir/checkpoint-<step>``, in each case only if the trainer
+    state there equals the one that the Trainer has loaded. With ``load_best_model_at_end`` the rows of the best model
+    are loaded too.
 
     Args:
-        est: the estimator; built after ``TrainingArguments``, which make the process group. A mapping of several, such
-            as the one that :class:`~compopt.integrations.sentence_transformers.EstimatorLoss` takes: the rows of each
-            are in ``checkpoint-N/<name>/<key>``, and what is logged is ``<key>/info_nce``.
-        trainer: the ``Trainer``, whose ``compute_loss`` calls the estimators.
-        name: folder inside the checkpoint; another one for every callback.
+        est: the estimator; it must be built after ``TrainingArguments``, which create the process group. Or a mapping
+            of several, as for :class:`~compopt.integrations.sentence_transformers.EstimatorLoss`: the rows of each are
+            in ``checkpoint-N/<name>/<key>``, and the logged value is ``<key>/info_nce``.
+        trainer: the ``Trainer``; its ``compute_loss`` calls the estimators.
+        name: folder inside the checkpoint; must be different for each callback.
         resume_from: the argument of ``train(resume_from_checkpoint=...)``, if it is in another ``output_dir``.
 
     Raises:
-        ValueError: when training begins: ``dataloader_drop_last=False`` on several ranks, an estimator that was built
-            too early, a hyper-parameter search (its trials would share one estimator), two estimators under one
-            ``name``, a last batch of a single sample; ``compute_loss_func`` on several ranks with
-            ``average_tokens_across_devices``, which multiplies the loss by the number of ranks. At once: an empty
-            mapping, keys that are no names of folders.
-        TypeError: ``est`` is neither an estimator nor a mapping of them.
-        FileNotFoundError: the checkpoint to resume from has no rows, or it was not found.
-        ValueError, OSError, RuntimeError: when rows are saved or loaded, see :func:`compopt.save` and
+        ValueError: at the start of training: ``dataloader_drop_last=False`` on several ranks; an estimator that was
+            built before the process group; a hyper-parameter search (its trials would share one estimator); two
+            estimators with one ``name``; a last batch of a single sample; ``compute_loss_func`` on several ranks with
+            ``average_tokens_across_devices``, which multiplies the loss by the number of ranks. At construction: an
+            empty mapping, or keys that are not names of folders.
+        TypeError: ``est`` is neither an estimator nor a mapping of estimators.
+        FileNotFoundError: the checkpoint to resume from has no rows, or was not found.
+        ValueError, OSError, RuntimeError: in saving and loading of rows, see :func:`compopt.save` and
             :func:`compopt.load`.
 
     Warns:
-        UserWarning: a launcher started several processes, and the Trainer's accelerator made no group of them.
+        UserWarning: a launcher started several processes, but the Trainer's accelerator created no process group.
 
-    Communicates: collective when saving and loading; commits communicate nothing.
+    Communicates: saving and loading are collective; commits communicate nothing.
 
     Example:
         >>> import tempfile, torch, compopt
@@ -101,7 +101,7 @@ class EstimatorCallback(TrainerCallback):
         self.resume_from = None if resume_from is None else Path(resume_from)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Attach to the optimizer, which is prepared by now; load rows if the Trainer resumes."""
+        """Attach to the prepared optimizer; load rows if the Trainer resumes."""
         if state.is_hyper_param_search:
             raise ValueError("the trials of a hyper-parameter search would share one estimator; train them one by one")
         for est in self._estimators.values():
@@ -111,32 +111,32 @@ class EstimatorCallback(TrainerCallback):
         self._refuse_lonely_sample(args)
         self._have_batches_averaged(args)
         for est in self._estimators.values():
-            est.discard()  # of an attempt that ran out of memory
+            est.discard()  # deposits of an attempt that ran out of memory
             accelerate.attach(est, self.trainer.optimizer, self.trainer.accelerator)
         if state.global_step:
             self._load(self._resumed(args, state))
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Log the cross-entropy of the last batch when the Trainer is about to log."""
+        """Log the cross-entropy of the last batch in steps in which the Trainer logs."""
         if control.should_log:
             found = {f"{folder}/info_nce": est.metrics.get("info_nce") for folder, est in self._estimators.items()}
             values = {key.removeprefix(f"{NAME}/"): value.item() for key, value in found.items() if value is not None}
             if values:
                 self.trainer.log(values)
-                control.should_log = True  # log() takes the request for its own
+                control.should_log = True  # log() has reset the request
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Save the rows, on every rank, once the Trainer has written its files. Collective."""
+        """Save the rows on every rank, after the Trainer has written its files. Collective."""
         for folder, est in self._estimators.items():
             save(est, _checkpoint(args, state) / folder, keep=1)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Load the rows of the best model if the Trainer has loaded that. Collective."""
+        """Load the rows of the best model if the Trainer has loaded the best model. Collective."""
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._load(Path(state.best_model_checkpoint))
 
     def _refuse_twins(self) -> None:
-        """Refuse another estimator's callback with the same folder: the later would overwrite the earlier."""
+        """Raise if the callback of another estimator has the same folder and would overwrite its rows."""
         callbacks = self.trainer.callback_handler.callbacks
         others = [each._estimators for each in callbacks if isinstance(each, EstimatorCallback)]
         if any(other.get(folder, est) is not est for other in others for folder, est in self._estimators.items()):
@@ -146,7 +146,7 @@ class EstimatorCallback(TrainerCallback):
             )
 
     def _have_batches_averaged(self, args: Any) -> None:
-        """Make the Trainer divide the loss by the batches of a window, whatever the batch and the model are like."""
+        """Make the Trainer divide the loss by the number of batches of a window, for any batch and model."""
         trainer = self.trainer
         if getattr(trainer, "loss_is_scaled_for_ga", None):
             return
@@ -159,7 +159,7 @@ class EstimatorCallback(TrainerCallback):
         trainer.loss_is_scaled_for_ga = trainer.model_accepts_loss_kwargs = False
 
     def _refuse_lonely_sample(self, args: Any) -> None:
-        """Refuse a last batch of one sample, which has no negatives and would end the run where it comes."""
+        """Raise for a last batch of one sample, which has no negatives and would raise an error later in training."""
         data = self.trainer.train_dataset
         for each in data.values() if isinstance(data, Mapping) else [data]:
             if not args.dataloader_drop_last and hasattr(each, "__len__") and len(each) % args.train_batch_size == 1:
@@ -208,7 +208,7 @@ def _checkpoint(args: Any, state: TrainerState) -> Path:
 
 
 def _is_of(state: TrainerState, checkpoint: Path) -> bool:
-    """Compare the Trainer's state with that of a checkpoint; as JSON, in which NaN equals NaN."""
+    """Compare the Trainer's state with that of a checkpoint, as JSON, since NaN equals NaN there."""
     file = checkpoint / "trainer_state.json"
     if not file.is_file():
         return False

@@ -1,4 +1,4 @@
-"""Negatives drawn by Markov chains, whose visits are the weights."""
+"""Negatives drawn by Markov chains; the weights are shares of visits."""
 
 from compopt.negatives.sampler import MCMCNegativeSampler
 

@@ -1,4 +1,4 @@
-"""Chains of one batch: their walks, the weights that are shares of visits, and the gradients of these."""
+"""Chains of one batch: walks, weights as shares of visits, and gradients."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from compopt.kernel.features import Encoder
 from compopt.kernel.pairs import SampledPairs, pull_positives, scale_of
 from compopt.negatives.walk import Candidates, Pool, Samples, Walk, burn_in_count, walk
 
-# Proposals that are made at a time, of some 80 bytes each. On the CPU so many as fit its caches; elsewhere more, since
-# a walk launches two kernels per proposal, whatever the number of anchors.
+# Proposals per block, about 80 bytes each. On the CPU a block fits the caches; elsewhere blocks are larger, since a
+# walk launches two kernels per proposal, independently of the number of anchors.
 CPU_PROPOSALS, DEVICE_PROPOSALS = 1 << 18, 1 << 24
 
 
 class Outside:
-    """Stored samples of this rank's chains, their similarities and, with ``encode=``, the features of what they meet.
+    """Stored samples of this rank's chains, their similarities and, with ``encode=``, their features.
 
-    With several ranks the encoder runs in every call, so that collectives inside it match; its ``error`` is kept and
-    raised after the next all-gather, without which the other ranks would hang.
+    With several ranks the encoder runs in every call, so that collectives inside it match. Its ``error`` is stored and
+    raised after the next all-gather; otherwise the other ranks would hang.
 
-    ``sample`` and ``score`` are those of the rows, ``(b, D)``; ``fresh`` is the present similarity where the sample was
-    encoded, else the stored one, and ``place`` that of its features.
+    ``sample`` and ``score`` are the values of the rows, ``(b, D)``. ``fresh`` is the current similarity if the sample
+    was encoded, else the stored one, and ``place`` the position of the sample among the features.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Outside:
 
     @property
     def encoded(self) -> bool:
-        """True if visits to these samples have features, so that they count."""
+        """True with ``encode=``: visits to these samples count."""
         return self._encoder is not None
 
     def places(self, samples: Tensor, spare: Tensor) -> Tensor:
-        """Encode ``samples`` (of any shape), each once, and return their places among the features.
+        """Encode ``samples`` (of any shape), each once, and return their positions among the features.
 
-        With several ranks, one that needs none encodes the ``spare`` one.
+        With several ranks, a rank with no samples encodes ``spare`` instead.
         """
         names, place = torch.unique(samples, return_inverse=True)
         if len(names) or self._ranks.size > 1:
@@ -62,23 +62,23 @@ class Outside:
         except Exception as error:
             if self._ranks.size == 1:
                 raise
-            self.error = error  # raised after the all-gather that the other ranks wait in
+            self.error = error  # raised after the all-gather in which the other ranks wait
             nothing = self._anchors[0].new_zeros(len(names), self._anchors[0].shape[1])
             return nothing, nothing
 
     def similarities(self, place: Tensor) -> Tensor:
-        """Similarities of the anchors to one sample each in every direction, by its place; ``(b, A)``."""
+        """Return the similarities of the anchors to one sample each per direction, given its place, ``(b, A)``."""
         return torch.stack([torch.linalg.vecdot(x, feature) for x, feature, _ in self._pairs(place)], dim=1)
 
     def _pairs(self, place: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return by direction anchors, the features of one sample each, and the places of these."""
+        """Return, by direction, the anchors, the features of one sample each, and the places of these samples."""
         assert self._features is not None
         features = self._features[: len(self._anchors)]
         by_direction = zip(self._anchors, features, place.unbind(1), strict=True)
         return [(x, feature[at], at) for x, feature, at in by_direction]
 
     def add_gradients(self, of_anchors: Sequence[Tensor], terms: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add gradients of ``sum weights_i s_i``, on both sides, of pairs in ``(weights, places)``, ``(b, A)`` each."""
+        """Add the gradients of ``sum weights_i s_i`` for both sides; ``terms``: weights and places, ``(b, A)``."""
         if self._features is None or self._encoder is None:
             return
         received = [torch.zeros_like(feature) for feature in self._features]
@@ -90,7 +90,7 @@ class Outside:
         self._encoder.receive((received[0], received[1]))
 
     def encode(self, needed: Tensor, spare: Tensor) -> None:
-        """Encode the ``needed`` samples, ``(b, A)``, each once; a rank that needs none encodes the ``spare`` one."""
+        """Encode the samples in the mask ``needed``, ``(b, A)``, each once; a rank without any encodes ``spare``."""
         place = self.places(self.sample[needed], spare)
         if self._features is not None:
             self.place = torch.zeros_like(self.sample).masked_scatter_(needed, place)
@@ -98,14 +98,14 @@ class Outside:
 
 
 class Chains(SampledPairs):
-    """Weights ``w_ij = visits of chain i to j / all its visits``, the anchors' own part of a batch.
+    """Weights ``w_ij = visits of chain i to j / all its visits``, for this rank's anchors.
 
-    With ``chunk_size`` the walks of so many anchors at a time are repeated for the gradients instead of kept.
+    With ``chunk_size`` the walks are not stored but repeated for the gradients, in chunks of anchors.
 
     Attributes:
-        sample, score: sample at which each of this rank's chains is now, and its similarity, ``(b, D)``; not finite
-            for a chain without a sample.
-        inside, away: visits to samples of the batch, and to the stored sample outside it, ``(b, a)``.
+        sample, score: current sample of each of this rank's chains, and its similarity, ``(b, D)``; not finite for a
+            chain without a sample.
+        inside, away: visits to samples of the batch, and to the stored sample outside the batch, ``(b, a)``.
         squares, accepted, proposed: sum of squared visits inside, and numbers of proposals, ``(b, a)``.
         outside: the stored samples.
     """
@@ -113,7 +113,7 @@ class Chains(SampledPairs):
     def __init__(self, call: Call, ranks: Ranks, burn_in: Scalar, seed: int, sweep: bool, rescore: bool) -> None:
         self._call, self._ranks, self._pairs = call, ranks, call.pairs
         self._burn_in, self._sweep, self._rescore = burn_in, sweep, rescore
-        self._counters = (seed, call.t, call.window)  # with direction and position they name every draw
+        self._counters = (seed, call.t, call.window)  # identify every draw, with direction and position
         own, z = call.batch.own, call.batch.features
         z1, z2 = z[:2]
         self._batch, self._views = len(z1), len(z) if call.unimodal else 1
@@ -123,7 +123,7 @@ class Chains(SampledPairs):
         self._candidates = [torch.cat(z)] * self._directions if call.unimodal else [z2, z1][: self._directions]
         index = call.batch.keys["index"]
         names = (call.batch.keys.get("index2", index), index)[: self._directions]
-        # by direction; one look-up for both where they have the same positions, that is without index2
+        # by direction; without index2 both directions share one look-up
         samples = {id(positions): positions for positions in names}
         self._samples = [Samples(positions) for positions in samples.values()]
         scale = scale_of(call.tau, z1, self._batch, self._directions)
@@ -132,7 +132,7 @@ class Chains(SampledPairs):
         self._positions = torch.arange(own.start, own.stop, device=z1.device)
         stored, score = (call.rows[name][own] for name in ("chain", "score"))
         self.outside = Outside(stored, score.to(z1.dtype), self._anchors, call.encoder, ranks)
-        # directions that walk side by side; in unimodal mode one chain goes through view 1, then view 2 ...
+        # directions that walk together; in unimodal mode one chain walks through view 1, then view 2 ...
         side_by_side = 1 if call.unimodal else self._directions
         self._together = [slice(v, v + side_by_side) for v in range(0, self._directions, side_by_side)]
         self._seen = call.batch.seen("chain")[own].expand(-1, self._directions)
@@ -178,7 +178,7 @@ class Chains(SampledPairs):
             yield slice(start, min(start + rows, len(self._positions)))
 
     def _walks(self, own: slice) -> Iterator[tuple[tuple[slice, slice], Candidates, Tensor, Walk]]:
-        """Walk in all directions of some anchors; yields their slices, candidates, similarities and results."""
+        """Walk in all directions of some anchors; yield their slices, candidates, similarities and results."""
         count = self._together[0].stop
         positions = self._positions[own]
         candidates = Candidates(self._pairs.keys, positions.repeat(count), self._pairs.distinct, self._views)
@@ -192,7 +192,7 @@ class Chains(SampledPairs):
             burn_in = burn_in_count(given, candidates.most if candidates.alike else candidates.count)
             if slot is None:
                 slot = self._start(at, candidates, scores, streams)
-                # the pool is that of the whole call: a chain that view 1 took into the batch may return in view 2
+                # one pool per call: a chain that moved into the batch in view 1 may return in view 2
                 spare = self._views * (slot == candidates.width)
             done = walk(candidates, scores, slot, burn_in, streams, None if self._sweep else spare)
             slot = done.last
@@ -211,7 +211,7 @@ class Chains(SampledPairs):
         return torch.cat([s.name(part) for s, part in zip(self._samples, column.chunk(2), strict=True)])
 
     def _find(self, at: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
-        """Return columns of the stored samples, and True where the batch has them, ``(P,)``."""
+        """Return the columns of the stored samples, and a mask of those in the batch, ``(P,)``."""
         sample = self.outside.sample[at]
         if len(self._samples) == 1:
             return self._samples[0].find(flat(sample))
@@ -221,7 +221,7 @@ class Chains(SampledPairs):
     def _start(self, at: tuple[slice, slice], candidates: Candidates, scores: Tensor, streams: Tensor) -> Tensor:
         column, found = self._find(at)
         allowed = candidates.allows(column)
-        if self._views > 1:  # the row does not say which view: drawn as the softmax would
+        if self._views > 1:  # the row does not contain the view: draw it from the softmax
             random = rng.uniform(rng.bits(streams, candidates.most, 1)[0], scores.dtype)
             column = self._draw_view(column, scores, random)
         outside, nowhere = candidates.width, candidates.width + 1
@@ -229,10 +229,10 @@ class Chains(SampledPairs):
         return torch.where(flat(self._seen[at]), slot, nowhere)
 
     def _draw_view(self, column: Tensor, scores: Tensor, random: Tensor) -> Tensor:
-        """Return the column of a view of each sample, whose first view has ``column``, with softmax probabilities."""
+        """Draw a view of each sample by the softmax; return its column, given the ``column`` of view 1."""
         columns = torch.stack([column + view * self._batch for view in range(self._views)])
         of_views = scores.gather(0, columns)
-        for view in range(1, self._views):  # this one or a later one
+        for view in range(1, self._views):  # with the probability of this view or a later one
             gap = of_views[view:].logsumexp(0) - of_views[:view].logsumexp(0)
             column = torch.where(random < gap.sigmoid(), columns[view], column)
         return column
@@ -248,10 +248,10 @@ class Chains(SampledPairs):
         self._close(dot)
 
     def _close(self, dot: Tensor) -> None:
-        """Take the means over the visits, whose similarities add up to ``dot``; ``(b, a)``."""
+        """Compute the means over the visits from ``dot``, the sum of their similarities, ``(b, a)``."""
         own = self._call.batch.own
         mean_h = self._pairs.per_pair(dot / self.visits) - self._pairs.positive[own]
-        # a temperature whose anchor has no usable visit learns from the batch
+        # the temperature of an anchor without a usable visit learns from the batch
         batch = torch.zeros_like(mean_h) if self._pairs.mean_h is None else self._pairs.mean_h[own]
         self.sum_wh = torch.where(self._pairs.per_pair(self.visits) > 0, mean_h, batch)
         if self._call.unimodal:
@@ -271,13 +271,13 @@ class Chains(SampledPairs):
         return of_both
 
     def _of_candidates(self, factor: Tensor, of_anchors: Sequence[Tensor]) -> Tensor:
-        """Add the visited candidates times ``factor``, ``(b, A)``, to the anchors' gradients; return the candidates'.
+        """Add visited candidates times ``factor``, ``(b, A)``, to the anchors' gradients; return candidate gradients.
 
-        Those are of this rank's features as candidates of all ranks' anchors, ``(2, b, d)``.
+        These are the gradients of this rank's features as candidates of the anchors of all ranks, ``(2, b, d)``.
         """
         of_candidates = [torch.zeros_like(y) for y in self._candidates]
         walked: Iterable[tuple[slice, list[Walk]]] = self._kept
-        if self._call.chunk_size is not None:  # visits take a number per pair, and were not kept
+        if self._call.chunk_size is not None:  # visits, one number per pair, were not stored
             walked = ((own, [done for *_, done in self._walks(own)]) for own in self._blocks())
         for own, walks in walked:
             visits = [part for done in walks for part in done.visits[:-1].split(own.stop - own.start, dim=1)]
@@ -299,10 +299,10 @@ class Chains(SampledPairs):
 class DatasetChains(Chains):
     """Weights ``w_ij = visits of chain i to j / (R - P)``, with proposals uniform over the data set without ``i``.
 
-    The candidates of a chain are the ``R`` samples drawn for it and the one where it was stored (in view 2: where view
-    1 has left it). They are encoded in one go before the chains move, so that every similarity is one of now.
+    The candidates of a chain are the ``R`` samples drawn for it and its stored sample (in view 2: its last sample of
+    view 1). All are encoded in one call before the chains move, so that every similarity is current.
 
-    Attributes: as of :class:`Chains`; a visit is ``away`` where the batch lacks the sample.
+    Attributes: as for :class:`Chains`; a visit is ``away`` if the sample is not in the batch.
     """
 
     def __init__(self, call: Call, ranks: Ranks, burn_in: Scalar, seed: int, n: int, draws: int) -> None:
@@ -316,7 +316,7 @@ class DatasetChains(Chains):
         self._visits = torch.zeros_like(similarity)
         slot = torch.where(self._seen, self._draws, self._draws + 1)
         for at in self._together:
-            if at.start:  # view 2 goes on where view 1 has ended
+            if at.start:  # view 2 continues from the end of view 1
                 last = slot[:, :1].clamp(max=self._draws)[None]
                 for table in (samples, self._place):
                     table[at_view_2] = table[..., :1].gather(0, last)[0]
@@ -325,26 +325,26 @@ class DatasetChains(Chains):
             self._walk(similarity[..., at], slot[:, at], at)
         last = slot.clamp(max=self._draws)[None]
         self.sample = samples.gather(0, last)[0]
-        # a chain that has met NaN alone is still nowhere, and its row is not written
+        # a chain for which all similarities are NaN is still nowhere, and its row is not written
         self.score = torch.where(slot > self._draws, -torch.inf, similarity.gather(0, last)[0])
         self._count(samples, similarity)
 
     def _drawn(self) -> Tensor:
-        """Return the positions drawn for each chain, and in the last place its stored one, ``(R + 1, b, A)``."""
+        """Return the positions drawn for each chain, followed by its stored one, ``(R + 1, b, A)``."""
         streams = rng.streams(self._counters, self._positions, range(self._directions))
-        # the high bits of the words; the walk takes the low ones
+        # the high bits of the words; the walk uses the low bits
         number = rng.below(rng.bits(streams, 0, self._draws), self._positions.new_tensor(self._n - 1))
         drawn = by_direction(number, self._directions)
         drawn = drawn + (drawn >= self._call.batch.keys["index"][self._call.batch.own, None])
         return torch.cat([drawn, torch.where(self._seen, self.outside.sample, drawn[0])[None]])
 
     def _walk(self, similarity: Tensor, slot: Tensor, at: slice) -> None:
-        """Move the chains of some directions, whose slots ``(b, D)`` change in place."""
+        """Move the chains of some directions; ``slot``, ``(b, D)``, is updated in place."""
         streams = rng.streams(self._counters, self._positions, range(at.start, at.stop))
         scores = torch.cat([similarity * self._scale[:, at], torch.full_like(similarity[:1], -torch.inf)])
         given = flat(self._burn_in[:, at]) if isinstance(self._burn_in, Tensor) else self._burn_in
         burn_in = burn_in_count(given, self._draws)
-        # the draws of a chain are candidates of its own, of which each is proposed once
+        # each chain has its own draws as candidates, and each draw is proposed once
         done = walk(Pool(self._draws, scores), scores.mT.flatten(1), flat(slot), burn_in, streams, None)
         self._visits[..., at] = by_direction(done.visits, slot.shape[1])
         self.accepted[:, at] = by_direction(done.accepted, slot.shape[1]).to(scores.dtype)

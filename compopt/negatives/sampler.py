@@ -1,4 +1,4 @@
-"""Negatives drawn by a Markov chain per sample: EMC2."""
+"""EMC2: negatives drawn by one Markov chain per sample."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from compopt.pairs import NO_POLICY, PairPolicy
 from compopt.stores.layout import Column
 
 Proposals = Literal["pool", "sweep", "dataset"]
-MOST_SAMPLES = 1 << 31  # of which rng.below chooses
+MOST_SAMPLES = 1 << 31  # limit of rng.below
 
 
 class MCMCNegativeSampler(Normalizer):
@@ -37,75 +37,76 @@ class MCMCNegativeSampler(Normalizer):
         w_{ij} = \frac{\text{visits of chain } i \text{ to } j}{R - P}, \qquad
         \Pr[\text{accept } j] = \min\Bigl(1, \exp \frac{s_{ij} - s_{i,\text{current}}}{\tau_i}\Bigr)
 
-    In each call the chain of every anchor gets ``R = |N_i|`` proposals, drawn independently and uniformly from the
-    anchor's negatives in the batch and the sample at which the chain was stored, so that it may return there. For a
-    uniformly drawn batch this leaves the softmax of the data set invariant. The first ``P`` proposals are burn-in; the
-    states after the others are the visits, whose shares are the weights and sum to one. Between calls a chain keeps its
-    sample and the similarity that this had when last seen; a stored sample that is in the batch has its similarity of
-    now. The first proposal to a new chain is accepted.
+    In each call the chain of every anchor has ``R = |N_i|`` proposals, drawn independently and uniformly from the
+    anchor's negatives in the batch and the stored sample of the chain, so that the chain may return to it. For a
+    uniformly drawn batch the softmax of the data set is then invariant. The first ``P`` proposals are burn-in; the
+    states after the other proposals are the visits. Their shares are the weights and sum to one. Between calls a chain
+    stores its sample and the last known similarity of the sample; a stored sample that is in the batch has its current
+    similarity. The first proposal of a new chain is accepted.
 
-    A chain may stay where it was: on a sample outside the batch. ``est(..., encode=fn)`` then asks for the features of
-    those samples. Without it such visits are dropped and the others renormalised; an anchor with no other visit
+    A chain may remain at a stored sample outside the batch. ``est(..., encode=fn)`` computes the features of those
+    samples. Without ``encode`` such visits are dropped and the others renormalised; an anchor without other visits
     contributes ``-grad s_ii`` alone. *This is a bias*: with n = 1000, a batch of 63, uniform features and stationary
-    chains it affects 13 % of the anchors at tau = 0.1 and 53 % at 0.05, and more while features still spread
+    chains it affects 13 % of the anchors at tau = 0.1 and 53 % at 0.05, and more while features are still spreading
     (``metrics["unused_anchors"]``).
 
-    *Bimodal*: a chain per direction. *Unimodal*: one chain per sample, through view 1, then view 2 and any others that
-    are anchors, each with its own burn-in. Rows do not say which view a chain was at (in the batch it is drawn by the
-    softmax of these), and ``encode`` gives one view of a sample: exact where views are alike, else the approximation of
-    the paper's section 4.1.
+    *Bimodal*: one chain per direction. *Unimodal*: one chain per sample, which walks through view 1, then view 2 and
+    any other views that are anchors, each with its own burn-in. Rows do not contain the view of a chain (in the batch
+    it is drawn by the softmax over the views), and ``encode`` returns one view of a sample: exact for identical views,
+    otherwise the approximation of the paper's section 4.1.
 
     Repeated samples and ``labels``: pairs that are not negatives are never proposed, and ``R`` is smaller. With
-    ``proposals="dataset"`` labels are refused: those of samples outside the batch are not known.
+    ``proposals="dataset"`` labels are refused, since the labels of samples outside the batch are unknown.
 
     Args:
         n: number of samples, or a list of sample groups.
         burn_in: ``P``, a count, or a fraction of the proposals in [0, 1); at least the last proposal counts.
         proposals: ``"pool"`` as above; ``"sweep"`` proposes every negative of the batch once, in the order of the
-            batch, as the authors' code does. It never returns to the stored sample and is biased even on the full
-            data set. ``"dataset"`` draws proposals uniformly from all samples but the anchor's own, as Algorithm 1 is
-            printed. Every call then needs ``encode``, which is asked once for the samples drawn and the stored ones, at
-            most ``(R + 1) B`` per direction, those of the batch included; none of their similarities is stale.
-            ``encode`` may read a bank (``sampler.bank.read`` of a :class:`~compopt.samplers.BankSampler`, or its first
-            result in unimodal mode) once that is ``filled``; its features get no gradient.
+            batch, as the authors' code does. The chain never returns to the stored sample, and the result is biased
+            even on the full data set. ``"dataset"`` draws proposals uniformly from all samples except the anchor's own,
+            as in the printed Algorithm 1. Every call then needs ``encode``, which is called once with the samples drawn
+            and the stored ones, at most ``(R + 1) B`` per direction including those of the batch; no similarity is
+            stale. ``encode`` may read a bank (``sampler.bank.read`` of a :class:`~compopt.samplers.BankSampler`, or its
+            first result in unimodal mode) once the bank is ``filled``; features of a bank get no gradient.
         rescore: with ``encode``, encode every stored sample outside the batch before the chains move, so that no
-            similarity is stale. Otherwise only those that have visits, afterwards.
-        draws: ``R`` with ``proposals="dataset"`` (the paper's negative batch size); ``None``: as many as an anchor has
-            negatives in a batch without repeats.
-        seed: of the draws.
+            similarity is stale. Otherwise only samples with visits are encoded, afterwards.
+        draws: ``R`` with ``proposals="dataset"`` (the paper's negative batch size); ``None``: the number of negatives
+            of an anchor in a batch without repeats.
+        seed: seed of the draws.
         process_group, offload, offload_dir, shard, dtype: placement when used alone, see
             :class:`~compopt.estimator.Component`.
 
     Hyper-parameters: ``burn_in``, which may differ between sample groups.
 
     State, per sample: ``chain`` (int64, data-set position of the sample) and ``score`` (the similarity, not divided by
-    tau), one each per direction, or one of both views. Draws are functions of seed, step, pass within the step,
-    direction and position in the global batch: a resumed run and any number of ranks draw the same. ``state_dict``
-    holds the seed and the number of steps.
+    tau), one of each per direction, or one for both views. Draws are functions of seed, step, pass within the step,
+    direction and position in the global batch: they are the same in a resumed run and on any number of ranks.
+    ``state_dict`` contains the seed and the number of steps.
 
     Metrics: ``acceptance_rate`` of the proposals; ``outside_visits``, the share of visits after burn-in to samples
     outside the batch; ``unused_anchors``, the share of anchors without a usable visit; ``effective_negatives``, of the
     visits.
 
-    It reports ``log ghat`` of the batch for ``alpha``. A :class:`~compopt.TemperatureDual` beside it learns from
-    ``sum_j w_ij h_ij`` of the visits.
+    The reported ``alpha`` is ``log ghat`` of the batch. A :class:`~compopt.TemperatureDual` in the same estimator
+    learns from ``sum_j w_ij h_ij`` of the visits.
 
-    Cost: three matrix products beside the kernel's, and some 40 passes over the proposals, so that it is a method for
-    small batches (``benchmarks/results/chains.md``). Memory: the visits, a number per pair and direction; with
-    ``chunk_size`` those of so many anchors, whose walks are repeated for the gradients.
+    Cost: three matrix products in addition to the kernel's, and about 40 passes over the proposals; suitable for small
+    batches (``benchmarks/results/chains.md``). Memory: the visits, one number per pair and direction; with
+    ``chunk_size`` those of a chunk of anchors only, and the walks are repeated for the gradients.
 
     Communicates, with K ranks, per call: one all-gather of at most 10 numbers per sample and direction, one all-reduce
     of the gradients ``(2, B, d)``. ``encode`` runs on every rank for its own anchors, and with K > 1 in every call (on
-    a sample of the batch if nothing is missing), so that it may run a wrapped model. It waits for the device.
+    a sample of the batch if no features are missing), so that it may run a wrapped model. The call of ``encode`` waits
+    for the device.
 
     Raises:
-        ValueError: burn_in < 0 or a float of 1 or more; a seed of 2^63 or more; an unknown option; ``draws`` < 1, or
-            without ``proposals="dataset"``. At the call: ``rescore`` or ``proposals="dataset"`` without ``encode``;
-            ``encode`` together with ``index2``, whose positions name samples of two kinds; ``extra``; ``labels``, or
-            more than 2^31 samples, with ``proposals="dataset"``; features from ``encode`` of another shape or device
-            than the batch's.
-        TypeError: at the call: ``encode`` is no function, or does not return features as the mode needs them.
-        RuntimeError: at the call, with several ranks: ``encode`` failed on another one; nothing was deposited.
+        ValueError: ``burn_in`` < 0 or a float >= 1; ``seed`` >= 2^63; an unknown option; ``draws`` < 1, or ``draws``
+            without ``proposals="dataset"``. In a call: ``rescore`` or ``proposals="dataset"`` without ``encode``;
+            ``encode`` together with ``index2``, since positions then refer to two kinds of samples; ``extra``;
+            ``labels``, or more than 2^31 samples, with ``proposals="dataset"``; features from ``encode`` with another
+            shape or device than those of the batch.
+        TypeError: in a call: ``encode`` is not callable, or does not return the features that the mode requires.
+        RuntimeError: in a call with several ranks: ``encode`` failed on another rank; nothing was deposited.
 
     References:
         Yau et al., EMC2, ICML 2024, eq. 9 to 11, Algorithm 1, section 4.1.
@@ -196,7 +197,7 @@ class MCMCNegativeSampler(Normalizer):
         return dict.fromkeys(names, Range(least=0))
 
     def move(self, device: torch.device) -> None:
-        """Leave the seed on the host, which reads it in every call."""
+        """Keep the seed on the host, where every call reads it."""
 
     def check_pairs(self, policy: PairPolicy) -> None:
         if policy != NO_POLICY:
@@ -206,13 +207,13 @@ class MCMCNegativeSampler(Normalizer):
             )
 
     def estimate(self, call: Call) -> Estimate:
-        call.pairs.release()  # its gradients are not asked for
+        call.pairs.release()  # the gradients of the kernel are not used
         burn_in = call.hyper("burn_in")
         if isinstance(burn_in, Tensor):
             burn_in = burn_in.expand_as(call.pairs.positive)[call.batch.own]
         chains = self._chains(call, burn_in)
         sample, score, failed, metrics = self._gather(call, chains)
-        # features from outside that are not finite must show in the value as those of the batch do
+        # encoded features that are not finite must make the value NaN, as those of the batch do
         alpha = call.pairs.log_ghat + 0.0 * chains.sum_wh  # 0, or NaN
         bad = 0.0 * alpha
         proposals = {"chain": sample, "score": score + (bad.sum(1, keepdim=True) if call.unimodal else bad)}
@@ -222,7 +223,7 @@ class MCMCNegativeSampler(Normalizer):
 
     def _chains(self, call: Call, burn_in: Scalar) -> Chains:
         seed = int(self.state["seed"])
-        if self.proposals == "dataset" and call.encoder is not None:  # a diagnostic has none, and needs no chains
+        if self.proposals == "dataset" and call.encoder is not None:  # a diagnostic has no encoder, and needs no chains
             views = len(call.batch.features) if call.unimodal else 1
             negatives = views * (len(call.batch.features[0]) - 1)
             return DatasetChains(call, self._ranks, burn_in, seed, self._groups.n or 0, self.draws or negatives)
@@ -231,7 +232,7 @@ class MCMCNegativeSampler(Normalizer):
     def _gather(self, call: Call, chains: Chains) -> tuple[Tensor, Tensor, Tensor, dict[str, Callable[[], Tensor]]]:
         """Return samples, scores, a flag and metrics of the whole batch, from each rank's own anchors.
 
-        The flag is NaN where something that was encoded is not finite, even if no anchor has met it.
+        The flag is NaN if any encoded feature is not finite, even if no chain has visited the sample.
         """
         error = chains.outside.error
         failed = torch.full_like(chains.inside, float(error is not None))
@@ -264,25 +265,25 @@ class MCMCNegativeSampler(Normalizer):
             w_{ij} = \frac{\text{visits of chain } i \text{ to } j}{\text{its visits to the pool}}, \qquad
             \Pr[\text{accept } j] = \min(1, e^{s_{ij} - s_{i,\text{current}}})
 
-        Each chain gets ``M`` proposals, drawn uniformly from the pool and its stored candidate (``"pool"``), or every
+        Each chain has ``M`` proposals, drawn uniformly from the pool and its stored candidate (``"pool"``), or every
         candidate once (``"sweep"``). For pools drawn uniformly from all candidates the chains follow the softmax over
-        all of them, the weights only roughly, since visits outside the pool are dropped. In training mode with
-        gradients enabled the chains are deposited and wait for :meth:`step`.
+        all candidates. The weights do so only approximately, since visits outside the pool are dropped. In training
+        mode with gradients enabled the chains are deposited, to be committed by :meth:`step`.
 
         Args:
-            scores: ``(B, M)``, floating point, divided by the temperature; ``-inf`` excludes a candidate. A chain whose
-                scores are NaN or ``+inf`` stays where it is, and its weights are NaN.
-            index: which chains, ``(B,)`` integers in ``0 .. n - 1``.
-            candidates: positions of the pool in the set that the chains run over, ``(M,)`` integers >= 0, the same pool
-                or another one in each call and on each rank. A position occurs once.
+            scores: ``(B, M)``, floating point, divided by the temperature; ``-inf`` excludes a candidate. A chain with
+                scores that are NaN or ``+inf`` does not move, and its weights are NaN.
+            index: numbers of the chains, ``(B,)`` integers in ``0 .. n - 1``.
+            candidates: positions of the pool in the set of all candidates, ``(M,)`` integers >= 0, all different. The
+                pool may differ between calls and between ranks.
 
         Returns:
-            ``(B, M)``, without a graph; each row sums to 1, or is 0 where a chain has no usable visit.
+            Weights, ``(B, M)``, without a graph; each row sums to 1, or is 0 if the chain has no usable visit.
 
         Raises:
-            RuntimeError: this is a part of an estimator, which moves the chains.
+            RuntimeError: the sampler is a part of an estimator, which moves the chains.
             ValueError: the sampler was built with ``proposals="dataset"``.
-            TypeError, ValueError, IndexError: bad dtypes, shapes or positions.
+            TypeError, ValueError, IndexError: invalid dtypes, shapes or positions.
 
         Communicates, with several ranks: a message of integers, and all-gathers of 2 numbers per sample and its row.
         ``M`` may differ between ranks.
@@ -305,7 +306,7 @@ class MCMCNegativeSampler(Normalizer):
         return batch.nan_if_bad(weights)
 
     def _walk(self, scores: Tensor, names: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weights ``(b, M)``, and positions and scores of this rank's chains now, ``(b, 1)`` each."""
+        """Return weights ``(b, M)``, and current positions and scores of this rank's chains, ``(b, 1)`` each."""
         own, engine = batch.own, self._engine
         pool, stored = Pool(len(names), scores), batch.columns["chain"][own][:, 0]
         seen = batch.seen("chain")[own][:, 0]
@@ -326,7 +327,7 @@ class MCMCNegativeSampler(Normalizer):
         weights = visits / visits.sum(1, keepdim=True).clamp(min=1) + bad
         last = done.last[:, None]
         sample = torch.where(last < pool.width, names[last.clamp(max=len(names) - 1)], stored[:, None])
-        score = by_slot.gather(0, last.T).T + bad  # of a chain that is nowhere -inf, which is not committed
+        score = by_slot.gather(0, last.T).T + bad  # -inf, which is not committed, for a chain that is nowhere
         return weights, sample, score
 
 

@@ -1,8 +1,8 @@
-r"""Metropolis-Hastings with uniform proposals, for all anchors at once, and the candidates that are proposed.
+r"""Metropolis-Hastings with uniform proposals, vectorised over anchors, and the candidates for proposals.
 
 Proposal ``r`` is accepted if ``U_r < exp((s_r - s) / tau)``, that is if its *key* ``s_r / tau - log U_r`` exceeds the
-score ``s / tau`` of where the chain is. Keys do not depend on the chain, so everything but one comparison per proposal
-is done for all proposals at once, and nothing is exponentiated.
+score ``s / tau`` of the current state. Keys do not depend on the state of the chain, so that everything except one
+comparison per proposal is computed for all proposals at once, without exponentials.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Samples:
         self._sorted, self._place = torch.sort(names, stable=True)
 
     def find(self, sample: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the column (in view 1) where the batch first has each sample, ``(b,)``, and True where it has."""
+        """Return the first column (in view 1) of each sample, ``(b,)``, and a mask of the samples in the batch."""
         at = torch.searchsorted(self._sorted, sample.contiguous()).clamp_(max=len(self.names) - 1)
         return self._place[at], self._sorted[at] == sample
 
@@ -37,11 +37,11 @@ class Samples:
 
 
 class Candidates:
-    """Negatives of some anchors, of either direction, numbered from 0 to ``|N_i| - 1``.
+    """Negatives of some anchors in one direction, numbered from 0 to ``|N_i| - 1``.
 
-    Columns are the ``B`` features of the other modality, or in unimodal mode the ``V B`` of all views. No anchor has
-    more than ``most`` negatives; with ``alike`` all have as many, as the host knows, and ``count`` is ``(1,)`` instead
-    of ``(b,)``.
+    Columns are the ``B`` features of the other modality, or in unimodal mode the ``V B`` features of all views. No
+    anchor has more than ``most`` negatives. With ``alike`` it is known on the host that all anchors have ``most``
+    negatives, and ``count`` is ``(1,)`` instead of ``(b,)``.
     """
 
     def __init__(self, keys: Sequence[Tensor], positions: Tensor, distinct: bool, views: int) -> None:
@@ -55,11 +55,11 @@ class Candidates:
         else:
             self._same = same_sample([key[positions] for key in keys], keys)  # (b, B)
             self.count = views * (~self._same).sum(1)
-            # allowed columns first, in their order; sorting along the rows is five times as fast
+            # allowed columns first, in ascending order; sorting along the last dimension is five times as fast
             self._order = torch.argsort(self._same.to(torch.uint8).repeat(1, views), dim=1, stable=True).T
 
     def column(self, number: Tensor) -> Tensor:
-        """Return the column of each negative by its number, ``(R, b)``; of numbers from ``count`` on, ``width``."""
+        """Return the column of each negative by its number, ``(R, b)``; ``width`` for numbers >= ``count``."""
         outside = number >= self.count
         if self._same is None:  # skip the anchor's own columns
             column = number - _below(self._positions - 1, number)
@@ -70,14 +70,14 @@ class Candidates:
         return column.masked_fill_(outside, self.width)
 
     def allows(self, column: Tensor) -> Tensor:
-        """Return True where a column of view 1 is a negative of its anchor, ``(b,)``."""
+        """Return a mask of the columns of view 1 that are negatives of their anchors, ``(b,)``."""
         if self._same is None:
             return column != self._positions
         return ~self._same.gather(1, column[:, None])[:, 0]
 
 
 class Pool:
-    """Candidates that are the same for all anchors, with the attributes of :class:`Candidates`."""
+    """Candidates shared by all anchors, with the attributes of :class:`Candidates`."""
 
     alike = True
 
@@ -91,7 +91,7 @@ class Pool:
 
 
 def _below(a: Tensor, b: Tensor) -> Tensor:
-    """-1 where ``a < b``, else 0; a comparison and its conversion to int64 take three times as long."""
+    """Return -1 where ``a < b``, else 0; three times as fast as a comparison with conversion to int64."""
     return torch.sub(a, b).bitwise_right_shift_(63)
 
 
@@ -99,12 +99,12 @@ def _below(a: Tensor, b: Tensor) -> Tensor:
 class Walk:
     """Result of one pass of the chains of some anchors.
 
-    A *slot* is a place where a chain can be: a column (a candidate of the batch, ``0`` to ``Q - 1``), ``Q``, *outside*:
-    its stored sample, which the batch lacks; ``Q + 1``, *nowhere*: no proposal was accepted yet.
+    A *slot* is a state of a chain: a column (a candidate of the batch, ``0`` to ``Q - 1``); ``Q``, *outside*: the
+    stored sample, which is not in the batch; or ``Q + 1``, *nowhere*: no proposal was accepted yet.
 
     Attributes:
-        visits: proposals after burn-in during which each chain was in each slot, ``(Q + 1, b)``, nowhere left out.
-        last: slot at the end, ``(b,)``.
+        visits: number of proposals after burn-in for which each chain was in each slot except nowhere, ``(Q + 1, b)``.
+        last: slot after the last proposal, ``(b,)``.
         accepted: number of accepted proposals, ``(b,)``.
     """
 
@@ -121,17 +121,17 @@ def walk(
     streams: Tensor,
     spare: Tensor | None,
 ) -> Walk:
-    """Make ``|N_i|`` proposals to every chain.
+    """Advance every chain by ``|N_i|`` proposals.
 
     Args:
-        candidates: the anchors' candidates, ``Q`` columns.
+        candidates: candidates of the anchors, ``Q`` columns.
         scores: ``s / tau`` by slot, ``(Q + 2, b)``: of every column, of the stored sample outside the batch, and
             ``-inf`` for nowhere.
-        start: slot of each chain, ``(b,)``.
-        burn_in: proposals whose visits do not count, a number or ``(b,)`` int64.
-        streams: of random numbers, ``(b,)`` int64.
-        spare: how often the stored sample outside the batch is in the pool beside the negatives, ``(b,)``; ``None``:
-            no draws, every negative once in the order of the batch.
+        start: initial slot of each chain, ``(b,)``.
+        burn_in: number of initial proposals without visits, a number or ``(b,)`` int64.
+        streams: streams of random numbers, ``(b,)`` int64.
+        spare: multiplicity, in the pool of proposals, of the stored sample outside the batch, ``(b,)``; ``None``: no
+            random draws, every negative is proposed once in the order of the batch.
     """
     step = torch.arange(candidates.most, device=start.device)[:, None]
     words = rng.bits(streams, 0, candidates.most)
@@ -140,10 +140,10 @@ def walk(
         number = rng.below(words, candidates.count + spare)
     slots = candidates.column(number)
     proposed = scores.gather(0, slots)
-    # the same words serve the uniform number: the draw of a slot uses their high bits, this their low ones
+    # the same words give the uniform number: the draw of a slot uses the high bits, the uniform number the low bits
     keys = rng.uniform(words, scores.dtype).log_().neg_().add_(proposed)
     counts = step >= burn_in
-    if not candidates.alike:  # anchors with fewer negatives make fewer proposals
+    if not candidates.alike:  # anchors with fewer negatives have fewer proposals
         keys.masked_fill_(step >= candidates.count, -torch.inf)
         counts = counts & (step < candidates.count)
     where, accepted = move(keys, proposed, slots, scores.gather(0, start[None])[0], start)
@@ -153,13 +153,14 @@ def walk(
 
 
 def move(keys: Tensor, scores: Tensor, slots: Tensor, score: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slot of every chain after each proposal, ``(R, b)``, and how many it accepted, ``(b,)``.
+    """Return the slot of every chain after each proposal, ``(R, b)``, and the number of accepted ones, ``(b,)``.
 
-    ``keys``, ``scores`` and ``slots`` are of the proposals, ``(R, b)``; a chain begins at ``start`` with ``score``.
+    ``keys``, ``scores`` and ``slots`` belong to the proposals, ``(R, b)``; a chain begins in slot ``start`` with
+    ``score``.
     """
     accepted = torch.empty_like(keys, dtype=torch.bool)
     if keys.device.type == "cpu":
-        # four of numpy's calls per proposal cost half of torch's, and less than :func:`places` does
+        # four calls of numpy per proposal take half the time of torch, and less than :func:`places`
         where = torch.empty_like(slots)
         at, place = score.numpy().copy(), start.numpy()
         arrays = (x.numpy() for x in (keys, scores, slots, accepted, where))
@@ -178,15 +179,15 @@ def move(keys: Tensor, scores: Tensor, slots: Tensor, score: Tensor, start: Tens
 
 
 def places(accepted: Tensor, slots: Tensor, start: Tensor) -> Tensor:
-    """Return where chains that accepted these proposals are after each, ``(R, b)``."""
+    """Return the slots of the chains after each proposal, ``(R, b)``, from the accepted proposals."""
     step = torch.arange(len(slots), device=slots.device)[:, None]
     taken = torch.where(accepted, step, -1).cummax(0).values
     return torch.where(taken < 0, start, slots.gather(0, taken.clamp(min=0)))
 
 
 def burn_in_count(value: Scalar, count: int | Tensor) -> int | Tensor:
-    """Turn a count or a fraction of the proposals into a count that leaves one; on the host if that knows both."""
-    # fractions of several groups come in float32: 0.9 of 10 is 9 there too
+    """Convert a count or fraction to a count that leaves at least one proposal; on the host if both are numbers."""
+    # fractions of several groups are float32; the factor 1 + 1e-6 makes 0.9 of 10 equal to 9 there too
     if isinstance(value, Tensor):
         value = value.to(accelerator.widest(value.device))
     elif isinstance(count, Tensor):

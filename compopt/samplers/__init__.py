@@ -1,4 +1,4 @@
-"""Samplers for torch that choose batches by features, or samples by rows, of the training so far."""
+"""Samplers for torch that select batches by features, or samples by rows, of the training so far."""
 
 from compopt.samplers.bank import FeatureBank
 from compopt.samplers.base import BankSampler

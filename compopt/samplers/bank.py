@@ -1,4 +1,4 @@
-"""Newest features of every sample, in half precision."""
+"""Bank of the latest features of all samples, in half precision by default."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ Offload = Literal["cpu"]
 
 
 class FeatureBank:
-    """Both L2-normalised features of every sample, as last written.
+    """Bank of the latest L2-normalised features, two per sample.
 
     Args:
         n: number of samples.
-        dtype: stored dtype: float16 (rounds a coordinate to 0.0005 at most), bfloat16, float32 or float64.
-        offload: ``None``: the bank is on the features' device; ``"cpu"``: it is in host memory, to which features are
-            copied while training goes on.
+        dtype: stored dtype: float16 (rounding errors of at most 0.0005 per coordinate), bfloat16, float32 or float64.
+        offload: ``None``: the bank is on the device of the features; ``"cpu"``: in host memory, to which features are
+            copied asynchronously.
 
-    State: ``rows`` (n, 2, d), allocated at the first write, and two flags per sample: ``seen``, it has features, and
-    ``offered``, some were given. ``4 n d`` bytes in half precision, 27 MB for n = 54,000 and d = 128. A row with a
-    feature that is not finite, or too large to be normalised, is not written; :meth:`unseen` warns of those.
+    State: ``rows`` (n, 2, d), allocated at the first write, and two flags per sample: ``seen``, the bank contains
+    features, and ``offered``, features were written or skipped. ``4 n d`` bytes in half precision, 27 MB for n = 54,000
+    and d = 128. A row with a feature that is not finite, or too large to be normalised, is skipped; :meth:`unseen`
+    warns about skipped rows.
 
     Communicates: nothing.
 
     Raises:
-        ValueError: n < 1, another dtype or ``offload``; at a write, features of another dimension than before.
-        TypeError: n is no integer.
+        ValueError: ``n`` < 1, or invalid ``dtype`` or ``offload``; at a write, ``d`` has changed.
+        TypeError: ``n`` is not an integer.
 
     Example:
         >>> import torch
@@ -56,16 +57,16 @@ class FeatureBank:
         self.rows: Tensor | None = None
         self.seen = torch.zeros(n, dtype=torch.bool, device="cpu")
         self.offered = torch.zeros(n, dtype=torch.bool, device="cpu")
-        self._copies: deque[tuple[Tensor, Tensor, Any]] = deque()  # on their way from the device to host memory
+        self._copies: deque[tuple[Tensor, Tensor, Any]] = deque()  # in progress from the device to host memory
         self._skipped = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def rounded(self, z1: Tensor, z2: Tensor) -> Tensor:
-        """Normalise features ``(b, d)`` and round them as they are stored: ``(b, 2, d)`` in the bank's dtype."""
+        """Normalise features ``(b, d)`` and round them to the bank's dtype; return ``(b, 2, d)``."""
         with torch.autocast(z1.device.type, enabled=False):
             return prepare(torch.stack([z1, z2], dim=1), True)[0].to(self.dtype)
 
     def check_width(self, d: int) -> None:
-        """Refuse features of another dimension ``d`` than those before, with a ``ValueError``."""
+        """Raise a ``ValueError`` if ``d`` differs from the dimension of the stored features."""
         if self.rows is not None and self.rows.shape[2] != d:
             raise ValueError(f"z1 and z2 have d={d}, but the features so far had d={self.rows.shape[2]}")
 
@@ -73,11 +74,11 @@ class FeatureBank:
         """Store features of some samples.
 
         Args:
-            index: data-set positions, ``(b,)`` int64 on the CPU; of equal ones the last counts.
-            rows: result of :meth:`rounded`, ``(b, 2, d)``; the bank goes to their device, unless it is offloaded.
+            index: data-set positions, ``(b,)`` int64 on the CPU; for equal positions the last row is stored.
+            rows: result of :meth:`rounded`, ``(b, 2, d)``; the bank is moved to their device, unless it is offloaded.
 
         Raises:
-            ValueError: another ``d`` than before.
+            ValueError: ``d`` has changed.
         """
         self.check_width(rows.shape[2])
         device = torch.device("cpu") if self.offload else rows.device
@@ -93,7 +94,7 @@ class FeatureBank:
         self._settle(wait=False)
 
     def _settle(self, wait: bool = True) -> None:
-        """Store copies that have arrived; ``wait`` for those that have not."""
+        """Store completed copies; with ``wait`` also wait for the others."""
         while self._copies:
             index, rows, event = self._copies[0]
             if event is not None:
@@ -107,7 +108,7 @@ class FeatureBank:
         assert self.rows is not None
         self.offered[index] = True
         last = {sample: place for place, sample in enumerate(index.tolist())}
-        if len(last) < len(index):  # which of several writes to one row wins is not defined on a device
+        if len(last) < len(index):  # the result of several writes to one row is undefined on a device
             index, places = (torch.tensor(list(part), device="cpu") for part in (last, last.values()))
             rows = rows[accelerator.to_device(places, rows.device)]
         index, rows = (accelerator.to_device(x, self.rows.device) for x in (index, rows))
@@ -117,10 +118,10 @@ class FeatureBank:
         self._skipped += (~good).sum()
 
     def unseen(self) -> Tensor:
-        """Samples without features, ``(n,)`` bool on the CPU. Waits for the device.
+        """Return a mask of the samples without features, ``(n,)`` bool on the CPU. Waits for the device.
 
         Warns:
-            UserWarning: features that were not finite, or too large, and were left out since this was last asked.
+            UserWarning: features that were not finite, or too large, were skipped since the last call.
         """
         self._settle()
         skipped = int(self._skipped)
@@ -133,7 +134,7 @@ class FeatureBank:
         return ~self.seen.cpu()
 
     def missing(self) -> Tensor:
-        """Samples never observed, ``(n,)`` bool on the CPU; those whose features were not finite were observed."""
+        """Return a mask of samples never written, ``(n,)`` bool on the CPU; skipped samples count as written."""
         self._settle()
         return ~self.offered
 
@@ -144,14 +145,14 @@ class FeatureBank:
         return bool(self.seen.all())
 
     def read(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Features of the samples ``index``, of any shape: two ``(..., d)``, float32 or wider."""
+        """Return both features, ``(..., d)`` each, of samples ``index``, ``(...)``, in float32 or wider."""
         assert self.rows is not None
         rows = self.rows[index.to(self.rows.device)]
         rows = rows.to(torch.promote_types(self.dtype, torch.float32))
         return rows[..., 0, :], rows[..., 1, :]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``rows``, ``seen``, ``offered`` (on the CPU) and the type of ``device``. Waits for the device."""
+        """Return copies of ``rows``, ``seen`` and ``offered`` on the CPU, and the device type. Waits for the device."""
         self._settle()
         rows = None if self.rows is None else self.rows.detach().to("cpu", copy=True)
         device = "cpu" if self.rows is None else self.rows.device.type
@@ -161,7 +162,7 @@ class FeatureBank:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy a :meth:`state_dict` into this bank, in its own dtype.
 
-        Rows go to the type of device where they were or, if there is none or with ``offload``, to the CPU.
+        Rows are stored on a device of their former type; on the CPU if there is none, or with ``offload``.
         """
         rows, seen, device = state_dict["rows"], state_dict["seen"], torch.device(state_dict["device"])
         present = accelerator.available()

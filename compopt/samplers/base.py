@@ -1,4 +1,4 @@
-"""Base of the batch samplers with a feature bank: epochs, plans, ranks, and states in the middle of an epoch."""
+"""Base class of the batch samplers with a feature bank: epochs, plans, ranks, and states within an epoch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PLANNING = "the planning of a sampler's epoch"
 
 
 def twins(labels: Tensor) -> Tensor:
-    """True where two different samples have one label, ``(..., B, B)``."""
+    """Return a mask of the pairs of different samples with equal labels, ``(..., B, B)``."""
     equal = labels[..., :, None] == labels[..., None, :]
     return equal & ~torch.eye(labels.shape[-1], dtype=torch.bool, device=labels.device)
 
 
 class BankOptions(TypedDict, total=False):
-    """Keywords of :class:`BankSampler` that every sampler with a bank takes; type checkers read them here."""
+    """Keywords of :class:`BankSampler` that every sampler with a bank accepts, for type checkers."""
 
     dtype: torch.dtype
     offload: Offload | None
@@ -42,41 +42,42 @@ class BankOptions(TypedDict, total=False):
 
 
 class BankSampler(Sampler[list[int]]):
-    """Batches chosen by the newest features of every sample; random ones until every sample was observed.
+    """Batch sampler that uses the latest features of all samples; batches are random until all were observed.
 
-    A sample whose features have never been finite is dealt to a batch at random; the others are chosen without it.
+    Samples without finite features are assigned to batches at random, and the other samples are selected without them.
 
-    The plan of an epoch is a sequence of global batches, made when the epoch begins. Each iteration is an epoch; the
-    first one after :meth:`load_state_dict` goes on where the state was taken.
+    The plan of an epoch is a sequence of global batches, computed at the beginning of the epoch. Each iteration is an
+    epoch; the first iteration after :meth:`load_state_dict` continues at the position of the state.
 
     Subclasses define ``__len__``, :meth:`work`, :meth:`do` and :meth:`assemble`. State, communication and metrics: see
     :class:`~compopt.samplers.SpectralBatchSampler`.
 
     Args:
         n: number of samples; indices are 0 .. n - 1.
-        batch_size: ``B``, over all ranks.
-        tau: temperature of the losses by which batches are chosen.
+        batch_size: ``B``, summed over all ranks.
+        tau: temperature of the losses by which batches are selected.
         seed: seed of all random choices, together with the epoch.
         labels: ``(n,)`` integers; samples with equal labels are not each other's negatives.
         dtype: dtype of the bank: float16, bfloat16, float32, float64.
-        offload: ``None``: the bank is on the features' device; ``"cpu"``: in host memory.
+        offload: ``None``: the bank is on the device of the features; ``"cpu"``: in host memory.
         process_group: the ranks that share each global batch; ``None``: the default group, if ``torch.distributed`` is
             initialised.
         background, lead: deprecated, without effect.
 
     Attributes:
-        epoch: number of the epoch that was entered last.
-        metrics: figures of the newest plan and of this epoch; seconds are those of this rank.
+        epoch: number of the current epoch.
+        metrics: values for the latest plan and this epoch; seconds are those of this rank.
 
     Raises:
-        ValueError: batch_size < 2 or > n, tau <= 0, a seed of 2^63 or more, bad labels; fewer samples in a batch than
-            ranks; another dtype or ``offload``.
-        TypeError: an argument of the wrong type; ``labels`` and ``group`` together.
-        RuntimeError: at an iteration: another rank could not make its part of the plan. The next iteration tries again.
+        ValueError: ``batch_size`` < 2 or > ``n`` or less than the number of ranks; ``tau`` <= 0; ``seed`` >= 2^63;
+            invalid ``labels``, ``dtype`` or ``offload``.
+        TypeError: an argument has the wrong type, or both ``labels`` and ``group`` are given.
+        RuntimeError: in an iteration, if another rank failed to compute its part of the plan. The next iteration tries
+            again.
 
     Warns:
-        UserWarning: when an epoch begins: features that were not finite; samples that never had finite ones; nothing
-            of what was observed in the epoch before was one of its batches.
+        UserWarning: at the beginning of an epoch, if features were not finite, if samples never had finite features, or
+            if none of the observed samples of the previous epoch formed one of its batches.
 
     Example:
         >>> import compopt
@@ -119,63 +120,63 @@ class BankSampler(Sampler[list[int]]):
                 f"batch_size={self.batch_size} counts over all ranks and must be at least world_size={self.world_size}"
             )
         self._handshake = Handshake(self._ranks, OBSERVE)
-        # Position. A loader with workers asks for batches long before they are trained on: a loop that observes its
-        # batches tells how far it is; of any other loop only the number of batches handed out is known.
+        # Position. A loader with workers requests batches long before they are trained on. Observed batches show the
+        # position of the loop; for a loop without observe() only the number of batches handed out is known.
         self.epoch = 0
         self._begun = False  # an iteration has entered the epoch
         self._handed = self._seen = 0  # batches handed out; batches up to the last one observed
-        self._follows = self._matched = False  # batches of the epoch before, or of this one, were observed
-        self._strangers = self._warned_of_strangers = False  # samples were observed that are no batch of this epoch
-        # Epoch -> samples of all its batches, one batch after the other; states of 0.2 also have the next epoch's.
+        self._follows = self._matched = False  # batches of the previous or this epoch were observed
+        self._strangers = self._warned_of_strangers = False  # observed samples formed no batch of this epoch
+        # Epoch -> samples of all its batches, concatenated; states of version 0.2 also contain the next epoch.
         self._plans: dict[int, Tensor] = {}
         self.metrics: dict[str, float] = {}
         self._warned_of_unseen = False
 
-    # -- what subclasses define ------------------------------------------------------------------------------------
+    # -- defined by subclasses -------------------------------------------------------------------------------------
 
     @abstractmethod
     def __len__(self) -> int:
-        """Batches per epoch, the same on every rank."""
+        """Return the number of batches per epoch, the same on every rank."""
 
     @abstractmethod
     def work(self, epoch: int) -> list[Any]:
-        """Independent pieces of an epoch's plan, each of bounded size; ranks divide them between themselves."""
+        """Return independent pieces of an epoch's plan, each of bounded size, to be divided over ranks."""
 
     @abstractmethod
     def do(self, piece: Any) -> Tensor:
-        """Compute one ``piece``: a CPU tensor of any shape."""
+        """Compute one ``piece``; return a CPU tensor of any shape."""
 
     @abstractmethod
     def assemble(self, epoch: int, pieces: list[Any], results: list[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        """Form the plan of an epoch, the samples of its batches in turn, ``(samples,)`` int64; and metrics."""
+        """Return the plan of an epoch, the concatenated samples of its batches, ``(samples,)`` int64, and metrics."""
 
     def read(self, samples: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Features ``(..., d)``, twice, and labels ``(...)`` or ``None`` of samples ``(...)``, on the bank's device."""
+        """Return both features, ``(..., d)``, and labels (or ``None``) of samples ``(...)``, on the bank's device."""
         z1, z2 = self.bank.read(samples)
         return z1, z2, None if self.labels is None else self.labels[samples].to(z1.device)
 
     def config(self) -> dict[str, Any]:
-        """Return the arguments that a state must share with the sampler that loads it."""
+        """Return the arguments that must be equal for a state and the sampler that loads it."""
         labels = None if self.labels is None else hashlib.sha256(self.labels.numpy().tobytes()).hexdigest()[:16]
         values = {name: getattr(self, name) for name in ("n", "batch_size", "tau", "seed")}
         return {**values, "labels": labels, "dtype": str(self.bank.dtype)}
 
     def random_plan(self, epoch: int, missing: Tensor) -> Tensor:
-        """Plan of random batches, ``(samples,)`` int64; those never observed, ``missing`` ``(n,)``, come first."""
+        """Return random batches, ``(samples,)`` int64; samples never observed, ``missing`` ``(n,)``, come first."""
         return self.random_batches(len(self), epoch, first=missing).flatten()
 
     # -- random orders, functions of the seed and of counters --------------------------------------------------------
 
     def draw(self, *counters: int) -> int:
-        """63 random bits that belong to the counters."""
+        """Return 63 random bits, a function of the seed and the counters."""
         return rng.fold(self.seed, *counters) >> 1
 
     def permutation(self, count: int, *counters: int) -> Tensor:
-        """Random permutation that belongs to the counters, ``(count,)``."""
+        """Return a random permutation, ``(count,)``, a function of the seed and the counters."""
         return rng.permutation(count, self.seed, *counters)
 
     def random_batches(self, count: int, epoch: int, first: Tensor | None = None) -> Tensor:
-        """``count`` full batches from as many permutations of the samples as it takes: ``(count, B)``.
+        """Return ``count`` full batches from as many permutations of the samples as necessary, ``(count, B)``.
 
         The first permutation begins with the samples that are True in ``first``, ``(n,)``.
         """
@@ -199,7 +200,7 @@ class BankSampler(Sampler[list[int]]):
             yield self._ranks.own(batch).tolist()
 
     def _begin(self) -> Tensor:
-        """Enter the next epoch, or a loaded one where its state was taken, and return its plan."""
+        """Begin the next epoch, or continue a loaded one, and return its plan."""
         self._ranks.check_alive()
         if self._strangers and not (self._matched or self._warned_of_strangers):
             self._warned_of_strangers = True
@@ -209,7 +210,7 @@ class BankSampler(Sampler[list[int]]):
                 "state counts the batches handed out instead",
                 stacklevel=3,
             )
-        if self._begun:  # otherwise this iteration goes on in the epoch that was loaded, or whose plan failed
+        if self._begun:  # otherwise continue the loaded epoch, or repeat the epoch for which planning failed
             self.epoch, self._seen, self._follows = self.epoch + 1, 0, self._matched
         self._matched, self._strangers, self._handed = False, False, self._seen
         self._begun = False  # if the plan fails, the next iteration tries this epoch again
@@ -239,9 +240,9 @@ class BankSampler(Sampler[list[int]]):
         assert self.bank.rows is not None
         started, ranks = time.perf_counter(), self._ranks
         pieces = self.work(self.epoch)
-        # autocast of the loop around it would round similarities, and with them the choice
+        # an enclosing autocast would round similarities and change the selection
         with torch.no_grad(), torch.autocast(self.bank.rows.device.type, enabled=False), doing(PLANNING):
-            # an error of one rank is raised on all, so that none waits in the exchange
+            # agree() raises the error of one rank on all ranks, so that no rank waits in the exchange
             own = ranks.agree(lambda: [self.do(piece) for piece in pieces[ranks.rank :: ranks.size]])
             everyone = ranks.gather_objects(own)
         results = [everyone[number % ranks.size][number // ranks.size] for number in range(len(pieces))]
@@ -253,23 +254,23 @@ class BankSampler(Sampler[list[int]]):
 
     @torch.no_grad()
     def observe(self, index: Tensor, z1: Tensor, z2: Tensor) -> None:
-        """Keep the features that the training loop has computed; call it once per batch.
+        """Store the features that the training loop has computed; call it once per batch.
 
-        It also tells how far the loop is (a loader with workers asks for batches long before they are trained on), so
-        that a state taken between two batches continues with the second.
+        The call also marks the position of the loop, since a loader with workers requests batches long before they are
+        trained on. A state that is taken between two batches continues with the second.
 
         Args:
-            index: data-set positions, ``(b,)`` integers, on the CPU (elsewhere they are waited for); with K ranks those
-                of this rank's part.
-            z1, z2: features, ``(b, d)``, normalised here; no gradient is kept. Rows that are not finite are left out,
-                and a warning counts them when the next epoch begins.
+            index: data-set positions, ``(b,)`` integers, preferably on the CPU, since the call waits for an index on a
+                device; with K ranks the positions of this rank's part.
+            z1, z2: features, ``(b, d)``. They are detached and normalised. Rows that are not finite are skipped, and a
+                warning at the beginning of the next epoch reports their number.
 
         Communicates, with K ranks: one all-gather of ``4 d`` bytes per sample in half precision, and one of integers.
 
         Raises:
-            RuntimeError: another rank refused its arguments.
-            IndexError: a position outside ``0 .. n - 1``.
-            TypeError, ValueError: wrong types or shapes, another ``d`` than before.
+            RuntimeError: the arguments of another rank were invalid.
+            IndexError: a position is outside ``0 .. n - 1``.
+            TypeError, ValueError: a type or shape is wrong, or ``d`` has changed.
         """
         self._ranks.check_alive()
         with self._handshake.guard():
@@ -287,16 +288,16 @@ class BankSampler(Sampler[list[int]]):
         return index
 
     def _write(self, index: Tensor, z1: Tensor, z2: Tensor) -> Tensor:
-        """Write features of this rank's samples into the banks of all ranks; return the samples of all."""
+        """Write features of this rank's samples to the banks of all ranks; return the samples of all ranks."""
         rows = self.bank.rounded(z1, z2)
         samples = self._handshake.exchange({"index": index}, {"width": rows.shape[2]})
         self.bank.write(samples.keys["index"], self._ranks.gather([rows], samples.sizes)[0])
         return samples.keys["index"]
 
     def _follow(self, index: Tensor, plan: Tensor) -> None:
-        """Note how far the loop is if these are the samples of one batch handed out, or of several in a row."""
+        """Update the position of the loop if the samples are those of one or several consecutive batches handed out."""
         size = self.batch_size
-        # an accumulation window may be observed at once, and batches before it may have been skipped
+        # several batches of an accumulation window may be observed together, and earlier batches may be skipped
         firsts = plan[::size][self._seen : self._handed]
         for number in (firsts == index[:1]).nonzero().flatten().tolist() if len(index) else ():
             start = (self._seen + number) * size
@@ -309,16 +310,16 @@ class BankSampler(Sampler[list[int]]):
 
     @torch.no_grad()
     def refresh(self, encode: Callable[[Tensor], tuple[Tensor, Tensor]], chunk_size: int = 1024) -> None:
-        """Fill the bank by encoding every sample: an alternative to :meth:`observe`, before an epoch begins.
+        """Fill the bank by encoding all samples before an epoch begins, as an alternative to :meth:`observe`.
 
         Args:
-            encode: ``encode(index (b,)) -> (z1, z2)``, each ``(b, d)``. With K ranks each encodes its part of
-                every chunk, and gets an index of one sample where it has none.
-            chunk_size: samples at a time.
+            encode: ``encode(index (b,)) -> (z1, z2)``, each ``(b, d)``. With K ranks each rank encodes its part of
+                every chunk; a rank with an empty part encodes one sample, the result of which is discarded.
+            chunk_size: samples per call of ``encode``, summed over all ranks.
 
         Raises:
             RuntimeError: another rank failed.
-            TypeError, ValueError: what ``encode`` returned is no pair of features, or of another ``d`` than before.
+            TypeError, ValueError: ``encode`` does not return a pair of features, or ``d`` has changed.
 
         Communicates, with K ranks: as :meth:`observe`, once per chunk.
         """
@@ -336,11 +337,11 @@ class BankSampler(Sampler[list[int]]):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the rest of the run depends on, the same on every rank: bank, plans, epoch and position.
+        """Return the state, the same on every rank: bank, plans, epoch and position.
 
-        The position is behind the last batch observed, or, in a loop that observes none, the last one handed out. After
-        an epoch that was left early it is inside that epoch, while the run itself would go on with the next one.
-        Communicates nothing.
+        The position is after the last batch observed or, in a loop that observes none, after the last batch handed out.
+        If the loop left an epoch early, the position is within that epoch, whereas the run itself would continue with
+        the next epoch. Communicates nothing.
         """
         follows = self._follows or self._matched
         epoch, batch = self.epoch, self._seen if follows or not self._begun else self._handed
@@ -356,10 +357,10 @@ class BankSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where the state was taken, with the next iteration, on any number of ranks. Communicates nothing.
+        """Load a state; the next iteration continues at its position, on any number of ranks. No communication.
 
         Raises:
-            ValueError: ``state_dict`` is of a sampler with other arguments.
+            ValueError: the state is that of a sampler with other arguments.
         """
         own, other = self.config(), dict(state_dict["config"])
         for name in {**own, **other}:

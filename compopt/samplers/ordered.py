@@ -15,29 +15,29 @@ from compopt.checks import inputs
 from compopt.estimator.options import takes_options
 from compopt.samplers.base import BankOptions, BankSampler, twins
 
-# Numbers in the similarity matrices of the candidates that are weighed at a time
+# Elements in the similarity matrices of one piece of candidates
 PIECE = 1 << 20
 
 
 class OrderedBatchSampler(BankSampler):
-    r"""Ordered SGD: of ``candidates`` random batches an epoch has the ``keep`` with the highest loss.
+    r"""Ordered SGD: select, per epoch, the ``keep`` of ``candidates`` random batches with the highest loss.
 
     .. math::
         L(I) = \frac1{2B} \sum_{k \in I} \log \sum_{l \in I} e^{(s_{kl} - s_{kk})/\tau}
                                        + \log \sum_{l \in I} e^{(s_{lk} - s_{kk})/\tau}
 
     with the similarities ``s_kl = <z1_k, z2_l>`` of the bank's features; the paper's loss is twice this. Candidates are
-    cut from random permutations of the data, each of which uses every sample once. A batch that is drawn again is kept
-    only where there are too few others. The kept batches come in random order.
+    consecutive blocks of random permutations of the data. Duplicates of a batch are selected only if there are fewer
+    than ``keep`` different batches. The order of the selected batches is random.
 
-    *An epoch here is ``keep`` batches*, not the data: at most a share ``keep B / n`` of the samples. :attr:`coverage`
-    is this epoch's and :attr:`total_coverage` that of all epochs so far; samples that are never in a hard batch
-    train less, and their features in the bank are old. Until every sample was observed, epochs of ``keep`` random
-    batches go through the data, those not observed first. A batch is judged without samples that have no finite
-    features.
+    *An epoch consists of ``keep`` batches*, not of the whole data set: at most a share ``keep B / n`` of the samples.
+    :attr:`coverage` is the share in this epoch and :attr:`total_coverage` that in all epochs so far. Samples that are
+    never in a hard batch are trained less, and their features in the bank are old. Until all samples were observed, an
+    epoch has ``keep`` random batches, beginning with samples that were not observed. Samples without finite features
+    are ignored in the loss of a batch.
 
-    The paper averages the gradients of the ``keep`` batches into one step. A loop over this sampler takes a step per
-    batch. For the paper's step, accumulate the gradients of one epoch and divide each loss by ``keep``.
+    The paper averages the gradients of the ``keep`` batches into one step, whereas a loop over this sampler performs a
+    step per batch. For the paper's step, accumulate the gradients of one epoch and divide each loss by ``keep``.
 
     Cost: ``2 candidates B^2 d`` operations, linear in ``candidates``, and a permutation of n; 0.1 s for 1,500 batches
     of 32 on one core. Memory: the bank, ``4 n d`` bytes in half precision.
@@ -45,19 +45,19 @@ class OrderedBatchSampler(BankSampler):
     Args:
         n, batch_size, labels: see :class:`~compopt.samplers.BankSampler`.
         candidates: random batches per epoch, ``k``.
-        keep: batches of an epoch, ``q <= k``.
+        keep: selected batches per epoch, ``q <= k``.
         tau: temperature of the loss.
         seed: seed of the candidates, together with the epoch.
-        group: an older name of ``labels``.
+        group: former name of ``labels``.
         **options: ``dtype``, ``offload``, ``process_group`` (and ``background``, ``lead``), see
             :class:`~compopt.samplers.BankSampler`.
 
     State, communication, metrics: see :class:`~compopt.samplers.SpectralBatchSampler`; also ``coverage``,
-    ``kept_loss`` and ``candidate_loss``, the mean losses of the newest plan's batches and of its candidates in nats.
+    ``kept_loss`` and ``candidate_loss``, the mean losses of the latest plan's batches and of its candidates in nats.
 
     Raises:
         ValueError: ``keep`` exceeds ``candidates`` or the number of different batches.
-        ValueError, TypeError, RuntimeError: as :class:`~compopt.samplers.BankSampler`, which also warns.
+        ValueError, TypeError, RuntimeError: see :class:`~compopt.samplers.BankSampler`, also for warnings.
 
     References:
         Kawaguchi and Lu, Ordered SGD, AISTATS 2020. Cho et al., Mini-Batch Optimization of Contrastive Loss, section
@@ -100,13 +100,13 @@ class OrderedBatchSampler(BankSampler):
 
     @property
     def coverage(self) -> float:
-        """Share of the samples that are in this epoch's batches; 0 before the first."""
+        """Share of the samples that are in this epoch's batches; 0 before the first epoch."""
         plan = self._plans.get(self.epoch)
         return 0.0 if plan is None else len(plan.unique()) / self.n
 
     @property
     def total_coverage(self) -> float:
-        """Share of the samples that were in any epoch's batches so far, this one's included."""
+        """Share of the samples that were in a batch of any epoch so far, including this one."""
         return float(self._covered.double().mean())
 
     def _begin(self) -> Tensor:
@@ -116,12 +116,12 @@ class OrderedBatchSampler(BankSampler):
         return plan
 
     def work(self, epoch: int) -> list[Tensor]:
-        """Candidates of an epoch in pieces of some batches, ``(k, B)`` data-set positions each."""
+        """Return the candidates of an epoch in pieces of several batches, ``(k, B)`` data-set positions each."""
         size = max(1, PIECE // (self.batch_size * max(self.batch_size, 128)))
         return list(self.random_batches(self.candidates, epoch).split(size))
 
     def do(self, piece: Tensor) -> Tensor:
-        """Losses of the candidates ``(k, B)``, in nats: ``(k,)``."""
+        """Return the losses of the candidates ``(k, B)``, in nats, ``(k,)``."""
         z1, z2, labels = self.read(piece)
         absent = ~self.bank.seen[piece.to(z1.device)]
         return batch_losses(z1, z2, self.tau, labels, absent if bool(absent.any()) else None).cpu()
@@ -144,24 +144,24 @@ class OrderedBatchSampler(BankSampler):
 
 
 def highest(batches: Tensor, losses: Tensor, keep: int) -> Tensor:
-    """Positions of the ``keep`` of ``batches`` (k, B) with the highest ``losses`` (k,), ascending.
+    """Return the positions of the ``keep`` batches (k, B) with the highest ``losses`` (k,), ascending.
 
-    A set of samples is kept twice only if there are fewer than ``keep`` different ones.
+    A batch is selected twice only if there are fewer than ``keep`` different batches.
     """
     _, first = np.unique(batches.sort(dim=1).values.numpy(), axis=0, return_index=True)
     again = np.ones(len(batches), dtype=bool)
     again[first] = False
-    order = np.lexsort((-losses.numpy(), again))  # by the last key first
+    order = np.lexsort((-losses.numpy(), again))  # the last key is the primary one
     return torch.from_numpy(np.sort(order[:keep]))
 
 
 def batch_losses(
     z1: Tensor, z2: Tensor, tau: float, labels: Tensor | None = None, absent: Tensor | None = None
 ) -> Tensor:
-    """Losses ``L`` of batches of normalised features ``(k, B, d)``, in nats: ``(k,)``.
+    """Return the losses ``L`` of batches of normalised features ``(k, B, d)``, in nats, ``(k,)``.
 
-    Samples with equal ``labels`` (k, B) are not each other's negatives; those that are ``absent`` (k, B) are neither
-    anchors nor negatives, and a batch of such alone has loss 0.
+    Samples with equal ``labels`` (k, B) are not each other's negatives. ``absent`` samples (k, B) are neither anchors
+    nor negatives; a batch of only absent samples has loss 0.
     """
     s = z1 @ z2.mT  # (k, B, B)
     own = s.diagonal(dim1=1, dim2=2)
@@ -170,8 +170,8 @@ def batch_losses(
     if absent is not None:
         pairs = absent[:, :, None] | absent[:, None, :]
         s = s.masked_fill(pairs & ~torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device), -math.inf)
-    rows = torch.logsumexp((s - own[:, :, None]) / tau, dim=2)  # anchors z1; the positive is the 1 in the logarithm
+    rows = torch.logsumexp((s - own[:, :, None]) / tau, dim=2)  # anchors z1; the positive contributes exp(0) = 1
     columns = torch.logsumexp((s - own[:, None, :]) / tau, dim=1)
     if absent is None:
         return (rows + columns).mean(1) / 2
-    return (rows + columns).sum(1) / (~absent).sum(1).clamp(min=1) / 2  # an absent sample's own terms are log 1
+    return (rows + columns).sum(1) / (~absent).sum(1).clamp(min=1) / 2  # the terms of absent samples are log 1 = 0

@@ -1,4 +1,4 @@
-"""Sampler that leaves out the samples whose rows tell of a wrong pair."""
+"""Sampler that omits samples with probably wrong pairs, according to their rows."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ from compopt.estimator.base import Estimator
 
 
 class ScoredSampler(Sampler[int]):
-    r"""Random order of the samples, without those that :func:`compopt.curation.suspects` finds, anew in every epoch.
+    r"""Sampler with a new random order per epoch, without the samples that :func:`compopt.curation.suspects` finds.
 
-    Give it to a ``DataLoader`` as ``sampler=``. During the first ``warm_up`` epochs all samples come; then the share of
-    wrong pairs is estimated. Each later epoch leaves out that share, the worst by the rows as they are when it begins,
-    but for a random part of them, so that a sample whose score improves is used again.
+    Pass it to a ``DataLoader`` as ``sampler=``. The first ``warm_up`` epochs contain all samples; then the share of
+    wrong pairs is estimated. Each later epoch omits that share of the samples, those with the lowest scores at the
+    beginning of the epoch, except for a random part of them, so that scores of omitted samples can improve.
 
     Args:
         est: estimator with ``scores=ScoreKeeper(n)``, or with rows of ``reference="positive"`` (then with ``share``).
-        warm_up: epochs with all samples. One is too short for the rows to tell how many pairs are wrong, and after many
-            epochs a model has memorised wrong pairs (``benchmarks/results/curation.md``).
-        share: of the visited samples that are left out, in [0, 1); ``None``: :func:`compopt.curation.wrong_share` when
-            the warm-up ends.
-        returning: part of the suspects that comes all the same, in [0, 1].
-        seed: of the orders, together with the epoch.
+        warm_up: epochs with all samples. After one epoch the share of wrong pairs cannot be estimated from the rows
+            yet, and after many epochs a model has memorised wrong pairs (``benchmarks/results/curation.md``).
+        share: share of the visited samples to omit, in [0, 1); ``None``: :func:`compopt.curation.wrong_share` at the
+            end of the warm-up.
+        returning: part of the suspects that is not omitted, in [0, 1].
+        seed: seed of the orders, together with the epoch.
         process_group: the ranks that divide each epoch; ``None``: the default group, if ``torch.distributed`` is
-            initialised. Each takes every K-th sample of one order, which is cut to a multiple of K.
+            initialised. Each rank uses every K-th sample of one order, which is truncated to a multiple of K.
         divide: ``False``: every rank gets the whole order, for loaders that divide batches themselves, such as those of
             ``accelerate.prepare``.
 
     Attributes:
         epoch: number of the next epoch.
-        share: as given, or as it was estimated.
-        left_out: positions that the newest epoch left out, ``(m,)`` int64, the worst first.
+        share: the argument, or the estimated share.
+        left_out: positions that the latest epoch omitted, ``(m,)`` int64, in ascending order of the score.
 
-    State: the epoch, the share and what the epoch leaves out. An order is a function of these, so that a run that
-    stopped inside an epoch repeats its order and skips what it has had, as with
+    State: the epoch, the share and the omitted samples of the epoch. The order is a function of these, so that a run
+    that stopped within an epoch repeats its order and skips the samples that were used, as with
     ``torch.utils.data.DistributedSampler`` (for example by ``accelerate.skip_first_batches``).
 
-    Communicates: with ``shard=True`` each iteration reads the rows of all ranks; nothing otherwise.
+    Communicates: with ``shard=True`` each iteration after the warm-up reads the rows of all ranks; otherwise nothing.
 
     Raises:
-        ValueError: ``share`` or ``returning`` outside its range; rows that tell nothing, see
-            :func:`compopt.curation.scores`.
+        ValueError: ``share`` or ``returning`` is outside its range; the rows contain no scores, see
+            :func:`compopt.curation.scores`; ``share=None`` without ranks or with ``warm_up=0``.
+        RuntimeError: in an iteration, if the estimated share is 1.
 
     Example:
         >>> import compopt
@@ -81,10 +82,10 @@ class ScoredSampler(Sampler[int]):
         self._ranks = Ranks(process_group)
         self.epoch = 0
         self.left_out = torch.zeros(0, dtype=torch.int64)
-        self._known: int | None = None  # epoch whose samples to leave out are known already
+        self._known: int | None = None  # the epoch for which left_out has been computed
 
     def _check_estimate(self) -> None:
-        """Refuse what would fail, or find nothing, when the warm-up ends."""
+        """Raise if the share could not be estimated at the end of the warm-up."""
         keeper = getattr(self.est, "scores", None)
         if keeper is None or not keeper.rank:
             raise ValueError(
@@ -95,7 +96,7 @@ class ScoredSampler(Sampler[int]):
             raise ValueError("warm_up=0 leaves no epoch to estimate the share from: give share=, or warm_up >= 1")
 
     def __len__(self) -> int:
-        """Return the number of samples of the newest epoch on this rank; the next one may have others."""
+        """Return the number of samples of the latest epoch on this rank; the next epoch may differ."""
         return (self._n - len(self.left_out)) // (self._ranks.size if self.divide else 1)
 
     @property
@@ -114,7 +115,7 @@ class ScoredSampler(Sampler[int]):
         yield from order[: len(order) // size * size][rank::size].tolist()
 
     def _choose(self, epoch: int) -> Tensor:
-        """Return what an epoch leaves out."""
+        """Return the samples that an epoch omits."""
         if epoch < self.warm_up:
             return torch.zeros(0, dtype=torch.int64)
         found = curation.scores(self.est)
@@ -130,9 +131,10 @@ class ScoredSampler(Sampler[int]):
         return suspects[order[round(self.returning * len(suspects)) :].sort().values]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the epoch that has begun, whose order the next iteration of a loaded sampler repeats.
+        """Return the state of the current epoch; the next iteration of a loaded sampler repeats its order.
 
-        Between two epochs set :attr:`epoch` of the loaded sampler one higher, as with ``DistributedSampler.set_epoch``.
+        For a state that is saved between two epochs, increase :attr:`epoch` of the loaded sampler by one, as with
+        ``DistributedSampler.set_epoch``.
         """
         begun = self._known is not None and self._known == self.epoch - 1
         return {
@@ -148,7 +150,7 @@ class ScoredSampler(Sampler[int]):
         """Continue with the epoch of the state.
 
         Raises:
-            ValueError: it is of a sampler with another number of samples or another seed.
+            ValueError: the state is that of a sampler with another number of samples or another seed.
         """
         for name, own in (("n", self._n), ("seed", self.seed)):
             if state_dict[name] != own:

@@ -1,4 +1,4 @@
-"""Batches of samples that are hard for each other, by spectral clustering."""
+"""Batches of mutually hard negatives, by spectral clustering."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from compopt.estimator.options import takes_options
 from compopt.samplers.base import BankOptions, BankSampler, twins
 
 PACKAGES = {"scipy": "scipy", "scikit-learn": "sklearn"}
-# runs of k-means, of which the best counts
+# runs of k-means, of which the best is used
 STARTS = 3
 
 
 class Group(NamedTuple):
-    """Samples that are clustered among themselves, a piece of an epoch's plan."""
+    """Samples that are clustered together, a piece of an epoch's plan."""
 
     samples: Tensor  # (m,) data-set positions
     sizes: list[int]  # of its batches
@@ -32,58 +32,60 @@ class Group(NamedTuple):
 
 
 class SpectralBatchSampler(BankSampler):
-    r"""Batches of samples that are each other's hard negatives: every sample exactly once per epoch.
+    r"""Batches of mutually hard negatives; every sample occurs exactly once per epoch.
 
     .. math::
         w_{kl} = c_{kl} + c_{lk}, \qquad
         c_{kl} = \log\bigl(1 + (B-1) e^{(s_{kl} - s_{kk})/\tau}\bigr)
         + \log\bigl(1 + (B-1) e^{(s_{lk} - s_{kk})/\tau}\bigr)
 
-    By Jensen's inequality a quarter of the mean of ``w`` over the pairs of a batch bounds its loss from below. An
-    epoch's batches shall keep as much of it inside as they can: the samples are drawn into random groups of at most
-    ``group`` batches, and each group is cut into batches by spectral clustering with the affinity ``exp(sharpness w)``;
-    an assignment problem makes the clusters even. The paper's edge weight is ``w``, and its authors' code passes
-    ``exp(w)``; ``w`` sums four logarithms, so that ``sharpness=0.25`` passes the geometric mean of what they are
-    logarithms of. Fewer samples then end up in clusters of almost nothing, and batches are harder
-    (``benchmarks/results/batches.md``).
+    By Jensen's inequality a quarter of the mean of ``w`` over the pairs of a batch is a lower bound of its loss. The
+    sampler maximises the total weight inside batches approximately: the samples are divided at random into groups of at
+    most ``group`` batches, and each group is divided into batches by spectral clustering with the affinity
+    ``exp(sharpness w)``; an assignment problem makes the clusters equal in size. The edge weight in the paper is ``w``,
+    and the code of its authors uses ``exp(w)``. Since ``w`` is a sum of four logarithms, ``sharpness=0.25`` gives the
+    geometric mean of their arguments. Very small clusters are then less frequent before their sizes are made equal, and
+    batches are harder (``benchmarks/results/batches.md``).
 
-    Cost: per group ``O((group B)^3)``, so that an epoch's is linear in n; 0.3 s for 1,280 samples on one core.
-    Choose ``group`` so that ``group * batch_size`` stays below a few thousand. Memory: some six matrices of
+    Cost: ``O((group B)^3)`` per group, so that the cost of an epoch is linear in n; 0.3 s for 1,280 samples on one
+    core. Choose ``group`` so that ``group * batch_size`` stays below a few thousand. Memory: about six matrices of
     ``(group B)^2`` float32 numbers, and the bank, ``4 n d`` bytes in half precision.
 
-    *Samples without finite features* are dealt to batches at random.
+    *Samples without finite features* are assigned to batches at random.
 
-    *Samples that mean the same* are each other's hardest negatives, and wrong ones: give ``labels``, here and to the
-    estimator.
+    *Samples with the same meaning* are each other's hardest negatives, but false ones: pass ``labels`` to the sampler
+    and to the estimator.
 
     Args:
         n, batch_size: see :class:`~compopt.samplers.BankSampler`.
-        group: batches per group, ``k``; a tensor ``(n,)`` is taken for ``labels``, as the estimators' ``group`` is.
+        group: batches per group, ``k``; a tensor ``(n,)`` is interpreted as ``labels``, its former name.
         tau: temperature of the weights.
         seed: seed of groups, k-means and the order of batches, together with the epoch.
-        drop_last: leave ``n mod B`` random samples out of each epoch; otherwise they are a last, smaller batch, which
-            must have two samples, and one for each rank.
-        labels: ``(n,)`` integers; samples with equal labels are not each other's negatives: they are dealt to different
-            groups as far as there are groups, and their pairs have no weight.
+        drop_last: omit ``n mod B`` random samples from each epoch; otherwise they form a smaller last batch, which
+            must contain at least two samples, and one for each rank.
+        labels: ``(n,)`` integers; samples with equal labels are not each other's negatives: their pairs have weight
+            zero, and they are distributed over different groups as far as possible.
         sharpness: factor of the weights in the affinity.
         **options: ``dtype``, ``offload``, ``process_group`` (and ``background``, ``lead``), see
             :class:`~compopt.samplers.BankSampler`.
 
-    Iterating yields lists of data-set positions. Each rank gets its contiguous part, of ``B / K`` samples (sizes differ
-    by one at most), of the global batches that one rank would have. Do not let a framework shard the loader again.
+    Iterating yields lists of data-set positions. Each rank gets a contiguous part of each global batch, of ``B / K``
+    samples (sizes differ by at most one); the global batches do not depend on the number of ranks. Do not let a
+    framework shard the loader again.
 
     State: the bank, the plan of this epoch, epoch and position.
 
-    Communicates, with K ranks: :meth:`observe` gathers features; when an epoch begins each rank clusters every K-th
-    group and the results are gathered.
+    Communicates, with K ranks: :meth:`observe` gathers features; at the beginning of an epoch each rank clusters every
+    K-th group, and the results are gathered.
 
-    Metrics: ``plan_seconds`` of the newest plan; ``wait_seconds`` of the loop until this epoch began; ``unseen``
-    samples without features when the newest plan was made.
+    Metrics: ``plan_seconds``, the time to compute the latest plan; ``wait_seconds``, the time that the loop waited for
+    this epoch; ``unseen``, the number of samples without features at the latest plan.
 
     Raises:
         ImportError: SciPy or scikit-learn is missing.
-        ValueError: a last batch with fewer than two samples, or than ranks; group < 1, sharpness <= 0.
-        ValueError, TypeError, RuntimeError: as :class:`~compopt.samplers.BankSampler`, which also warns.
+        ValueError: the last batch has fewer than two samples, or fewer samples than ranks; ``group`` < 1;
+            ``sharpness`` <= 0.
+        ValueError, TypeError, RuntimeError: see :class:`~compopt.samplers.BankSampler`, also for warnings.
 
     References:
         Cho et al., Mini-Batch Optimization of Contrastive Loss, section 5.3, appendix C.1, Algorithms 1 and 3
@@ -114,10 +116,10 @@ class SpectralBatchSampler(BankSampler):
         **options: Unpack[BankOptions],
     ) -> None:
         missing = [name for name, module in PACKAGES.items() if find_spec(module) is None]
-        if missing:  # now, not after the first epoch
+        if missing:  # raise now rather than after the first epoch
             install = "pip install -e '.[samplers]' in the checkout of compopt"
             raise ImportError(f"spectral batches need {' and '.join(missing)}; {install}")
-        if isinstance(group, Tensor) and group.dim():  # labels=, by its older name
+        if isinstance(group, Tensor) and group.dim():  # former name of labels=
             labels, group = inputs.one_name(labels, group), 40
         self.group = checks.count("group", group)
         checks.flag("drop_last", drop_last)
@@ -142,7 +144,7 @@ class SpectralBatchSampler(BankSampler):
     def work(self, epoch: int) -> list[Group]:
         samples = self.permutation(self.n, epoch, 0)[: len(self) * self.batch_size]
         count = math.ceil(len(self) / self.group)
-        bounds = [number * len(self) // count * self.batch_size for number in range(count)]  # even groups
+        bounds = [number * len(self) // count * self.batch_size for number in range(count)]  # groups of equal size
         bounds.append(len(samples))
         lengths = [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
         if self.labels is not None:
@@ -154,25 +156,25 @@ class SpectralBatchSampler(BankSampler):
         return groups
 
     def _dealt(self, samples: Tensor, lengths: list[int], epoch: int) -> Tensor:
-        # Within a group samples with one label have the same neighbours, so that an embedding puts them together
-        # whatever their own weight: they are dealt to different groups, as far as there are groups.
+        # Samples of a group with equal labels have the same neighbours, so that the embedding places them close to
+        # each other even if their own weight is zero. Distribute them over different groups as far as possible.
         assert self.labels is not None
         names, label = self.labels[samples].unique(return_inverse=True)
-        label = self.permutation(len(names), epoch, 3)[label]  # neighbours in this order change with every epoch
+        label = self.permutation(len(names), epoch, 3)[label]  # a different order of labels in every epoch
         steps = [torch.arange(m, dtype=torch.float32, device="cpu") for m in lengths]
-        places = torch.cat([(step + 0.5) / len(step) for step in steps])  # every group's, evenly over the whole deal
+        places = torch.cat([(step + 0.5) / len(step) for step in steps])  # per group, spread evenly over [0, 1]
         groups = torch.arange(len(lengths), device="cpu").repeat_interleave(torch.tensor(lengths, device="cpu"))
         whose = groups[places.argsort(stable=True)]
         return samples[label.argsort(stable=True)][whose.argsort(stable=True)]
 
     def do(self, piece: Group) -> Tensor:
-        """Cluster the samples that have features, and deal the others to random batches.
+        """Cluster the samples with features, and assign the others to random batches.
 
-        Returns the samples of the group, one batch after the other, ``(m,)`` int64.
+        Returns the samples of the group, batch by batch, ``(m,)`` int64.
         """
         chance, absent, m = torch.Generator("cpu").manual_seed(piece.seed), piece.absent, len(piece.samples)
         sizes = torch.tensor(piece.sizes, device="cpu")
-        batches = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)  # of every place
+        batches = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)  # the batch of every place
         free = torch.zeros(m, dtype=torch.bool, device="cpu")
         free[torch.randperm(m, generator=chance, device="cpu")[: int(absent.sum())]] = True
         numbers, sizes = batches[~free].unique(return_counts=True)
@@ -183,7 +185,7 @@ class SpectralBatchSampler(BankSampler):
             weights = edge_weights(z1, z2, self.tau, self.batch_size, labels).mul_(self.sharpness)
             clusters[~absent] = numbers[spectral_clusters(weights, sizes.tolist(), piece.seed)]
         order = clusters.argsort(stable=True)
-        # the batches with free places are not random, so that each of the others changes places with any sample
+        # the clusters with free places are not random ones: swap each absent sample with a random sample
         for place in absent[order].nonzero().flatten().tolist():
             other = int(torch.randint(m, (), generator=chance, device="cpu"))
             order[[place, other]] = order[[other, place]]
@@ -202,7 +204,7 @@ class SpectralBatchSampler(BankSampler):
 
 
 def edge_weights(z1: Tensor, z2: Tensor, tau: float, batch_size: int, labels: Tensor | None = None) -> Tensor:
-    """Compute ``w`` of normalised features (m, d): ``(m, m)``, symmetric, 0 on the diagonal and for equal labels."""
+    """Return ``w`` of normalised features (m, d), ``(m, m)``, symmetric, 0 on the diagonal and for equal labels."""
     s = z1 @ z2.T
     own, others = s.diagonal()[:, None], math.log(batch_size - 1)
     zero = s.new_zeros(())
@@ -214,10 +216,10 @@ def edge_weights(z1: Tensor, z2: Tensor, tau: float, batch_size: int, labels: Te
 
 
 def normalized_affinity(weights: Tensor) -> Tensor:
-    r"""``D^{-1/2} A D^{-1/2}`` with the affinity ``A = exp(w)`` off the diagonal and ``D`` its row sums: ``(m, m)``.
+    r"""Return ``D^{-1/2} A D^{-1/2}``, ``(m, m)``, with affinities ``A = exp(w)``, diagonal 0, and row sums ``D``.
 
-    Everything stays in the log domain: ``exp(w)`` leaves float32 at small temperatures, while the entries of the
-    result are at most 1 and those of isolated samples do not vanish.
+    The computation is in the log domain, since ``exp(w)`` overflows float32 at small temperatures. The entries of the
+    result are at most 1, and those of isolated samples do not vanish.
     """
     log_a = weights.clone().fill_diagonal_(-math.inf)
     half = torch.logsumexp(log_a, dim=1) / 2
@@ -225,7 +227,7 @@ def normalized_affinity(weights: Tensor) -> Tensor:
 
 
 def spectral_clusters(weights: Tensor, sizes: Sequence[int], seed: int) -> Tensor:
-    """Assign samples to clusters of these ``sizes`` (sum ``m``) that cut little of ``weights`` (m, m): ``(m,)`` int64.
+    """Assign samples to clusters of given ``sizes`` (sum ``m``) with a small cut of ``weights`` (m, m), ``(m,)`` int64.
 
     The steps are those of Ng, Jordan and Weiss (On Spectral Clustering, NeurIPS 2001). Cost: ``m^3`` for the
     eigenvectors, at worst ``m^3`` for the assignment; 0.3 s for m = 1280 and 40 clusters.
@@ -243,26 +245,26 @@ def spectral_clusters(weights: Tensor, sizes: Sequence[int], seed: int) -> Tenso
 
 
 def even_clusters(points: np.ndarray, sizes: Sequence[int], seed: int) -> np.ndarray:
-    """Assign points (m, e) to clusters of exactly these ``sizes`` (sum ``m``): the cluster of every point, ``(m,)``.
+    """Assign points (m, e) to clusters of exactly the given ``sizes`` (sum ``m``); return the clusters, ``(m,)``.
 
-    k-means finds the centres; each is repeated as often as its cluster has places, and the assignment of points to
-    places with the least sum of distances gives the clusters. The largest sizes go to the centres with the most points
-    (Cho et al., appendix C.1, Algorithm 3).
+    k-means computes the centres. Each centre is repeated once per place of its cluster, and the assignment of points to
+    places with the smallest sum of distances defines the clusters. The largest sizes are assigned to the centres with
+    the most points (Cho et al., appendix C.1, Algorithm 3).
     """
     from scipy.optimize import linear_sum_assignment
     from scipy.spatial.distance import cdist
     from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
 
-    # With several threads the order of k-means' sums would vary, and ranks and resumed runs would find other clusters.
-    # This limit holds for the calling thread alone.
+    # With several threads the order of summation in k-means varies, and ranks and resumed runs would obtain different
+    # clusters. The limit applies to the calling thread only.
     with threadpool_limits(1, user_api="openmp"):
         found = KMeans(len(sizes), n_init=STARTS, random_state=seed).fit(points)
     populous = np.argsort(-np.bincount(found.labels_, minlength=len(sizes)), kind="stable")
-    place = np.repeat(populous, np.sort(sizes)[::-1])  # (m,) the cluster that each place is in
-    # a row per place rather than per point: the same assignment in a third of the time
+    place = np.repeat(populous, np.sort(sizes)[::-1])  # (m,) the cluster of each place
+    # one row per place rather than per point: the same assignment in a third of the time
     _, chosen = linear_sum_assignment(cdist(found.cluster_centers_, points)[place])
-    # clusters are numbered in the order of their sizes, as given
+    # number the clusters in the order of the argument sizes
     number = np.empty(len(sizes), dtype=np.int64)
     number[populous] = np.argsort(-np.asarray(sizes), kind="stable")
     clusters = np.empty(len(points), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The minimal recipe with batches of samples that are hard for each other (spectral clustering).
+"""The minimal recipe with batches of mutually hard negatives (spectral clustering).
 
 python -m recipes.by_feature.chosen_batches  # needs scipy, scikit-learn
 """
@@ -26,7 +26,7 @@ def main(argv=None):
             z1, z2 = model.train()(images, tokens)
             loss = est(z1, z2, index)
             loss.backward()
-            sampler.observe(index, z1, z2)  # the next epoch's batches are formed from these
+            sampler.observe(index, z1, z2)  # the batches of the next epoch depend on these features
             optimizer.step()
             optimizer.zero_grad()
         save(args.folder, epoch + 1, est, parts)

@@ -32,7 +32,7 @@ def main(argv=None):
                 (images, tokens),
                 index,
                 micro_batch_size=args.micro_batch_size,
-                batch_norm="update_once",  # this model normalises each micro-batch by its own statistics
+                batch_norm="update_once",  # each micro-batch is normalised by its own statistics
             )
             optimizer.step()
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""The minimal recipe with rows for captions as well as for images: faces of one character share a caption.
+"""The minimal recipe with rows for images and for captions: all faces of a character share a caption.
 
 python -m recipes.by_feature.several_captions
 """
@@ -25,7 +25,7 @@ def main(argv=None):
     for epoch in range(first, args.epochs):
         torch.manual_seed(epoch)  # the order of an epoch is the same after a resume
         for images, caption, index in loader:
-            # index names the image's row, index2 the caption's: pairs that share either are not each other's negatives
+            # index: row of the image, index2: row of the caption; pairs that share either are not negatives
             loss = est(*model.train()(images, captions[caption]), index, index2=caption)
             loss.backward()
             optimizer.step()

@@ -1,4 +1,4 @@
-"""The minimal recipe on two data sets, each with hyper-parameters of its own.
+"""The minimal recipe on two data sets, each with its own hyper-parameters.
 
 python -m recipes.by_feature.two_data_sets
 """
@@ -11,7 +11,7 @@ from recipes.minimal import arguments, data_and_model, load, recall, save
 
 
 def by_style(pairs):
-    """Two data sets, for the example's sake: the first half and the second."""
+    """Return the first and the second half of the pairs, as an example of two data sets."""
     half = len(pairs) // 2
     return TensorDataset(*pairs[:half]), TensorDataset(*pairs[half:])
 

@@ -1,4 +1,4 @@
-"""The minimal recipe under accelerate: any number of processes, mixed precision, accumulation.
+"""The minimal recipe under accelerate, for any number of processes, precision and accumulation.
 
 python -m recipes.by_feature.with_accelerate
 torchrun --nproc_per_node 2 -m recipes.by_feature.with_accelerate --resume
@@ -16,8 +16,8 @@ from recipes.minimal import arguments, data_and_model, recall
 
 def main(argv=None):
     args = arguments(__doc__, "runs/with_accelerate").parse_args(argv)
-    order = DataLoaderConfiguration(use_seedable_sampler=True)  # without it, a resumed run draws other batches
-    # without cpu=True, torchrun on a CPU makes no group, and every process trains alone
+    order = DataLoaderConfiguration(use_seedable_sampler=True)  # otherwise a resumed run draws other batches
+    # without cpu=True, torchrun on a CPU creates no process group, and every process trains alone
     accelerator = Accelerator(cpu=compopt.accelerator.available() is None, dataloader_config=order)
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)
@@ -37,7 +37,7 @@ def main(argv=None):
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        accelerator.save_state(args.folder / str(epoch + 1))  # the rows of all ranks too
+        accelerator.save_state(args.folder / str(epoch + 1))  # includes the rows of all ranks
         found = recall(accelerator.unwrap_model(model), held_out)
         accelerator.print(f"epoch {epoch + 1}: loss {loss.item():.3f}, recall {100 * found:.1f} %")
     accelerator.end_training()

@@ -1,4 +1,4 @@
-"""The minimal recipe under DeepSpeed; the ZeRO stage is in the configuration.
+"""The minimal recipe under DeepSpeed, with ZeRO stage 2 in the configuration.
 
 torchrun --nproc_per_node 2 -m recipes.by_feature.with_deepspeed           # on a CPU: DS_ACCELERATOR=cpu
 torchrun --nproc_per_node 2 -m recipes.by_feature.with_deepspeed --epochs 3 --resume

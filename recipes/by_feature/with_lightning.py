@@ -1,7 +1,7 @@
-"""The minimal recipe under Lightning: any strategy and precision, accumulation.
+"""The minimal recipe under Lightning, for any strategy, precision and gradient accumulation.
 
 python -m recipes.by_feature.with_lightning
-python -m recipes.by_feature.with_lightning --epochs 3 --resume --devices 2   # starts the second process itself
+python -m recipes.by_feature.with_lightning --epochs 3 --resume --devices 2   # starts the second process
 """
 
 import lightning
@@ -20,11 +20,11 @@ class DualEncoder(lightning.LightningModule):
         self.train_set, self.held_out, self.model = data_and_model(limit)
 
     def setup(self, stage):
-        self.est = compopt.SogCLREstimator(n=len(self.train_set), gamma=0.8, tau=0.07)  # the ranks know each other now
+        self.est = compopt.SogCLREstimator(n=len(self.train_set), gamma=0.8, tau=0.07)  # after the process group
 
     def train_dataloader(self):
         place = {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
-        sampler = DistributedSampler(self.train_set, **place, drop_last=True)  # Lightning tells it the epoch
+        sampler = DistributedSampler(self.train_set, **place, drop_last=True)  # Lightning calls set_epoch
         return DataLoader(compopt.data.Indexed(self.train_set), self.batch_size, sampler=sampler, drop_last=True)
 
     def training_step(self, batch, batch_idx):

@@ -1,4 +1,4 @@
-"""Text retrieval with the trainer of sentence-transformers: any number of processes, mixed precision, accumulation.
+"""Text retrieval with the trainer of sentence-transformers, for any number of processes, precision and accumulation.
 
 python -m recipes.by_feature.with_sentence_transformers
 torchrun --nproc_per_node 2 -m recipes.by_feature.with_sentence_transformers --epochs 3 --resume
@@ -19,7 +19,7 @@ from recipes.minimal import arguments
 
 
 def data_and_model(limit=None, wordnet=None):
-    """(anchor, positive) pairs to train on, an evaluator, and the encoder: yours go here."""
+    """Return training pairs (anchor, positive), an evaluator, and the encoder; replace them by yours."""
     pairs = text.load(wordnet, limit=limit)
     columns = {"anchor": pairs.queries, "positive": pairs.documents}
     train = Dataset.from_dict({name: [texts[at] for at in pairs.train] for name, texts in columns.items()})

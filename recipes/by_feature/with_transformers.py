@@ -1,4 +1,4 @@
-"""The minimal recipe under the Trainer of transformers: any number of processes, mixed precision, accumulation.
+"""The minimal recipe under the Trainer of transformers, for any number of processes, precision and accumulation.
 
 python -m recipes.by_feature.with_transformers
 torchrun --nproc_per_node 2 -m recipes.by_feature.with_transformers --epochs 3 --resume
@@ -14,7 +14,7 @@ from recipes.minimal import arguments, data_and_model, recall
 
 
 def collate(items):
-    """The Trainer wants batches by name."""
+    """Collate items to a dict, as the Trainer requires."""
     return dict(zip(("images", "tokens", "index"), default_collate(items), strict=True))
 
 
@@ -41,7 +41,7 @@ def main(argv=None):
     )  # fmt: skip
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)
-    model = model.to(memory_format=torch.contiguous_format)  # safetensors takes no other weights
+    model = model.to(memory_format=torch.contiguous_format)  # safetensors requires contiguous weights
     trainer = DualEncoderTrainer(model, settings, collate, compopt.data.Indexed(train), held_out)
     trainer.est = compopt.SogCLREstimator(n=len(train), gamma=0.8, tau=0.07)  # after TrainingArguments
     trainer.add_callback(EstimatorCallback(trainer.est, trainer))  # commits, and rows in each checkpoint

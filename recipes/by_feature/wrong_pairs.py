@@ -1,4 +1,4 @@
-"""The minimal recipe with a row of scores per pair: wrong pairs get less weight, and a page shows the worst ones.
+"""The minimal recipe with scores per pair: wrong pairs get smaller weights, and a picture shows the worst pairs.
 
 python -m recipes.by_feature.wrong_pairs --epochs 4 --wrong 0.2   # a fifth of the names is shuffled
 """
@@ -14,13 +14,13 @@ WARM_UP = 2  # epochs in which all pairs have the same weight
 
 
 def names_of(limit):
-    """Return a text for each training pair, for the page: yours go here."""
+    """Return a text for each training pair, for the picture; replace them by yours."""
     data = glyphs.load()
     return [data.names[name] for name in data.caption[glyphs.split_pairs(data).train[:limit]].tolist()]
 
 
 def whose_text(n, share):
-    """Return whose text each sample has: its own, but for a share of them that are shuffled."""
+    """Return, for each sample, the position of its text: its own, except for a shuffled share of the samples."""
     moved = torch.randperm(n, generator=torch.Generator().manual_seed(0))[: round(share * n)]
     return torch.arange(n).index_copy(0, moved, moved.roll(1))
 

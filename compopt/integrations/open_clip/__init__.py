@@ -1,12 +1,12 @@
-"""open_clip's own trainer with an estimator in place of its loss.
+"""Command that runs open_clip's own trainer with an estimator in place of its loss.
 
 ``python -m compopt.integrations.open_clip --estimator sogclr --index shards.json -- <flags of open_clip>`` runs
-open_clip's command line. Names in ``open_clip_train.main`` are wrapped while it runs; no file of open_clip is edited.
-Both of its forms are known: the released one (3.3.0: tuples, ``create_loss``) and the rebuilt main branch
+open_clip's command line. Functions in ``open_clip_train.main`` are wrapped while it runs; no file of open_clip is
+modified. Two versions are supported: the released one (3.3.0: tuples, ``create_loss``) and the rebuilt main branch
 (4.2.0.dev0: dictionaries, ``create_task``).
 
-Here are the run and the loss of an update; :mod:`~compopt.integrations.open_clip.options` has the flags that come
-before ``--``, :mod:`~compopt.integrations.open_clip.rows` the row of each sample and the rows beside checkpoints.
+This module contains the run and the loss of an update; :mod:`~compopt.integrations.open_clip.options` the flags before
+``--``; :mod:`~compopt.integrations.open_clip.rows` the row of each sample and the rows next to checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from compopt.integrations.open_clip.rows import IndexedLoader, RowCheckpoints, a
 from compopt.kernel.features import with_gradients
 from compopt.schedules import CosineGamma
 
-# Names in open_clip_train.main that are wrapped, and parameters of train_one_epoch that are read.
+# Functions in open_clip_train.main to wrap, and parameters of train_one_epoch to read.
 WRAPPED = ["parse_args", "create_model_and_transforms", "get_data", "train_one_epoch"]
 RELEASED = ("create_loss", ["model", "data", "epoch", "optimizer", "scaler", "args"])
 REBUILT = ("create_task", ["state", "data", "args"])
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
-    """Run the command: flags of the estimator, ``--``, flags of open_clip; returns what its ``main`` returns."""
+    """Run the command with flags of the estimator, ``--``, flags of open_clip; return the result of its ``main``."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     at = arguments.index("--") if "--" in arguments else len(arguments)
     options = parse_flags(arguments[:at])
@@ -49,10 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> Any:
 
 
 class Run:
-    """One run of ``open_clip_train.main.main``; a method replaces the function of that module that has its name."""
+    """One run of ``open_clip_train.main.main``; methods replace functions of that module with the same name."""
 
     loss: EstimatorLoss  # set once open_clip has parsed its flags
-    est: ContrastiveEstimator  # set once the data are known, as are the rows beside checkpoints
+    est: ContrastiveEstimator  # set once the data are known, with the rows next to checkpoints
     rows: RowCheckpoints | None = None
 
     def __init__(self, options: Flags, trainer: Any) -> None:
@@ -73,14 +73,14 @@ class Run:
         return result
 
     def parse_args(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Refuse flags that an estimator cannot serve."""
+        """Parse open_clip's flags; raise for flags that are incompatible with an estimator."""
         self.args = original(*args, **kwargs)
         check_flags(self.args, self.options.wants_rows)
         self.loss = EstimatorLoss(self.args.accum_freq, self.options.tau_of_model)
         return self.args
 
     def create_model_and_transforms(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Freeze the scale unless the model learns it, before DDP wraps the model and waits for its gradient."""
+        """Freeze the scale unless it is learned, before DDP wraps the model and expects a gradient of the scale."""
         result = original(*args, **kwargs)
         model = result[0]
         if getattr(model, "logit_bias", None) is not None:
@@ -94,7 +94,7 @@ class Run:
         return result
 
     def get_data(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Add the index to the data before any worker starts, and build the estimator; ranks have met by now."""
+        """Add the index to the data before any worker starts, and build the estimator after the process group."""
         import open_clip
 
         data = original(*args, **kwargs)
@@ -122,7 +122,7 @@ class Run:
         return self.loss
 
     def create_task(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replace the loss of a task, in the rebuilt form."""
+        """Replace the loss of a task, in the rebuilt version."""
         task = original(*args, **kwargs)
         if type(task).__name__ != "CLIPTask" or not isinstance(getattr(task, "loss", None), nn.Module):
             raise ValueError(
@@ -133,7 +133,7 @@ class Run:
         return task
 
     def train_one_epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Train one epoch; write rows before open_clip writes its file, so that a killed run leaves no file alone."""
+        """Train one epoch; save rows before open_clip writes its file, so that no file is left without rows."""
         rows, call = self.rows, call_of(original, args, kwargs)
         assert rows is not None  # get_data was called
         if not self._attached:
@@ -148,12 +148,12 @@ class Run:
         return result
 
     def _attach(self, call: Mapping[str, Any], rows: RowCheckpoints) -> None:
-        """Load rows if open_clip has resumed, then attach; all refusals come before any update."""
+        """Load rows if open_clip has resumed, then attach. All checks precede the first update."""
         self._attached, args = True, self.args
         if call["epoch"] > 0:
             rows.load(call["epoch"])
         amp.attach(self.est, call["optimizer"], call["scaler"])
-        if self.options.method.decays:  # gamma falls with the commits
+        if self.options.method.decays:  # gamma decays with the commits
             total = call["data"]["train"].dataloader.num_batches // args.accum_freq * args.epochs
             steps = max(1, round(self.options.gamma_decay * total))
             schedule = CosineGamma(self.est, steps, gamma_min=self.options.gamma_min)
@@ -162,10 +162,10 @@ class Run:
         call["optimizer"].register_step_post_hook(lambda *_: self._report())
 
     def _show_temperature(self, model: Any) -> None:
-        """Write the temperature in use into the model's scale, which evaluation and checkpoints read.
+        """Write the current temperature to the model's scale, for evaluation and checkpoints.
 
-        A learned temperature is shown by its median over the last batch. Before the first batch it is the initial one,
-        and after a resume the checkpoint's scale stays.
+        For learned temperatures the median over the last batch is used, before the first batch the initial
+        temperature. After a resume the scale of the checkpoint is kept until the first batch.
         """
         if self.options.tau_of_model:
             return
@@ -201,11 +201,11 @@ class Run:
 class EstimatorLoss(nn.Module):
     """Loss of open_clip, with one call of the estimator for each update of the model. It has no parameters.
 
-    open_clip accumulates by features: it encodes ``k`` batches without a graph, then each of them again, and asks for
-    the loss ``k`` times, of all features of the window with the graph of one batch. The estimator is called the first
-    time only, with the whole window. Its gradient is handed to autograd as it is: a loss with the graph of batch ``j``
-    takes the part of the gradient that is this batch's, so that the ``k`` backward passes give the gradient of the
-    window once, and its samples are deposited once.
+    open_clip accumulates features: it encodes ``k`` batches without a graph, then each of them again, and computes the
+    loss ``k`` times, of all features of the window with the graph of one batch. The estimator is called the first time
+    only, with the whole window, and its gradient is stored. The loss with the graph of batch ``j`` back-propagates the
+    part of the gradient that belongs to batch ``j``, so that the ``k`` backward passes together compute the gradient of
+    the window once, and the samples of the window are deposited once.
     """
 
     est: ContrastiveEstimator
@@ -213,11 +213,11 @@ class EstimatorLoss(nn.Module):
     def __init__(self, batches: int, tau_of_model: bool) -> None:
         super().__init__()
         self.batches, self.tau_of_model = batches, tau_of_model  # k; the temperature is 1 / logit_scale
-        self.indices: deque[Tensor] = deque()  # of batches that were taken from the loader since the last update
+        self.indices: deque[Tensor] = deque()  # of batches read from the loader since the last update
         self.begin()
 
     def begin(self) -> None:
-        """Forget an unfinished window when a new epoch begins."""
+        """Discard an unfinished window at the beginning of an epoch."""
         self.updates, self._asked = 0, 0
         self.indices.clear()
 
@@ -230,7 +230,7 @@ class EstimatorLoss(nn.Module):
         if self._asked == 0:
             index = torch.cat([self.indices.popleft() for _ in range(self.batches)]) if self.indices else None
             with torch.enable_grad():
-                # in float32: the k backward passes, and a scaler, multiply the gradients later
+                # in float32, since the k backward passes and a scaler multiply the gradients later
                 leaves = [z.detach().to(torch.promote_types(z.dtype, torch.float32)).requires_grad_() for z in inputs]
                 tau = 1 / leaves[2].reshape(()) if self.tau_of_model else None
                 value = self.est(leaves[0], leaves[1], index, tau=tau)
@@ -250,7 +250,7 @@ class EstimatorLoss(nn.Module):
 
 
 def is_rebuilt(trainer: Any) -> bool:
-    """Return True for open_clip's rebuilt main branch and False for its released form; refuse others."""
+    """Return True for open_clip's rebuilt main branch and False for its released version; raise for others."""
     rebuilt = hasattr(trainer, "create_task")
     factory, parameters = REBUILT if rebuilt else RELEASED
     missing = [name for name in ("main", *WRAPPED, factory) if not callable(getattr(trainer, name, None))]
@@ -268,7 +268,7 @@ def is_rebuilt(trainer: Any) -> bool:
 
 
 def call_of(train_one_epoch: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, those of the released form in any form; ``epoch`` counts from 0."""
+    """Return the arguments of a call by name, with the names of the released version; ``epoch`` counts from 0."""
     call = inspect.signature(train_one_epoch).bind(*args, **kwargs).arguments
     if "state" in call:
         state = call["state"]
@@ -278,15 +278,15 @@ def call_of(train_one_epoch: Callable[..., Any], args: Sequence[Any], kwargs: Ma
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside DDP and ``torch.compile``."""
+    """Return the model without wrappers of DDP and ``torch.compile``."""
     while (inner := getattr(model, "module", None) or getattr(model, "_orig_mod", None)) is not None:
         model = inner
     return model
 
 
 def check_flags(args: Any, indexed: bool) -> None:
-    """Refuse flags of open_clip that an estimator cannot serve; ``indexed``: samples need an index."""
-    flag = vars(args).get  # some flags are in one form of open_clip only
+    """Raise for flags of open_clip that are incompatible with an estimator; ``indexed``: samples need an index."""
+    flag = vars(args).get  # some flags exist in one version of open_clip only
     generative = any(kind in args.model.lower() for kind in ("coca", "genlip", "genlap"))
     step = flag("torchcompile") and flag("torchcompile_strategy") == "step"
     teacher = args.distill_model is not None or args.distill_pretrained is not None

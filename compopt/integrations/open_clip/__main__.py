@@ -1,4 +1,4 @@
-"""The command: see :mod:`compopt.integrations.open_clip`."""
+"""Entry point of the command, see :mod:`compopt.integrations.open_clip`."""
 
 from compopt.integrations.open_clip import main
 

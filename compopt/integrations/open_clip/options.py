@@ -1,4 +1,4 @@
-"""Estimators by name, and their options as flags, read from the signatures of the presets."""
+"""Estimators by name, and their options as flags, derived from the signatures of the presets."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from compopt.presets import recommended
 MODEL = "model"  # value of --tau: the model's own temperature
 PROG = "compopt.integrations.open_clip"
 USAGE = f"python -m {PROG} --estimator NAME [options] -- <flags of open_clip>"
-# Parameters of a preset that the data, the model and the launcher decide.
+# Parameters of a preset that are determined by the data, the model and the launcher.
 DECIDED = {"n", "batch_size", "mode", "version", "process_group", "sample_groups"}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
 class Method:
-    """A preset under a name."""
+    """Preset that can be selected by a name."""
 
     preset: Callable[..., ContrastiveEstimator]
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments that the name stands for
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of flags that differ from the preset's
-    decays: bool = False  # gamma falls along a cosine, since the length of the run is known here
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments implied by the name
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of flags that differ from those of the preset
+    decays: bool = False  # gamma follows a cosine schedule over the run
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -39,7 +39,7 @@ class Method:
 
     @property
     def has_rows(self) -> bool:
-        """True where ``n`` is required: rows are kept for every sample, and are no option."""
+        """True if ``n`` is required: the preset stores rows for every sample."""
         return "n" in self.parameters and self.parameters["n"].default is inspect.Parameter.empty
 
 
@@ -66,9 +66,9 @@ class Flags:
 
     name: str
     given: dict[str, Any]  # arguments of the preset
-    index: str | None  # where rows come from: a file, keys:N, positions
-    gamma_min: float = 0.2  # end of a decaying gamma
-    gamma_decay: float = 0.5  # share of the run after which it is reached
+    index: str | None  # source of the rows: a file, keys:N, positions
+    gamma_min: float = 0.2  # final value of a decaying gamma
+    gamma_decay: float = 0.5  # share of the run after which gamma_min is reached
 
     @property
     def method(self) -> Method:
@@ -76,21 +76,21 @@ class Flags:
 
     @property
     def tau_of_model(self) -> bool:
-        """True where the temperature is 1 / the model's ``logit_scale``."""
+        """True if the temperature is 1 / ``logit_scale`` of the model."""
         return self.given.get("tau", self.method.defaults.get("tau")) == MODEL
 
     @property
     def wants_rows(self) -> bool:
-        """True where the samples of this run need an index."""
+        """True if the samples of this run need an index."""
         return self.method.has_rows or self.index is not None
 
     def build(self, n: int | None, dim: int | None, samples: int | None, batch_size: int) -> ContrastiveEstimator:
-        """Build the estimator for ``n`` rows, if samples have an index, and calls of ``batch_size`` on all ranks."""
+        """Build the estimator for ``n`` rows (``None``: no index) and a global batch of ``batch_size``."""
         parameters = self.method.parameters
         values = {**self.method.fixed, **self.given}
         if values.get("tau") == MODEL:
             del values["tau"]
-        if "batch_size" in parameters:  # `recommended` chooses by both, and keeps no rows
+        if "batch_size" in parameters:  # `recommended` chooses by n and batch_size, and stores no rows
             values |= {"n": samples if n is None else n, "batch_size": batch_size}
         elif n is not None and "n" in parameters:
             values["n"] = n
@@ -108,7 +108,7 @@ class Flags:
 
 
 def parse_flags(arguments: Sequence[str]) -> Flags:
-    """Return options from the flags before ``--``; exits with a message as ``argparse`` does."""
+    """Return options from the flags before ``--``; exit with a message as ``argparse`` does."""
     parser = argparse.ArgumentParser(
         prog=PROG, usage=USAGE, allow_abbrev=False, description="open_clip with another estimator.", add_help=False
     )
@@ -140,7 +140,7 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
 
 
 def _add_flag(parser: argparse.ArgumentParser, parameter: inspect.Parameter, default: Any) -> None:
-    """Add one parameter as a flag; a function is left out, since no word can spell it."""
+    """Add one parameter as a flag; parameters that are functions are omitted."""
     annotation, required = str(parameter.annotation), default is inspect.Parameter.empty
     flag = "--" + parameter.name.replace("_", "-")
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": None if required else f"({default})"}
@@ -157,8 +157,8 @@ def _add_flag(parser: argparse.ArgumentParser, parameter: inspect.Parameter, def
 
 
 def _converter(kinds: Sequence[str], words: Sequence[str], shown: Sequence[str]) -> Callable[[str], Any]:
-    """Return a converter to one of some words, or to the first of some types that a word spells."""
-    # the name of a Literal does not tell its words: any word is passed on, and the preset refuses wrong ones
+    """Return a converter of an argument to one of some words, or to the first type that can parse it."""
+    # the words of a named Literal are unknown here: pass any word, and let the preset raise for wrong ones
     names = {kind for kind in kinds if kind.isidentifier() and kind[0].isupper()} - {"None", "Tensor"}
     any_word = bool(names) or "str" in kinds
     constants: dict[str, Any] = {word: DTYPES.get(word, word) for word in words}

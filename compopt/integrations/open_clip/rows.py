@@ -1,4 +1,4 @@
-"""Rows: the index of each sample, from the reader of a shard to the loss, and rows beside open_clip's checkpoints."""
+"""Index of each sample, from the reader of a shard to the loss, and rows next to open_clip's checkpoints."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from compopt.files import checksum
 INDEX = "index"
 POSITIONS = "positions"
 READERS = {"tarfile_to_samples_nothrow", "tarfile_samples"}
-# Stages after the reader that keep every entry of a sample, or are made to; by the function or class behind each.
+# Names of functions or classes of stages after the reader that keep every entry of a sample, or are edited to do so.
 KEEP = {"_shuffle", "_select", "_map_dict", "_batched", "LengthBucketer"}
 EDITED = {"_decode", "_rename", "_to_tuple"}
 _log = logging.getLogger(__name__)
 
 
 def open_index(text: str | None) -> SampleIndex | None:
-    """Open the index of a stream: a file of shards, a file of identifiers, or ``keys:N``."""
+    """Return the index of a stream, from a file of shards, a file of identifiers, or ``keys:N``."""
     if text is None or text == POSITIONS:
         return None
     if text.startswith("keys:"):
@@ -42,16 +42,16 @@ def open_index(text: str | None) -> SampleIndex | None:
 
 
 def add_index(info: Any, index: SampleIndex | None, args: Any) -> tuple[int, str]:
-    """Make the batches of open_clip's training data end with the rows of their samples, before any worker starts.
+    """Append the rows of the samples to the batches of open_clip's training data, before any worker starts.
 
-    Returns the number of rows, and a fingerprint that changes with their meaning. Refuses a stream without an index,
-    positions with one, a pipeline that is not open_clip's, and shards that are missing or not those of the index.
+    Returns the number of rows, and a fingerprint of their assignment to samples. Raises for a stream without an index,
+    positions with an index, an unknown pipeline, and shards that are missing or not those of the index.
     """
     loader = info.dataloader
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         if index is not None:
             raise ValueError("--index: rows of this data set are positions in it; leave it out, or say positions")
-        # vars(): a loader does not let dataset be set, since its sampler depends on the length, which is the same here
+        # DataLoader refuses to set dataset, since the sampler depends on its length; the length is the same here
         vars(loader)["dataset"] = Indexed(loader.dataset)
         n = len(loader.dataset)  # type: ignore[arg-type]  # it is map-style
         if args.train_data and Path(args.train_data).is_file():
@@ -70,8 +70,8 @@ def add_index(info: Any, index: SampleIndex | None, args: Any) -> tuple[int, str
 
 
 def edit(stages: list[Any], index: SampleIndex) -> indexed_reader:
-    """Edit a webdataset pipeline in place, so that it keeps the index from its reader on; return that reader."""
-    # a stage of webdataset stands for a function, in .f, or is an object of its own class
+    """Edit a webdataset pipeline in place to add and keep an index; return its new reader."""
+    # a stage of webdataset wraps a function, .f, or is an object of its own class
     functions = [getattr(stage, "f", stage) for stage in stages]
     names = [getattr(function, "__name__", type(function).__name__) for function in functions]
     at = next((place for place, name in enumerate(names) if name in READERS), None)
@@ -84,7 +84,7 @@ def edit(stages: list[Any], index: SampleIndex) -> indexed_reader:
     reader = stages[at] = indexed_reader(stages[at], index)
     for stage, name in zip(stages[at + 1 :], names[at + 1 :], strict=True):
         if name == "_decode":
-            stage.kw = {**stage.kw, "partial": True}  # leaves what is no bytes as it is
+            stage.kw = {**stage.kw, "partial": True}  # leaves values other than bytes unchanged
         elif name == "_rename" and not stage.kw.get("keep", True):
             stage.kw = {**stage.kw, INDEX: INDEX}
         elif name == "_to_tuple":
@@ -93,7 +93,7 @@ def edit(stages: list[Any], index: SampleIndex) -> indexed_reader:
 
 
 class IndexedLoader:
-    """Loader that takes the index out of each batch, into ``aside``, before open_clip reads the batch."""
+    """Loader that moves the index of each batch to ``aside`` before open_clip reads the batch."""
 
     def __init__(self, loader: Any, aside: deque[Tensor]) -> None:
         self._loader, self._aside = loader, aside
@@ -116,11 +116,11 @@ class IndexedLoader:
 
 
 class RowCheckpoints:
-    """Rows beside open_clip's checkpoints: ``epoch_K.compopt/`` for ``epoch_K.pt``.
+    """Rows next to open_clip's checkpoints: ``epoch_K.compopt/`` for ``epoch_K.pt``.
 
-    They are not inside that file, since one rank writes it, nor named ``.pt``, since open_clip resumes from the newest
-    file of that name.
-    An estimator without state saves nothing, and resumes from anything.
+    The rows are not inside that file, since one rank writes it. Their suffix is not ``.pt``, since open_clip resumes
+    from the latest file with this suffix.
+    An estimator without state saves nothing, and can resume from any checkpoint.
     """
 
     def __init__(self, est: ContrastiveEstimator, args: Any) -> None:
@@ -129,14 +129,14 @@ class RowCheckpoints:
         self.saves = bool(self.stateful and args.logs and args.logs.lower() != "none")
 
     def save(self, epoch: int) -> None:
-        """Save on every rank, if open_clip writes a checkpoint after so many epochs."""
+        """Save on every rank, if open_clip writes a checkpoint after epoch ``epoch``."""
         args = self.args
         regular = args.save_frequency > 0 and epoch % args.save_frequency == 0
         if self.saves and (regular or epoch == args.epochs or args.save_most_recent):
             save(self.est, Path(args.checkpoint_path) / f"epoch_{epoch}.compopt", keep=1)
 
     def load(self, epoch: int) -> None:
-        """Load on every rank, once open_clip has loaded its own file, which says how many epochs are completed."""
+        """Load on every rank, after open_clip has loaded its own file; ``epoch`` is the number of completed epochs."""
         if not self.stateful:
             return
         source = str(self.args.resume)
@@ -157,11 +157,11 @@ class RowCheckpoints:
                 _log.warning(f"Options of the estimator are those of the checkpoint (asked, found): {changed}")
 
     def prune(self, epoch: int) -> None:
-        """Remove rows whose file open_clip has deleted; so many epochs are completed."""
+        """Remove rows without a file of open_clip; ``epoch`` is the number of completed epochs."""
         if not self.saves or self.args.rank != 0:
             return
         checkpoints = Path(self.args.checkpoint_path)
-        # --save-most-recent writes each epoch under one name, which belongs to the rows of the epoch just completed
+        # --save-most-recent overwrites one file, which belongs to the rows of the epoch that was completed last
         latest = any((checkpoints / name).exists() for name in ("epoch_latest.pt", "epoch_latest"))
         for folder in checkpoints.glob("epoch_*.compopt"):
             match = re.fullmatch(r"epoch_(\d+)\.compopt", folder.name)

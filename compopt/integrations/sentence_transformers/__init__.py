@@ -1,4 +1,4 @@
-"""sentence-transformers: any estimator as the loss of its ``SentenceTransformerTrainer``."""
+"""sentence-transformers: estimators as losses of the ``SentenceTransformerTrainer``."""
 
 from __future__ import annotations
 

@@ -1,39 +1,38 @@
-"""The label column of a data set, which has the rows of its samples."""
+"""Label column of a data set, which contains the rows of its samples."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-NOBODY = -1  # row of a negative that is nobody's positive
-LABELS = ("label", "labels", "score", "scores")  # the first of these columns is the trainer's label
+NOBODY = -1  # row of a negative that is not the positive of any anchor
+LABELS = ("label", "labels", "score", "scores")  # the trainer uses the first of these columns as label
 
 
 def add_index(
     data: Any, anchors: str | None = None, positives: str | None = None, negatives: str | Sequence[str] = ()
 ) -> Any:
-    """Return a data set, or a dictionary of several, with the label column that :class:`EstimatorLoss` reads.
+    """Add the label column that :class:`EstimatorLoss` reads to a data set, or to a dictionary of data sets.
 
-    Rows are positions, those of a second data set after the first's, and so on: ``n`` is the number of all samples.
-    Equal texts of the named columns get one row, that of the first: a document that is the positive of two anchors is a
-    negative of neither. A text that is an anchor here and a positive there has two rows.
+    Rows are positions; the positions of a second data set follow those of the first, and so on: ``n`` is the number of
+    all samples. Equal texts in a given column have the same row, that of the first occurrence: a document that is the
+    positive of two anchors is a negative of neither. Anchors and positives have separate rows, even for equal texts.
 
     Args:
-        data: a ``datasets.Dataset``, or a dictionary of them; not streamed, since positions are counted here.
-        anchors: the column of the anchors, if equal texts in it are one sample.
-        positives: the column of the positives, if equal texts in it are one; labels are then ``[i, j]``.
-        negatives: the columns of the negatives, all of them in their order, where these may be the positives of other
-            anchors, or of their own; labels are then ``[i, j, k, ...]``. They get their rows from ``positives``, and
-            -1 if they are nobody's positive.
+        data: a ``datasets.Dataset``, or a dictionary of them; not streaming, since positions are counted.
+        anchors: column of the anchors, if equal texts in it are one sample.
+        positives: column of the positives, if equal texts in it are one sample; labels are then ``[i, j]``.
+        negatives: all columns of negatives, in order, if negatives may be positives of other anchors or of their own;
+            labels are then ``[i, j, k, ...]``. The row of a negative is that of the equal positive, or -1 if it is not
+            a positive of any anchor.
 
     Returns:
-        The same with a column ``label``, of integers or lists of them; all texts of the named columns are in memory
-        meanwhile. Communicates nothing: every rank makes the same.
+        The data with a column ``label`` of integers or lists of integers. All texts of the given columns are held in
+        memory during the call. Communicates nothing: the result is the same on every rank.
 
     Raises:
-        TypeError: a data set without a length; a column of something else than texts.
-        ValueError: there is a column already that the trainer would take for the label; ``negatives`` without
-            ``positives``.
+        TypeError: a data set has no length, or a column contains something other than texts.
+        ValueError: the data have a column that the trainer would use as label; ``negatives`` without ``positives``.
 
     Example:
         >>> from datasets import Dataset
@@ -49,7 +48,7 @@ def add_index(
     if negatives and positives is None:
         raise ValueError("negatives= get their rows from positives=, which is None")
     first, rows = 0, {}
-    known: tuple[dict[str, int], dict[str, int]] = ({}, {})  # first rows of texts: of anchors, of positives
+    known: tuple[dict[str, int], dict[str, int]] = ({}, {})  # row of each text: of anchors, of positives
     for name, each in sets.items():
         if not hasattr(each, "__len__"):
             raise TypeError(
@@ -61,11 +60,11 @@ def add_index(
         rows[name] = [_rows(each, column, first, seen) for column, seen in zip(columns, known, strict=False)]
         first += len(each)
     made = {}
-    for name, each in sets.items():  # now that all positives are known
+    for name, each in sets.items():  # all positives are known by now
         rows[name] += [[known[1].get(text, NOBODY) for text in _texts(each, column)] for column in negatives]
         labels = rows[name][0] if positives is None else [list(row) for row in zip(*rows[name], strict=True)]
         made[name] = each.add_column("label", labels)
-    make: Any = type(data)  # a DatasetDict stays one
+    make: Any = type(data)  # keep the type of a DatasetDict
     return make(made) if isinstance(data, Mapping) else made[""]
 
 

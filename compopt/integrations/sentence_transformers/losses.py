@@ -1,4 +1,4 @@
-"""Losses for ``SentenceTransformerTrainer`` that call an estimator."""
+"""Losses for the ``SentenceTransformerTrainer`` that call an estimator."""
 
 from __future__ import annotations
 
@@ -31,71 +31,72 @@ from compopt.presets import InfoNCEEstimator
 from compopt.summary import Summary
 
 ADD_INDEX = "compopt.integrations.sentence_transformers.add_index"
-LOOKS = 8  # batches whose labels are compared with classes
+LOOKS = 8  # number of batches for which labels are checked for classes
 GATHER = "gather_across_devices"
-READ = {*RankingOptions.__annotations__, "temperature", "citation"}  # attributes of their loss
+READ = {*RankingOptions.__annotations__, "temperature", "citation"}  # attributes of the sentence-transformers loss
 BOTH: RankingOptions = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
 GUIDED = {name: p.default for name, p in signature(guided_options).parameters.items()}
 
 
 @lru_cache(maxsize=1)
 def _this_rank(world: ProcessGroup) -> ProcessGroup:
-    """Return a group of this process alone."""
+    """Return a process group with only this rank."""
     return dist.new_group([dist.get_rank(world)], use_local_synchronization=True)
 
 
 class EstimatorLoss(nn.Module):
-    """An estimator in the place of ``MultipleNegativesRankingLoss``.
+    """Loss that replaces ``MultipleNegativesRankingLoss`` by an estimator.
 
-    Without an estimator it takes the options of that loss, and has its value and gradients, in closed form and without
-    an autograd graph of the similarities. ``SogCLREstimator(n, **ranking_options(...))`` has these options and rows.
+    Without an estimator this class has the options, value and gradients of that loss, computed in closed form without
+    an autograd graph of the similarities. ``SogCLREstimator(n, **ranking_options(...))`` adds rows to these options.
 
     The columns are (anchor, positive) or (anchor, positive, negative, ...): anchors are ``z1``, positives ``z2``, and
-    negatives, if there are any, ``extra``: candidates of every anchor. The loss of sentence-transformers has anchors
-    in one direction: give the estimator ``directions="forward"`` for the same.
+    negatives, if any, ``extra``, candidates of every anchor. The loss of sentence-transformers has anchors in one
+    direction: build the estimator with ``directions="forward"`` to obtain the same.
 
-    The label column has the rows, see :func:`add_index`: integers ``i``; or ``[i, j]``, where ``j`` is the row of the
-    positive, by which equal positives are never each other's negatives; or ``[i, j, k, ...]`` with those of the
-    negatives too. An estimator without rows needs no label column and ignores one, which may hold classes or scores;
-    with ``index_labels=True`` it reads the rows as well, so that equal ones are never each other's negatives. Without
-    gradients (evaluation), indices of another data set mean nothing: the value is that of
-    ``MultipleNegativesRankingLoss``.
+    The label column contains the rows, see :func:`add_index`: integers ``i``; or ``[i, j]``, where ``j`` is the row of
+    the positive, so that equal positives are never each other's negatives; or ``[i, j, k, ...]`` with the rows of the
+    negatives too. An estimator without rows requires no label column and ignores its values, which may be classes or
+    scores; with ``index_labels=True`` the rows are used to exclude equal samples from each other's negatives. Without
+    gradients (evaluation) the value is that of ``MultipleNegativesRankingLoss``, since the rows of another data set
+    have no meaning.
 
-    With ``guide=``, a model that is not trained, candidates that it finds more similar to the anchor than the positive
-    is are no negatives: ``GISTEmbedLoss``, with its value and gradients by its options, in evaluation too; or any
-    estimator, ``SogCLREstimator(n, **guided_options(...))``.
+    With ``guide=``, a model that is not trained, candidates are not negatives if the guide finds them more similar to
+    the anchor than the positive. Without an estimator the value and gradients are those of ``GISTEmbedLoss`` with its
+    options, also in evaluation; any estimator may be used, ``SogCLREstimator(n, **guided_options(...))``.
 
-    Every step needs a commit, and checkpoints need the rows: add :class:`EstimatorCallback` to the trainer.
+    Add :class:`EstimatorCallback` to the trainer, which commits after every step and saves the rows in checkpoints.
 
     Args:
         model: the ``SentenceTransformer``.
-        est: the estimator, built after the training arguments, which make the process group. Under ``MatryoshkaLoss``
-            one for each dimension, ``{256: est, 64: est2}``: their normalizers differ. One without rows may serve all.
-            ``None``: an :class:`~compopt.InfoNCEEstimator` by the options.
+        est: the estimator, built after the training arguments, which create the process group. Under ``MatryoshkaLoss``
+            one per dimension, ``{256: est, 64: est2}``, since their normalizers differ; an estimator without rows may
+            be shared by all dimensions. ``None``: an :class:`~compopt.InfoNCEEstimator` with the options.
         eval_scale: ``scale`` of the loss in evaluation, if there is an estimator.
-        index_labels: read the rows in the label column for an estimator without rows too.
-        guide: reads what the model reads; if their tokenizers differ, the texts are decoded and tokenized anew. With
-            ``gather_across_devices`` the anchors of all ranks are contrasted, not those of this one alone. Beside an
-            estimator with ``PairPolicy(guided=True)``.
-        **options: without an estimator, those of ``MultipleNegativesRankingLoss``, or with a guide those of
-            ``GISTEmbedLoss``, see :func:`guided_options`. The former can then be read and assigned as attributes.
-            With ``gather_across_devices`` the value is the mean over the anchors of all ranks, not of this one alone.
-            With a ``similarity_fct`` other than ``cos_sim`` and ``dot_score`` the loss is sentence-transformers' own.
+        index_labels: read the rows in the label column also for an estimator without rows.
+        guide: model with the same inputs as ``model``; if their tokenizers differ, texts are decoded and tokenized
+            again. With ``gather_across_devices`` the anchors of all ranks are contrasted, not only those of this rank.
+            An estimator must have ``PairPolicy(guided=True)``.
+        **options: without an estimator, options of ``MultipleNegativesRankingLoss``, or with a guide those of
+            ``GISTEmbedLoss``, see :func:`guided_options`. The former can be read and assigned as attributes. With
+            ``gather_across_devices`` the value is the mean over the anchors of all ranks, not only of this rank.
+            With a ``similarity_fct`` other than ``cos_sim`` and ``dot_score`` sentence-transformers computes the loss.
 
     Raises:
-        AttributeError: an option is assigned beside an estimator.
-        TypeError: ``est`` is no contrastive estimator; the labels are no integers.
-        IndexError: the label column has rows beyond those of the estimator.
-        ValueError: options beside an estimator, of the other loss, or that sentence-transformers refuses; a guide that
-            the estimator does not ask for, or none where it does; no second column; no label column where there are
-            rows; one label for a whole batch; as many labels per sample as fit neither pairs nor columns; a dimension
-            without an estimator; a loss around this one that calls it several times with one batch
-            (``AdaptiveLayerLoss``), where there are rows; ``index_labels`` with a ``similarity_fct`` of one's own.
+        AttributeError: an option is assigned to a loss with an estimator.
+        TypeError: ``est`` is not a contrastive estimator; the labels are not integers.
+        IndexError: the label column contains rows beyond those of the estimator.
+        ValueError: options are given with an estimator, belong to the other loss, or are refused by
+            sentence-transformers; ``guide`` is given for an estimator without ``guided``, or missing with it; there is
+            no second column; an estimator with rows has no label column; a batch has one label; the number of labels
+            per sample matches neither pairs nor columns; a dimension has no estimator; an enclosing loss calls this one
+            several times with one batch (``AdaptiveLayerLoss``) for an estimator with rows; ``index_labels`` with a
+            custom ``similarity_fct``.
 
     Warns:
-        UserWarning: labels that look like classes; what the estimator warns of.
+        UserWarning: labels appear to be classes; or by the estimator.
 
-    State and communication: as of the estimator.
+    State and communication: those of the estimator.
 
     In a trainer::
 
@@ -158,11 +159,11 @@ class EstimatorLoss(nn.Module):
             ranking["scale"] = 1 / guided_options(**self._guided)["tau"]
         elif guided:
             raise ValueError(f"{', '.join(guided)} must be left out without guide=, the model that tells what is false")
-        # holds the options, and evaluates; model cards would take an attribute ``loss`` for what is trained with
+        # holds the options, and is used in evaluation; model cards would report an attribute named ``loss``
         self.ranking = MultipleNegativesRankingLoss(cast(Any, None), **ranking)
         self._accepted = self._options()
         modules = (as_module(each, state=False) for each in self._by_dimension.values())
-        self.estimators = nn.ModuleList(modules)  # for devices, and for parameters that the trainer optimizes
+        self.estimators = nn.ModuleList(modules)  # for changes of device, and for parameters of the trainer's optimizer
         self._looks = 0
         self._latest: dict[int, Tensor | None] = {}  # labels of the latest call, by dimension
 
@@ -193,9 +194,9 @@ class EstimatorLoss(nn.Module):
     def compute_loss_from_embeddings(
         self, embeddings: list[Tensor], labels: Tensor | None = None, guides: list[Tensor] | None = None
     ) -> Tensor:
-        """Compute the loss of each column's embeddings ``(B, d)``, 0-d; ``SpladeLoss`` calls this with its own.
+        """Compute the loss of embeddings, ``(B, d)`` per column, 0-d; ``SpladeLoss`` calls this with its embeddings.
 
-        ``guides`` are embeddings by the guide, ``(B, g)`` each.
+        ``guides`` are the guide's embeddings, ``(B, g)`` per column.
         """
         if len(embeddings) < 2:
             raise ValueError("the data set needs two columns of text or more, (anchor, positive, negative, ...)")
@@ -204,11 +205,11 @@ class EstimatorLoss(nn.Module):
         if torch.is_grad_enabled() or self._guided:
             return self._ranking(embeddings, labels, guides)
         if self._by_dimension:
-            self.ranking.scale = self.eval_scale  # which may have been assigned
+            self.ranking.scale = self.eval_scale  # eval_scale may have been assigned
         return self.ranking.compute_loss_from_embeddings(embeddings, cast(Any, labels))
 
     def _embed_by_guide(self, columns: list[dict[str, Any]]) -> list[Tensor] | None:
-        """Return the guide's embeddings of each column, before the model changes its inputs; ``None`` without one."""
+        """Return the guide's embeddings of each column; called first, since the model changes its inputs."""
         if self.guide is None:
             return None
         with torch.no_grad():
@@ -218,11 +219,11 @@ class EstimatorLoss(nn.Module):
         return embed_columns(guide, columns)
 
     def _inputs_of_guide(self, guide: Any, column: dict[str, Any]) -> dict[str, Any]:
-        """Return a column's inputs as the guide reads them: its texts in the guide's tokens, if those are others."""
+        """Return a column's inputs for the guide; texts are tokenized again if the tokenizers differ."""
         if self._tokenizer is None:
             return column
         tokens = column["input_ids"]
-        if "cu_seq_lens_q" in column:  # texts one after the other, in one row
+        if "cu_seq_lens_q" in column:  # concatenated texts in one row
             tokens = tokens[0].split(column["cu_seq_lens_q"].diff().tolist())
         texts = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return batch_to_device(guide.preprocess(texts), guide.device)
@@ -231,16 +232,16 @@ class EstimatorLoss(nn.Module):
         return {name: getattr(self.ranking, name) for name in RankingOptions.__annotations__}
 
     def _ranking(self, embeddings: list[Tensor], labels: Tensor | None, guides: list[Tensor] | None) -> Tensor:
-        """Compute the loss by the options, which may have been assigned since the last call."""
+        """Compute the loss with the options, which may have changed since the last call."""
         loss, guided = self.ranking, guided_options(**self._guided) if self._guided else None
         if (options := self._options()) != self._accepted:
-            MultipleNegativesRankingLoss(cast(Any, None), **options)  # refuses wrong values, which were assigned
+            MultipleNegativesRankingLoss(cast(Any, None), **options)  # raises for invalid values that were assigned
             self._accepted = options
         alone = not loss.gather_across_devices or get_world_size() == 1
         other = loss.similarity_fct not in (cos_sim, dot_score)
         if other and self.index_labels:
             raise ValueError("index_labels=True needs similarity_fct=cos_sim or dot_score of sentence_transformers")
-        single = alone and len(embeddings[0]) == 1  # an estimator refuses a last batch of one sample; theirs does not
+        single = alone and len(embeddings[0]) == 1  # an estimator refuses a last batch of one sample
         if guided is not None:
             if guides is None:
                 raise ValueError("guides is missing, each column's embeddings by the guide; call the loss with inputs")
@@ -256,8 +257,8 @@ class EstimatorLoss(nn.Module):
                 labels = None if labels is None else labels.reshape(len(labels), -1)[:, :2].flip(1)
             est = InfoNCEEstimator(**each, process_group=group)
             value = self._call(est, embeddings, labels, guides)
-            summary = cast(Summary, est._last)  # metrics would compute all others too
-            # the value is that of a sum over candidates, not of their mean
+            summary = cast(Summary, est._last)  # metrics would compute all metrics
+            # the value is that for a sum over candidates, not for their mean
             values.append(value + (summary.cross_entropy().mean() - value).detach())
         return torch.stack(values).mean()
 
@@ -292,7 +293,7 @@ class EstimatorLoss(nn.Module):
                 raise ValueError(f"no estimator for dimension {dimension}; there are {sorted(self._by_dimension)}")
             return self._by_dimension[dimension]
         est = self._by_dimension[None]
-        built = est.normalizer.structure().get("dim")  # a memory has features of one size
+        built = est.normalizer.structure().get("dim")  # a memory has features of one dimension
         seen = next(iter(self._latest), dimension) if built is None else built
         if dimension != seen and (built is not None or est.n is not None):
             raise ValueError(
@@ -303,7 +304,7 @@ class EstimatorLoss(nn.Module):
         return est
 
     def _refuse_second_call(self, est: ContrastiveEstimator, dimension: int, labels: Tensor | None) -> None:
-        """Refuse a second call with one batch before any backward: layers would share rows."""
+        """Raise for a second call with one batch before any backward pass: layers would share rows."""
         seen, self._latest[dimension] = self._latest.get(dimension), labels
         again = est.n is not None and est.pending and labels is not None and labels is seen
         if again and all(p.grad is None for p in self.model.parameters()):
@@ -313,7 +314,7 @@ class EstimatorLoss(nn.Module):
             )
 
     def _rows(self, est: ContrastiveEstimator, labels: Tensor | None, batch: int, columns: int) -> list[Tensor]:
-        """Return the rows in the label column, by column of text; none if the labels mean something else."""
+        """Return the rows in the label column, by text column; an empty list if labels are not used."""
         if est.n is None and not self.index_labels:
             return []
         needed = "index_labels is True" if est.n is None else f"{type(est).__name__} has rows for n={est.n} samples"
@@ -330,7 +331,7 @@ class EstimatorLoss(nn.Module):
                 f"{len(rows)} labels per sample and {columns} columns of text; give the row of the sample, or those "
                 f"of anchor and positive, or one for every column"
             )
-        if self._looks < LOOKS:  # classes look like rows, but repeat; unique() is too slow for every step
+        if self._looks < LOOKS:  # detect classes by repeated values; unique() is too slow for every step
             self._looks += 1
             different = len(rows[0].unique())
             if batch >= 8 and 2 * different < batch:
@@ -368,24 +369,24 @@ class _MiniBatches(CachedLossMixin):
         self.model, self.mini_batch_size, self.mini_batch_num_tokens = model, mini_batch_size, mini_batch_num_tokens
 
 
-# compopt.gradient_cache back-propagates in its call; the trainer does so later, once the loss is divided and scaled.
-# MatryoshkaLoss decorates the calculate_loss of the mixin, which also cuts flattened texts and images.
+# Not compopt.gradient_cache, which back-propagates in its call: the trainer divides and scales the loss first.
+# MatryoshkaLoss decorates the calculate_loss of the mixin, which also splits flattened texts and images.
 class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
-    """:class:`EstimatorLoss` with a gradient cache: the whole batch is negatives, in the memory of a mini-batch.
+    """:class:`EstimatorLoss` with a gradient cache: negatives from the whole batch in the memory of a mini-batch.
 
-    Every text is encoded twice, as by ``CachedMultipleNegativesRankingLoss``: for the loss, and for its gradient.
+    Every text is encoded twice, as in ``CachedMultipleNegativesRankingLoss``: for the loss, and for its gradient.
 
     Args:
         model, est, eval_scale, index_labels, guide: see :class:`EstimatorLoss`, also for state, communication and
             warnings.
         **options: see :class:`EstimatorLoss`.
-        mini_batch_size: texts that are encoded at a time.
-        mini_batch_num_tokens: if given, mini-batches have so many tokens instead.
+        mini_batch_size: number of texts per mini-batch.
+        mini_batch_num_tokens: number of tokens per mini-batch; replaces ``mini_batch_size``.
         show_progress_bar: show the progress of the mini-batches.
 
     Raises:
-        ValueError: the model has a ``StaticEmbedding``, whose inputs cannot be cut into mini-batches; whatever
-            :class:`EstimatorLoss` raises.
+        ValueError: the inputs of the model cannot be split into mini-batches (``StaticEmbedding``); or raised by
+            :class:`EstimatorLoss`.
 
     Example:
         >>> import torch, compopt
@@ -419,8 +420,8 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         if mini_batch_num_tokens is not None:
             checks.count("mini_batch_num_tokens", mini_batch_num_tokens)
         self.mini_batch_num_tokens, self.show_progress_bar = mini_batch_num_tokens, show_progress_bar
-        self._learned: list[tuple[Tensor, Tensor]] = []  # parameters beside the model's, and their gradients
-        self._seen: list[Tensor] | None = None  # the guide's embeddings in the call
+        self._learned: list[tuple[Tensor, Tensor]] = []  # parameters outside the model, and their gradients
+        self._seen: list[Tensor] | None = None  # the guide's embeddings during the call
 
     def get_config_dict(self) -> dict[str, Any]:
         cached = {name: getattr(self, name) for name in ("mini_batch_size", "mini_batch_num_tokens")}
@@ -441,15 +442,15 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
-        """Compute the loss of ``reps``, embeddings ``(b, d)`` of each column by mini-batch, for the mixin.
+        """Compute the loss of ``reps``, lists of mini-batches of embeddings ``(b, d)`` per column, for the mixin.
 
-        ``with_backward`` leaves gradients in ``reps``, and returns the loss without its graph.
+        With ``with_backward``, store gradients in ``reps`` and return the loss without its graph.
         """
         loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], labels, self._seen)
         if not with_backward:
             return loss
-        # autograd.grad instead of backward: parameters of estimators and of a similarity_fct get their gradients in the
-        # trainer's backward pass, which knows how the loss is scaled
+        # autograd.grad instead of backward: the gradients of parameters of estimators and of a similarity_fct are
+        # accumulated in the trainer's backward pass, which includes the scale of the loss
         leaves = [embedding for column in reps for embedding in column]
         learned = [p for part in (self.estimators, self.ranking) for p in part.parameters() if p.requires_grad]
         gradients = torch.autograd.grad(loss, [*leaves, *learned], allow_unused=True)
@@ -461,12 +462,12 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
             weights = dict(zip(matryoshka.matryoshka_dims, matryoshka.matryoshka_weights, strict=True))
             weight = float(weights[leaves[0].shape[1]])
         pairs = zip(learned, gradients[len(leaves) :], strict=True)
-        self._learned += [(p, weight * g) for p, g in pairs if g is not None]  # None: that of another dimension
+        self._learned += [(p, weight * g) for p, g in pairs if g is not None]  # None: parameter of another dimension
         return loss.detach()
 
 
 def _other_tokenizer(model: Any, guide: Any) -> Any:
-    """Return the model's tokenizer where the guide has other tokens, or fewer for a text; else ``None``."""
+    """Return the model's tokenizer if the guide has another vocabulary or a shorter maximum; else ``None``."""
     own, other = (getattr(each, "tokenizer", None) for each in (model, guide))
     if own is None or other is None:
         return None
@@ -475,7 +476,7 @@ def _other_tokenizer(model: Any, guide: Any) -> Any:
 
 
 def _of_one_sample(embeddings: list[Tensor], guides: list[Tensor], policy: PairPolicy, tau: float) -> Tensor:
-    """Compute the guided loss of one sample, whose negatives are its own: an estimator needs two samples."""
+    """Compute the guided loss of one sample with its own negatives; an estimator requires two samples."""
     (anchor, *others), (seen_by, *seen) = (normalize(torch.cat(columns), dim=1) for columns in (embeddings, guides))
     similar = torch.stack(seen) @ seen_by
     false = similar > cast(Tensor, policy.threshold(similar[0]))
@@ -486,7 +487,7 @@ def _of_one_sample(embeddings: list[Tensor], guides: list[Tensor], policy: PairP
 def _checked(
     est: ContrastiveEstimator | Mapping[int, ContrastiveEstimator] | None, guide: nn.Module | None
 ) -> dict[Any, ContrastiveEstimator]:
-    """Return estimators by dimension, under ``None`` for any dimension."""
+    """Return estimators by dimension; the key ``None`` stands for any dimension."""
     if isinstance(est, Mapping) and not est:
         raise ValueError("est is an empty mapping; give it an estimator for each dimension")
     every: dict[Any, Any] = {} if est is None else dict(est) if isinstance(est, Mapping) else {None: est}

@@ -1,4 +1,4 @@
-"""Options of estimators from those of losses of sentence-transformers."""
+"""Conversion of options of sentence-transformers losses to options of estimators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RankingOptions(TypedDict, total=False):
 
 
 class GuidedOptions(TypedDict, total=False):
-    """Keywords of ``GISTEmbedLoss``, beside its models and ``gather_across_devices``."""
+    """Keywords of ``GISTEmbedLoss``, except its models and ``gather_across_devices``."""
 
     temperature: float
     margin_strategy: Literal["absolute", "relative"]
@@ -37,10 +37,10 @@ class GuidedOptions(TypedDict, total=False):
 
 
 class LossOptions(RankingOptions, GuidedOptions, total=False):
-    """Keywords of either loss."""
+    """Keywords of both losses."""
 
 
-# which of an anchor's candidates have a hardness; its own mined negatives are not among the others
+# candidates with a hardness weight; "others" excludes the anchor's own mined negatives
 _HARDER: dict[str, Literal["mined", "others"]] = {"in_batch_negatives": "others", "hard_negatives": "mined"}
 _ALSO: dict[str, Also] = {
     "query_to_query": "query_to_query",
@@ -50,15 +50,15 @@ _ALSO: dict[str, Also] = {
 
 
 def ranking_options(**options: Unpack[RankingOptions]) -> dict[str, Any]:
-    """Return options of estimators from those of ``MultipleNegativesRankingLoss``.
+    """Convert options of ``MultipleNegativesRankingLoss`` to options of estimators.
 
-    ``scale`` becomes ``tau=1/scale``; the further ``directions`` of one softmax and ``hardness_strength`` become a
+    ``scale`` becomes ``tau=1/scale``; additional ``directions`` of one softmax and ``hardness_strength`` become a
     :class:`~compopt.PairPolicy`; one softmax for each direction becomes ``directions="both"``.
 
     Args:
         **options: ``scale``, ``similarity_fct``, ``directions``, ``partition_mode``, ``hardness_mode`` and
-            ``hardness_strength``, with the defaults of sentence-transformers. ``dot_score`` gives ``normalize=False``.
-            ``gather_across_devices`` has no effect: see the ``process_group`` of estimators.
+            ``hardness_strength``, with the defaults of sentence-transformers. ``dot_score`` becomes
+            ``normalize=False``. ``gather_across_devices`` has no effect: see the ``process_group`` of estimators.
 
     Returns:
         ``tau``, ``directions``, ``multiply_tau``, ``normalize`` and ``pairs``, keywords of the presets that have both
@@ -66,8 +66,8 @@ def ranking_options(**options: Unpack[RankingOptions]) -> dict[str, Any]:
         ranking loss.
 
     Raises:
-        ValueError: values that sentence-transformers refuses; hardness with one softmax for each direction; a
-            ``similarity_fct`` other than ``cos_sim`` and ``dot_score``, which estimators do not compute.
+        ValueError: a value is refused by sentence-transformers; hardness is combined with one softmax per direction;
+            ``similarity_fct`` is neither ``cos_sim`` nor ``dot_score``.
 
     Example:
         >>> import compopt
@@ -101,20 +101,21 @@ def guided_options(
     contrast_anchors: bool = True,
     contrast_positives: bool = True,
 ) -> dict[str, Any]:
-    """Return options of estimators from those of ``GISTEmbedLoss``, whose defaults these are.
+    """Convert options of ``GISTEmbedLoss``, with the same defaults, to options of estimators.
 
     Args:
         temperature: ``tau``.
-        margin_strategy, margin: candidates above a threshold are no negatives. Of the guide's similarity ``s`` of the
-            positive, ``"absolute"``: ``s - margin``; ``"relative"``: ``s - margin |s|``.
-        contrast_anchors, contrast_positives: similarities of anchors, and of positives, are candidates too.
+        margin_strategy, margin: candidates above a threshold are not negatives. With the guide's similarity ``s`` of
+            the positive, the threshold is ``s - margin`` (``"absolute"``) or ``s - margin |s|`` (``"relative"``).
+        contrast_anchors, contrast_positives: add the similarities between anchors, and between positives, to the
+            softmax of an anchor.
 
     Returns:
-        ``tau``, ``directions``, ``multiply_tau`` and ``pairs``, keywords of the presets that have both ``tau`` and
+        ``tau``, ``directions``, ``multiply_tau`` and ``pairs``, keywords of the presets with both ``tau`` and
         ``multiply_tau``, for :class:`EstimatorLoss` with ``guide=``.
 
     Raises:
-        TypeError, ValueError: a value of another type, or out of range; a relative margin outside [0, 1).
+        TypeError, ValueError: a value has the wrong type or is out of range; a relative margin is outside [0, 1).
 
     Example:
         >>> import compopt
@@ -138,7 +139,7 @@ def guided_options(
 
 
 def by_direction(loss: MultipleNegativesRankingLoss) -> list[dict[str, Any]]:
-    """Return the options of one estimator, or of one for each direction where only the first has weights."""
+    """Return the options of one estimator, or of one per direction if only the first direction has weights."""
     both = loss.partition_mode == "per_direction" and "doc_to_query" in loss.directions
     hardness: Hardness | None = None
     if loss.hardness_mode is not None and loss.hardness_strength:
