@@ -68,7 +68,7 @@ class FusedPairs(Pairs):
         sides = [side for side in sweep.sums(self._operands) if side is not None]
         self._tops = [side.top for side in sides]
         self.sides = [_as_sums(sides[0], rows.scale, self.shape[0])]
-        if columns is not None:  # further candidates are no anchors
+        if columns is not None:  # further candidates are not anchors
             self.sides.append(_as_sums(sides[1], columns.scale, self.batch))
         self._collect(self._excluded_by_side(sides))
 

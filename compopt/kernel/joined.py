@@ -136,13 +136,13 @@ class JoinedPairs(PairStatistics):
         effective = torch.stack([part.sides[0].effective() for part in parts])
         logs = torch.stack([part.log_sum - log_sum for part in parts])
         shares = logs[:, self._source.batch.own, 0][:, : effective.shape[1]].exp()
-        shares = shares.where(effective > 0, 0)  # NaN where there are no candidates of a kind
+        shares = shares.where(effective > 0, 0)  # NaN for a kind without candidates
         return Sums(shares.sum(0), (shares.square() / effective.nan_to_num(1.0)).sum(0), True, None, None)
 
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
         total, outside = torch.zeros_like(self._source.own), None
         weight = positive_weight * torch.ones_like(self.positive)
-        if self._again:  # weight of the positive as a candidate, with h = 0; overflows at most if there are no pairs
+        if self._again:  # weight of the positive as a candidate, with h = 0; may overflow only without candidates
             weight -= (-alpha - self.log_count).exp_()
         pull = self.factor(coefficient) * weight
         for direction, kinds in enumerate(self._by_anchor):

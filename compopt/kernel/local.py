@@ -88,7 +88,7 @@ class Pairs(PairStatistics):
             return [self.per_pair(values.view(-1, self.batch).T) for values in sides[0]]
         # one copy for all quantities, since every copy is a kernel launch on an accelerator
         whole = [values for side in sides for values in side]
-        if self.shape[1] > self.batch:  # further candidates are no anchors
+        if self.shape[1] > self.batch:  # further candidates are not anchors
             whole = [values[: self.batch] for values in whole]
         stacked = torch.stack(whole)
         return [values.T for values in stacked.view(2, -1, self.batch).unbind(1)]

@@ -43,7 +43,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def over(cls, side: Exponentials, dim: int, start: int = 0) -> Sums:
-        """Sum over one axis of a block, whose first anchor has the number ``start``."""
+        """Sum over one axis of a block; ``start`` is the number of its first anchor."""
         few, anchors = side.exp, side.exp.shape[1 - dim]
         spread = max(0, SPREAD_ANCHORS - start)
         if spread < anchors:
@@ -93,7 +93,7 @@ class PairOptions(NamedTuple):
     """Options of a call: selection of the pairs, and how their statistics are computed.
 
     Attributes:
-        distinct: the host knows that the first key has no repeats and is the only one.
+        distinct: the first key has no repeats and is the only one, as known on the host.
         directions: ``a``, number of modalities or views that are anchors, the first ones.
         extra: further candidates of the anchors of direction 1.
         unimodal: all views of the other samples are candidates (otherwise the features of the other modality).
@@ -181,8 +181,8 @@ class PairStatistics(ABC):
         views: ``V``; 2 for two modalities.
 
     Attributes:
-        distinct: the host knows that only the anchor's own sample, or with ``whole`` only the anchor itself, is
-            excluded from its candidates.
+        distinct: only the anchor's own sample, or with ``whole`` only the anchor itself, is excluded from its
+            candidates, as known on the host.
         negatives: smallest ``|N_i|`` if only the anchor's own sample is excluded; keys may exclude more.
         positive: ``s_ii``.
         count: ``|N_i|`` as float; 0 for an anchor without negatives. A number if it is equal for all anchors and known
@@ -305,7 +305,7 @@ class PairStatistics(ABC):
         return per_anchor if isinstance(self.count, float) else torch.where(self.count > 0, per_anchor, 0)
 
     def factor(self, value: Scalar) -> Scalar:
-        """Return a factor per anchor, zero without negatives; a number if the host knows that all have negatives."""
+        """Return a factor per anchor, zero without negatives; a number if ``count`` is a number."""
         if isinstance(self.count, float):
             return value
         value = value if isinstance(value, Tensor) else self.positive.new_full((), value)

@@ -55,7 +55,7 @@ class Prototypes:
     def __init__(self, features: Tensor, scale: Scalar, active: Tensor, ranks: Ranks) -> None:
         active = active.to(features.device)
         self.features, self.scale, self.ranks = features, scale, ranks
-        # whether the host knows that no maximum must be subtracted from the exponents
+        # no maximum must be subtracted from the exponents, as known on the host
         self.bounded = not isinstance(scale, Tensor) and scale <= MAX_UNSHIFTED_SCALE
         self.log_count = active.sum(dtype=features.dtype).log_()
         self._queries = features * (scale.unsqueeze(2) if isinstance(scale, Tensor) else scale)

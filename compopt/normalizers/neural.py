@@ -70,8 +70,7 @@ class NeuralNormalizer(Normalizer):
         process_group, offload, offload_dir, shard, dtype: placement when used alone, see
             :class:`~compopt.estimator.Component`.
 
-    Hyper-parameters: ``lr``, ``updates`` and ``restart_every``, whose values are those of the first sample group, and
-    ``eps``.
+    Hyper-parameters: ``lr``, ``updates`` and ``restart_every`` (the values of the first sample group), and ``eps``.
 
     State: ``W``, the queue and the optimizer's tensors, in the rows' dtype, ``(D, m, d)`` each, with ``D`` networks (1
     in unimodal mode and with one direction, else 2); nothing per sample. ``state_dict`` contains the tensors of all

@@ -227,7 +227,7 @@ def recommended(
     Raises:
         ValueError: dim, n or batch_size < 1, an unknown mode, ``keep_scores`` without ``n``, ``momentum`` with
             ``directions="forward"``, a policy of pairs that the estimator refuses.
-        TypeError: dim, n or batch_size is no integer.
+        TypeError: dim, n or batch_size is not an integer.
 
     Example:
         >>> import compopt
