@@ -115,7 +115,7 @@ def minus_quotient(x: Tensor, y: Tensor, z: Tensor, factor: Scalar) -> Tensor:
 
 
 def all_finite(x: Tensor, dim: int | None = None) -> Tensor:
-    """Return whether all values, or all values along an axis, are finite: whether the largest magnitude is finite.
+    """Return whether all values, or all values along an axis, are finite, by a test of the largest magnitude.
 
     Args:
         x: floating point, any shape.
