@@ -40,7 +40,7 @@ class PairPolicy:
             it out. With more than two views ``s_ii`` is the mean over an anchor's positives.
         guided: find false negatives by similarities of the ``guide=`` features instead of the estimator's own features.
         spare_extra: never treat the further candidates ``extra=`` as false negatives.
-        hardness: ``beta`` of ``b_ij = beta s_ij``, >= 0; increases the weight of hard negatives (HCL's value is
+        hardness: ``beta`` of ``b_ij = beta s_ij``, >= 0; increases the weight of hard negatives (HCL's ``beta`` is
             ``beta / tau`` here). A pair ``(beta, beta_extra)``: for the candidates of the batch and for ``extra=``.
             ``("mined", beta)``: for the anchor's own further candidates only; ``("others", beta)``: for all other
             candidates. ``extra=`` must then have ``k B`` rows, of which the rows ``i``, ``B + i``, ... belong to anchor
