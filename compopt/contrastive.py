@@ -51,65 +51,65 @@ class ContrastiveEstimator(Estimator):
         \nabla F = \frac{1}{2B} \sum_{\text{directions}} \sum_i \sum_{j \in N_i} w_{ij}\, \nabla h_{ij},
         \qquad w_{ij} = \frac{1}{|N_i|}\, e^{h_{ij}/\tau_i - \alpha_i}, \qquad h_{ij} = s_{ij} - s_{ii}
 
-    Where the normalizer keeps the positive out of the inner function (``reference="none"``: SogCLR), an anchor's
-    positive is pulled with weight 1 instead of ``sum_j w_ij``: ``-grad s_ii + sum_j w_ij grad s_ij``.
+    If the normalizer keeps the positive out of the inner function (``reference="none"``: SogCLR), the weight of an
+    anchor's positive is 1 instead of ``sum_j w_ij``: ``-grad s_ii + sum_j w_ij grad s_ij``.
 
-    The normalizer decides ``alpha``, the temperature ``tau``; the returned value is the estimated objective
-    ``mean of tau_i (alpha_i + rho_i)`` and its gradient is the one above. Gradients come in closed form: the
-    ``B x B`` matrix is never part of an autograd graph.
+    The normalizer computes ``alpha`` and the temperature component computes ``tau``. The returned value is the
+    estimated objective ``mean of tau_i (alpha_i + rho_i)``; its gradient is the one above. Gradients are computed in
+    closed form: the ``B x B`` matrix is never part of an autograd graph.
 
     Args:
         normalizer: a :class:`~compopt.BatchNormalizer`, :class:`~compopt.MovingAverageEstimator`, ...
         temperature: a :class:`~compopt.FixedTemperature` or :class:`~compopt.TemperatureDual`.
-        mode: ``"bimodal"``: ``z1`` and ``z2`` are two modalities, negatives are the other modality's features.
-            ``"unimodal"``: two or more views, negatives are all views of the other samples (``2B - 2`` of two).
+        mode: ``"bimodal"``: ``z1`` and ``z2`` are two modalities; negatives are features of the other modality.
+            ``"unimodal"``: two or more views; negatives are all views of the other samples (``2B - 2`` for two views).
         directions: ``"both"``: the samples of both modalities are anchors. ``"forward"`` (bimodal only): ``z1`` are
-            anchors and ``z2`` their candidates, as queries and documents are; the mean is over ``B`` anchors, and rows
-            have one value per column instead of two.
-        normalize: L2-normalise the features. Otherwise they are used as they come, with norms below 1e15.
-        multiply_tau: objective ``tau (alpha + rho)``; ``False``: ``alpha``, whose weights are ``w / tau``.
-        chunk_size: rows of the similarity matrix held at a time; ``None`` holds two ``B x B`` matrices. Smaller
-            memory for one more matrix product.
+            anchors and ``z2`` their candidates, for example queries and documents; the mean is over ``B`` anchors, and
+            rows have one value per column instead of two.
+        normalize: L2-normalise the features. Otherwise the features are used unchanged; their norms must be below 1e15.
+        multiply_tau: the objective is ``tau (alpha + rho)``; ``False``: ``alpha``, with weights ``w / tau``.
+        chunk_size: number of rows of the similarity matrix in memory at a time; ``None`` holds two ``B x B`` matrices.
+            A chunk size saves memory and costs one more matrix product.
         process_group: the ranks whose batches form the global batch; ``None``: the default group, if
             ``torch.distributed`` is initialised.
-        offload: where rows live: ``None``, on the features' device; ``"cpu"``, in host memory; ``"disk"``, in a
-            file, scratch space of one run. Never changes a result.
-        offload_dir: folder of that file, on a local disk; several ranks, each with a file of its own, may share it.
+        offload: storage of the rows. ``None``: the device of the features; ``"cpu"``: host memory; ``"disk"``: a
+            file, which is scratch space of one run. Results do not depend on it.
+        offload_dir: folder of that file, on a local disk; several ranks may share it, since each writes its own file.
         shard: each rank keeps ``n / K`` rows instead of all; implied by ``offload="disk"``.
-        dtype: of the rows, float32 or float64.
-        pairs: a :class:`~compopt.PairPolicy`, which candidates are negatives and with which weight; ``None``: all whose
-            index and labels differ, with equal weights.
-        sample_groups: one mapping per data set, ``{"n": ..., key: value, ...}``, whose values go before those of the
-            parts; sizes must be theirs.
+        dtype: dtype of the rows, float32 or float64.
+        pairs: a :class:`~compopt.PairPolicy`, which selects and weights the negatives; ``None``: all candidates with
+            another index and other labels, with equal weights.
+        sample_groups: one mapping per data set, ``{"n": ..., key: value, ...}``. The values override those of the
+            parts; the sizes must equal those of the parts.
         scores: a :class:`~compopt.ScoreKeeper`, which keeps a row per sample for :mod:`compopt.curation`; no gradient
             depends on it.
-        backend: ``"torch"``: plain torch computes the pairs. ``"triton"``: a fused kernel does, where Triton is
-            installed (extra ``triton``) and takes the call; otherwise plain torch, which a line at debug level of
-            the logger ``compopt.tiles.choice`` says. ``"auto"``: ``"torch"``. The kernel multiplies in TF32 even where
-            PyTorch's own products do not, or in bfloat16 (:func:`compopt.functional.contrastive_sums`,
+        backend: ``"torch"``: plain torch computes the pairs. ``"triton"``: a fused kernel computes them if Triton is
+            installed (extra ``triton``) and the kernel supports the call; otherwise plain torch, which the logger
+            ``compopt.tiles.choice`` reports at debug level. ``"auto"``: ``"torch"``. The kernel multiplies in TF32 even
+            if PyTorch's own products do not, or in bfloat16 (:func:`compopt.functional.contrastive_sums`,
             ``precision=None``). See the page on the fused kernel.
 
     State: the columns of both parts in one row per sample, see :class:`~compopt.Estimator`.
 
     Communicates, with K ranks, in every call: a message of 3 integers per sample and a few more, over a CPU group
-    (sizes, indices, what must agree); one all-gather of the features, without gradient, and of the rows of the own
-    samples; one all-gather of 3 to 7 floats per sample (2 to 4 with one direction; ``a V`` to ``a (V + 2)`` for ``a``
-    anchors of ``V > 2`` views). With ``shard=True`` rows come by one all-reduce of the global batch's rows instead.
-    ``extra`` takes one more all-gather, and a normalizer may communicate too; ``momentum_features`` are gathered with
-    the features. The backward pass and :meth:`step` communicate nothing. Every rank computes its own anchors against
-    all candidates, returns the global loss, and gets the complete gradient of its own features, multiplied by K for
-    wrappers that average over ranks.
+    (sizes, indices, values that must be equal on all ranks); one all-gather of the features, without gradient, and of
+    the rows of this rank's samples; one all-gather of 3 to 7 floats per sample (2 to 4 with one direction; ``a V`` to
+    ``a (V + 2)`` for ``a`` anchors of ``V > 2`` views). With ``shard=True`` one all-reduce of the global batch's rows
+    replaces the all-gather of rows. ``extra`` needs one more all-gather, and a normalizer may communicate too;
+    ``momentum_features`` are gathered with the features. The backward pass and :meth:`step` communicate nothing. Every
+    rank computes its own anchors against all candidates, returns the global loss, and receives the complete gradient of
+    its own features, multiplied by K for wrappers that average over ranks.
 
     Raises:
-        TypeError, ValueError, IndexError: at construction and call; the state is then as before.
-        RuntimeError: with several ranks, at the call: another one refused, does something else, or did not come. With
+        TypeError, ValueError, IndexError: invalid arguments, at construction or call; the state is unchanged.
+        RuntimeError: with several ranks, at the call: another rank raised, made a different call, or did not call. With
             ``offload="disk"``: another process writes these rows.
-        MemoryError, OSError: the rows find no room in memory, or on the disk.
+        MemoryError, OSError: the memory or the disk has no room for the rows.
 
     Warns:
         UserWarning: feature rows that are not finite, with their number; a ``rho`` too large for a batch of this size,
-            once; with ``offload="disk"`` a disk with less room than the table takes, a file that was removed; and what
-            :class:`~compopt.Estimator` warns of.
+            once; with ``offload="disk"`` a disk with less room than the table needs, or a file that was removed; and
+            the warnings of :class:`~compopt.Estimator`.
 
     Example:
         >>> import torch, compopt
@@ -161,7 +161,7 @@ class ContrastiveEstimator(Estimator):
         for part in parts.values():
             part.keep_edits()
         count = len(DIRECTIONS[directions])
-        # checkpoints of before have neither
+        # defaults are left out, so that checkpoints of earlier versions still load
         more: dict[str, str] = {} if directions == "both" else {"directions": directions}
         more |= {} if pairs is None else {"pairs": repr(pairs)}
         engine = Engine(
@@ -179,7 +179,7 @@ class ContrastiveEstimator(Estimator):
         for part in parts.values():
             part.joined(engine.groups, Setting(self, mode, dtype, normalize, engine.ranks, count))
         if pairs is not None:
-            normalizer.check_pairs(pairs)  # what sample_groups say too
+            normalizer.check_pairs(pairs)  # again, now that sample_groups are known
         self._anchors = count  # directions that have anchors
         self._shown: Mapping[str, Tensor | Callable[[], Tensor]] = {}
         self._last: Summary | None = None
@@ -223,83 +223,84 @@ class ContrastiveEstimator(Estimator):
         momentum_features: Sequence[Tensor] | None = None,
         sample_weight: Tensor | None = None,
     ) -> Tensor:
-        """The estimated objective of a batch in nats (times ``tau``, with ``multiply_tau``), ready for ``backward()``.
+        """Return the estimated objective of a batch in nats (times ``tau``, with ``multiply_tau``), for ``backward()``.
 
-        In training mode with gradients enabled it deposits the rows that it proposes.
+        In training mode with gradients enabled the call deposits the new rows.
 
         Args:
             z1, z2: features, ``(B, d)``, same dtype and device; half precision is computed in float32, float64
                 in float64. In unimodal mode also one tensor of ``V >= 2`` views without ``z2``, ``(V, B, d)``:
                 ``est(views, index=index)``.
-            index: data-set positions of the samples, ``(B,)`` integers, on the CPU (an index on CUDA is accepted; a
-                bad one makes the loss NaN and raises at a later call). Equal indices are never negatives of each
-                other. May be left out if nothing is kept per sample and no sample repeats.
-            index2: positions in the second modality, if it has its own (several captions per image), ``(B,)``: its
-                rows, and with ``directions="forward"``, where it has none, what tells equal candidates.
+            index: data-set positions of the samples, ``(B,)`` integers, on the CPU (an index on CUDA is accepted; an
+                invalid one makes the loss NaN and raises at a later call). Samples with equal indices are never
+                negatives of each other. Optional if nothing is kept per sample and no sample repeats.
+            index2: positions in the second modality, if it has its own (several captions per image), ``(B,)``. They
+                select its rows; with ``directions="forward"``, where it has no rows, they identify equal candidates.
             group: an older name of ``labels``.
-            encode: for samplers whose negatives may lie outside the batch: from data-set positions, ``(m,)`` int64 on
-                the CPU, to features ``(m, d)`` of those samples (bimodal: a pair of them), with a graph. Called at most
-                once.
-            tau: overrides a :class:`~compopt.FixedTemperature` for this call: a number or a tensor, 0-d, ``(B,)``
-                or ``(B, 2)``; if it requires grad it gets the derivative of the returned objective.
-            labels: samples with equal labels are not each other's negatives, ``(B,)`` integers (classes, duplicates);
+            encode: function for samplers that may draw negatives outside the batch. It receives data-set positions,
+                ``(m,)`` int64 on the CPU, and returns features ``(m, d)`` of those samples (bimodal: a pair of them),
+                with a graph. It is called at most once.
+            tau: temperature that overrides a :class:`~compopt.FixedTemperature` for this call: a number or a tensor,
+                0-d, ``(B,)`` or ``(B, 2)``; if it requires grad, it receives the derivative of the returned objective.
+            labels: ``(B,)`` integers (classes, duplicates). Samples with equal labels are not each other's negatives;
                 with ``PairPolicy(positives="labels")`` they are each other's positives.
-            extra: further candidates of the anchors of direction 1 beside the batch's, ``(M, d)``, perhaps with a
-                graph: mined hard negatives, for example. ``|N_i|`` counts them, and normalizers, weights and rows are
-                those of the larger set: what is estimated is then the objective of the mixture that the caller makes.
-                Another ``M`` on each rank, 0 too; every rank's anchors have those of all.
-            extra_index: positions of ``extra`` in the second modality (that of ``index2``, or of ``index`` without it),
-                ``(M,)``; a candidate at the position of the anchor's own positive is no negative of it.
-            anchors: unimodal: the first so many views are anchors (the large crops of multi-crop training); all views
-                are positives and candidates. ``None``: all are anchors.
-            guide: with ``PairPolicy(guided=True)``: features of another model by which false negatives are told,
-                ``(B, g)`` of ``z1`` and of ``z2`` (or of each view), and ``(M, g)`` of ``extra`` unless these are
+            extra: further candidates of the anchors of direction 1 in addition to the batch, ``(M, d)``, optionally
+                with a graph, for example mined hard negatives. ``|N_i|`` counts them. Normalizers, weights and rows
+                refer to the larger set, so that the estimate is that of the mixture of both sets. ``M`` may differ
+                between ranks and may be 0; the anchors of every rank are compared with the candidates of all ranks.
+            extra_index: positions of ``extra`` in the second modality (in that of ``index2``, or of ``index`` without
+                it), ``(M,)``; a candidate at the position of the anchor's own positive is not its negative.
+            anchors: unimodal: number of views that are anchors, the first ones (the large crops of multi-crop
+                training); all views are positives and candidates. ``None``: all views are anchors.
+            guide: with ``PairPolicy(guided=True)``: features of another model, from which false negatives are found,
+                ``(B, g)`` for ``z1`` and for ``z2`` (or for each view), and ``(M, g)`` for ``extra`` unless these are
                 spared; no graph.
             within: with ``PairPolicy(within=True)``: keys ``(B,)``, integers; only samples with equal keys are
-                contrasted. With ``extra`` a pair, whose second has those of ``extra``, ``(M,)``.
-            teacher: with ``PairPolicy(targets=...)``: features of another model, ``(B, g)`` of ``z1`` and of ``z2``
-                (or of each view); or, for ``"classes"``, soft labels ``(B, C)``; no graph.
-            prior: with ``PairPolicy(prior="given")``: of every sample, ``(B,)`` in (0, 1); no graph. On a device a
-                value outside of it makes the loss NaN.
-            pairs: a :class:`~compopt.PairPolicy` for this call, in the place of the one of the construction.
+                contrasted. With ``extra`` a pair of tensors, the second with the keys of ``extra``, ``(M,)``.
+            teacher: with ``PairPolicy(targets=...)``: features of another model, ``(B, g)`` for ``z1`` and for ``z2``
+                (or for each view); or, for ``"classes"``, soft labels ``(B, C)``; no graph.
+            prior: with ``PairPolicy(prior="given")``: prior of every sample, ``(B,)`` in (0, 1); no graph. On a device
+                a value outside this interval makes the loss NaN.
+            pairs: a :class:`~compopt.PairPolicy` that replaces the policy of the constructor for this call.
             momentum_features: with a :class:`~compopt.MemoryNormalizer`: features ``(k1, k2)`` of the same samples from
                 a slowly moving copy of the encoders (:class:`~compopt.MomentumEncoder`), ``(B, d)`` each; no graph.
-                They are the candidates and the positives of the anchors, and what the memory keeps.
+                They are the candidates and the positives of the anchors, and the memory stores them.
             sample_weight: weights ``v_i >= 0`` of the samples as anchors, ``(B,)`` floats, no graph; see below.
 
-        *Weights of samples.* The value is ``sum_i v_i l_i / sum_i v_i`` in the place of the mean of ``l_i``, with sums
-        over the batches of all ranks; both directions (or views) of a sample have its weight. Equal weights change
-        nothing. Gradients are those of this value, of temperatures too: a :class:`~compopt.TemperatureDual` gets
-        ``G(tau_i)`` times ``v_i`` over the mean weight, before ``max_grad`` clips it. A sample of weight 0 has no
-        gradient as an anchor and remains a candidate of the others; to exclude it there too, leave it out of the batch,
-        or pass ``within=(sample_weight == 0).long()`` with ``PairPolicy(within=True)``. The state of normalizers and
-        scores (rows, networks, memories) and :attr:`metrics` do not depend on weights. With gradient accumulation each
-        call is divided by its own sum; :func:`~compopt.gradient_cache` divides by that of the whole batch. Weights that
-        are all 0 are refused; on a device they, and negative ones, make the loss NaN. They travel between ranks with
-        the features: all ranks pass them, or none.
+        *Weights of samples.* The value is ``sum_i v_i l_i / sum_i v_i`` instead of the mean of ``l_i``, with sums
+        over the batches of all ranks; the weight of a sample applies to both of its directions (or to all its views).
+        Equal weights change nothing. All gradients are those of this value, including those of temperatures: a
+        :class:`~compopt.TemperatureDual` receives ``G(tau_i)`` times ``v_i`` over the mean weight, before ``max_grad``
+        clips it. A sample of weight 0 has no gradient as an anchor but remains a candidate of the others; to exclude it
+        there too, leave it out of the batch, or pass ``within=(sample_weight == 0).long()`` with
+        ``PairPolicy(within=True)``. The state of normalizers and scores (rows, networks, memories) and :attr:`metrics`
+        do not depend on weights. With gradient accumulation each call is divided by its own sum;
+        :func:`~compopt.gradient_cache` divides by the sum of the whole batch. Weights that are all 0 raise an error; on
+        a device such weights, and negative ones, make the loss NaN. Weights are gathered with the features: either all
+        ranks pass them, or none.
 
         *Views.* With ``V`` views the mean is over the ``V (V - 1)`` ordered pairs of anchor and positive view, or over
         ``anchors (V - 1)`` of them. All views of a sample are positives of each other and never negatives, so that
-        ``|N_i| = V (B - 1)`` without repeats. Rows and temperatures are shared by all views: they take the mean over
-        all ordered pairs. ``V = 2`` is ``est(z1, z2, index)`` to the bit. The matrix of similarities is
-        ``(anchors B, V B)``, computed once for all positives. With more than two views ``tau=`` is one per sample at
-        most, ``extra=`` is refused, and ``encode=`` serves up to two anchors.
+        ``|N_i| = V (B - 1)`` without repeats. All views share rows and temperatures, which are updated with the mean
+        over all ordered pairs. ``V = 2`` is bitwise equal to ``est(z1, z2, index)``. The matrix of similarities is
+        ``(anchors B, V B)``, computed once for all positives. With more than two views ``tau=`` has at most one value
+        per sample, ``extra=`` raises an error, and ``encode=`` supports up to two anchors.
 
         Returns:
-            0-d loss; not finite if a feature is not, or if its row is too large to be normalised (then the rows of all
-            anchors that it reaches keep their values and a warning says how many feature rows are to blame).
+            0-d loss; not finite if a feature is not finite, or if its row is too large to be normalised (the rows of
+            all anchors that it affects then keep their values, and a warning states the number of such feature rows).
 
-        Its gradient is of first order and reverse mode: ``create_graph=True``, forward-mode AD and the transforms of
-        ``torch.func`` are refused. So is a call inside a function that is checkpointed (``torch.utils.checkpoint``);
-        that the encoders are does no harm.
+        Only first-order reverse-mode gradients are available: ``create_graph=True``, forward-mode AD and the transforms
+        of ``torch.func`` raise an error, and so does a call inside a function that is checkpointed
+        (``torch.utils.checkpoint``). Checkpointed encoders are supported.
 
         Raises:
             IndexError: an index outside ``0 .. n - 1``; one on a device raises at a later call.
             TypeError: features that are not floating-point tensors, keys that are not integers, no ``index`` where
-                there are rows, ``extra_index`` without what it refers to.
-            ValueError: wrong shapes or devices, fewer than two distinct samples, ``tau`` <= 0 or beside a temperature
-                that learns, ``encode`` or ``extra`` with a normalizer or a number of views that takes none, views or
-                ``anchors`` in bimodal mode.
+                there are rows, ``extra_index`` without the arguments that it refers to.
+            ValueError: wrong shapes or devices, fewer than two distinct samples, ``tau`` <= 0 or together with a
+                learned temperature, ``encode`` or ``extra`` with a normalizer or a number of views that does not
+                support it, views or ``anchors`` in bimodal mode.
             RuntimeError: a transform, a tangent or a checkpointed function, see above; another rank, see the class.
 
         Communicates: see :class:`~compopt.ContrastiveEstimator`.
@@ -337,23 +338,24 @@ class ContrastiveEstimator(Estimator):
     @outside_of_graphs
     @with_arguments_of(__call__)
     def feature_gradients(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Loss and its gradients with respect to ``z1``, ``z2`` (or views) and ``extra``, for cached features.
+        """Return the loss and its gradients with respect to ``z1``, ``z2`` (or views) and ``extra``.
 
-        Encode the whole window without a graph, call this once on all of it (the whole window then serves as
-        negatives), and encode each micro-batch again with ``features.backward(gradient_slice)``. Deposits like a
-        call. The gradients of :meth:`parameters` are added to their ``.grad``, as a backward pass would do.
+        For cached features: encode the whole window without a graph, call this method once on all of it (the negatives
+        are then those of the whole window), and encode each micro-batch again with
+        ``features.backward(gradient_slice)``. The rows are deposited as by a call. The gradients of :meth:`parameters`
+        are added to their ``.grad``, as by a backward pass.
 
         Args:
-            z1, z2, index, ...: all arguments of a call, in its order or by name, with two exceptions.
-            encode: refused: its features would get no gradient.
+            z1, z2, index, ...: all arguments of a call, in the same order or by name, with two exceptions.
+            encode: raises an error, since the encoded features would get no gradient.
             tau: as in a call, without a graph.
 
         Returns:
-            ``(loss, g1, g2)``, of a tensor of views ``(loss, g)``, and with ``extra`` its gradient too; detached, the
-            gradients in the features' dtype.
+            ``(loss, g1, g2)``; for a tensor of views ``(loss, g)``; with ``extra`` also its gradient. All are detached;
+            the gradients have the dtype of the features.
 
         Raises:
-            ValueError: with ``encode``, or a ``tau`` that requires a gradient; whatever a call raises.
+            ValueError: with ``encode``, or a ``tau`` that requires a gradient; all errors of a call.
 
         Communicates: as a call.
         """
@@ -367,9 +369,9 @@ class ContrastiveEstimator(Estimator):
     # -- the steps of a call -----------------------------------------------------------------------------------
 
     def _gather(self, given: Given) -> Batch:
-        """Meet the other ranks, and read the rows of all samples."""
+        """Gather the samples of all ranks, and read their rows."""
         values = {f"z{number}": z for number, z in enumerate(given.own.unit.unbind(), start=1)}
-        if isinstance(given.tau, Tensor) and given.tau.dim():  # one per sample: those of the other ranks too
+        if isinstance(given.tau, Tensor) and given.tau.dim():  # one per sample: gathered from all ranks
             values["tau"] = given.tau.detach().to(given.own.unit.device)
         if given.sample_weight is not None:
             values["sample_weight"] = given.sample_weight
@@ -389,15 +391,15 @@ class ContrastiveEstimator(Estimator):
             refuse_tangents(("the temperature", tau))
         if not isinstance(tau, Tensor):
             return tau
-        features = batch.values.get("z1")  # a diagnostic has none
+        features = batch.values.get("z1")  # None in a diagnostic
         return at_least(tau.to(batch.rows.device), batch.dtype if features is None else features.dtype)
 
     def _hyper(self, role: str, batch: Batch) -> Hyper:
-        """Return hyper-parameters of one part for the samples of a batch."""
+        """Return the hyper-parameters of one part for the samples of a batch."""
         return self._engine.groups.hyper(role, batch.rows, batch.dtype)
 
     def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, temperature: float | Tensor) -> PairStatistics:
-        """Sweep all pairs of the batch, or, with several ranks, those of this rank's anchors."""
+        """Compute the statistics of all pairs of the batch, or, with several ranks, of this rank's anchors."""
         policy, own, values = given.policy, given.own.unit, batch.values
         options = PairOptions(
             distinct=batch.distinct,
@@ -414,34 +416,35 @@ class ContrastiveEstimator(Estimator):
         )
         own = own if given.momentum is None else torch.cat([own, given.momentum])
         pairs = swept(Source(own, tau, batch, self._engine.ranks, self.backend), options, policy)
-        if self.temperature.learns and pairs.negatives:  # a warning may be an error; nothing is proposed yet
+        if self.temperature.learns and pairs.negatives:  # before any proposal, since a warning may be an error
             self.temperature.look_at_negatives(pairs.negatives + self.normalizer.outside)
         return pairs
 
     def _call(self, batch: Batch, pairs: PairStatistics, tau: float | Tensor, given: Given | None) -> Call:
-        """Return what the normalizer is shown; without arguments of a call for a diagnostic."""
+        """Return the input of the normalizer; ``given`` is ``None`` for a diagnostic."""
         encoder, policy = (None, None) if given is None else (given.encoder, given.policy)
         engine, hyper, unimodal = self._engine, self._hyper("normalizer", batch), self.mode == "unimodal"
         return Call(batch, pairs, tau, hyper, self.chunk_size, encoder, engine.t, engine.pending, unimodal, policy)
 
     def _value(self, objective: Objective, given: Given) -> Tensor:
-        """Return the value, NaN if a feature is bad, of which the user is warned."""
+        """Return the value, or NaN with a warning if a feature is not finite."""
         pairs, batch, unit = objective.pairs, objective.batch, given.own.unit
         value = objective.value().to(unit.dtype)
         if pairs.extra is not None or pairs.may_lack_negatives or given.momentum is not None:
-            # a sample may be in no pair, as z2 is with one direction and momentum; a network's alpha sees no extra
+            # a bad feature may be in no pair (z2 with one direction and momentum), or not reach alpha (extra and a
+            # network): the value must be NaN all the same
             more = () if pairs.extra is None else (pairs.extra.everyone,)
             value = value + zero_or_nan(*batch.features, *batch.momentum, *more, *pairs.options.guides)
         encoded = None if given.encoder is None else given.encoder.encoded
         units = [features.unit for features in (given.extra, encoded) if features is not None]
         units += given.guides
         units += [] if given.momentum is None else [given.momentum]
-        # a warning may be an error, and this call counts from here on
+        # before anything is deposited, since a warning may be an error
         self._engine.async_checks.watch_features(value, unit, *units)
         return value
 
     def _propose(self, call: Call, hyper: Hyper, objective: Objective) -> None:
-        """Deposit new rows and temperatures; anchors without any negative (index2, labels) propose nothing."""
+        """Deposit new rows and temperatures, except for anchors without any negative (index2, labels)."""
         pairs, proposals = objective.pairs, objective.estimate.proposals
         if self.temperature.learns:
             moved = self.temperature.proposals(replace(call, hyper=hyper), objective.tau_gradients())
@@ -457,7 +460,7 @@ class ContrastiveEstimator(Estimator):
     def _gradients(
         self, objective: Objective, given: Given, temperature: float | Tensor
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of what wants a gradient on this rank and its gradient."""
+        """Return pairs of a tensor that requires a gradient on this rank and its gradient."""
         encoder, found = given.encoder, []
         if given.want_gradients:
             found = objective.feature_gradients(given.own, given.extra)
@@ -476,15 +479,15 @@ class ContrastiveEstimator(Estimator):
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """Facts of the last call as 0-d tensors; computed on request, nothing waits for the device.
+        """Metrics of the last call as 0-d tensors, computed on request without a synchronisation of the device.
 
-        ``log_normalizer``: mean alpha; ``info_nce``: cross-entropy of the positive among the batch's candidates
-        (``extra`` included, a memory not) at the temperatures used, in nats, mean over the anchors: the scale of other
-        libraries' contrastive losses; ``effective_negatives``: ``(sum w)^2 / sum w^2``, mean over the first 128
-        anchors of each direction; ``tau_q10``, ``tau_median``, ``tau_q90``: quantiles of the temperatures used;
-        ``new_rows``: samples seen for the first time (0 without rows); and those of the normalizer, which may replace
-        one. They are of the global batch; ``effective_negatives`` is of this rank's anchors. Empty before the first
-        call. Communicates nothing.
+        ``log_normalizer``: mean alpha; ``info_nce``: cross-entropy of the positive among the candidates of the batch
+        (with ``extra``, without a memory) at the temperatures used, in nats, averaged over the anchors, comparable with
+        the contrastive losses of other libraries; ``effective_negatives``: ``(sum w)^2 / sum w^2``, averaged over the
+        first 128 anchors of each direction; ``tau_q10``, ``tau_median``, ``tau_q90``: quantiles of the temperatures
+        used; ``new_rows``: number of samples seen for the first time (0 without rows). The metrics of the normalizer
+        are added, and replace those of equal names. All metrics refer to the global batch, except
+        ``effective_negatives``, which refers to this rank's anchors. Empty before the first call. Communicates nothing.
         """
         if self._last is None:
             return {}
@@ -493,5 +496,5 @@ class ContrastiveEstimator(Estimator):
 
 
 def _leaf(z: Tensor) -> Tensor:
-    """Return a detached leaf; a tensor of inference mode is cloned, since autograd follows it only as a copy."""
+    """Return a detached leaf; a tensor of inference mode is cloned, since autograd cannot record it otherwise."""
     return (z.clone() if z.is_inference() else z.detach()).requires_grad_()

@@ -1,4 +1,4 @@
-r"""The equations of the library, one per function: tensors in, tensors out, no state.
+r"""Equations of the library, one per function: tensors in, tensors out, no state.
 
 Letters (shapes): ``B`` samples, ``D`` directions (2: image -> text and text -> image, or view 1 and view 2).
 
@@ -29,9 +29,9 @@ Scalar = float | Tensor
 
 
 def log(x: Any) -> Any:
-    """Natural logarithm of a Python number or a tensor ``x`` of any shape; ``log 0 = -inf``.
+    """Return the natural logarithm of a Python number or of a tensor ``x`` of any shape; ``log 0 = -inf``.
 
-    A number <= 0 gives ``-inf``, a tensor's entry < 0 gives NaN.
+    The result is ``-inf`` for a number <= 0, and NaN for a negative entry of a tensor.
 
     Example:
         >>> from compopt import functional as F
@@ -44,14 +44,14 @@ def log(x: Any) -> Any:
 
 
 def add_eps(log_g: Tensor, eps: Scalar) -> Tensor:
-    """``log(eps + g)`` from ``log g``; exact for ``eps = 0``.
+    """Return ``log(eps + g)`` from ``log g``; exact for ``eps = 0``.
 
     Args:
-        log_g: in nats, any shape.
-        eps: >= 0; a number, or broadcastable to ``log_g``.
+        log_g: logarithms in nats, any shape.
+        eps: >= 0; a number, or a tensor broadcastable to ``log_g``.
 
     Returns:
-        As ``log_g``; itself where ``eps`` is the number 0.
+        A tensor like ``log_g``; ``log_g`` itself if ``eps`` is the number 0.
 
     Example:
         >>> import torch
@@ -65,7 +65,7 @@ def add_eps(log_g: Tensor, eps: Scalar) -> Tensor:
 
 
 def clip(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
-    """``min(max(x, low), high)`` with bounds that are numbers or tensors.
+    """Return ``min(max(x, low), high)`` with bounds that are numbers or tensors.
 
     Args:
         x: any shape.
@@ -83,11 +83,11 @@ def clip(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
 
 
 def minus_product(x: Tensor, y: Tensor, factor: Scalar, out: Tensor | None = None) -> Tensor:
-    """``x - factor y`` with a factor that is a number or a tensor.
+    """Return ``x - factor y`` with a factor that is a number or a tensor.
 
     Args:
         x, y, factor: broadcastable to one shape.
-        out: takes the result, if given.
+        out: tensor to which the result is written, optional.
 
     Example:
         >>> import torch
@@ -101,7 +101,7 @@ def minus_product(x: Tensor, y: Tensor, factor: Scalar, out: Tensor | None = Non
 
 
 def minus_quotient(x: Tensor, y: Tensor, z: Tensor, factor: Scalar) -> Tensor:
-    """``x - factor y / z`` with a factor that is a number or a tensor; all broadcastable to one shape.
+    """Return ``x - factor y / z`` with a factor that is a number or a tensor; all broadcastable to one shape.
 
     Example:
         >>> import torch
@@ -115,14 +115,14 @@ def minus_quotient(x: Tensor, y: Tensor, z: Tensor, factor: Scalar) -> Tensor:
 
 
 def all_finite(x: Tensor, dim: int | None = None) -> Tensor:
-    """Return whether all values along an axis, or all there are, are finite: their largest magnitude is.
+    """Return whether all values, or all values along an axis, are finite, by a test of the largest magnitude.
 
     Args:
         x: floating point, any shape.
         dim: the axis; ``None``: all axes.
 
     Returns:
-        Bool, ``x``'s shape without ``dim``, or 0-d, on its device.
+        A bool tensor with the shape of ``x`` without ``dim``, or 0-d, on the same device.
 
     Example:
         >>> import torch
@@ -134,10 +134,10 @@ def all_finite(x: Tensor, dim: int | None = None) -> Tensor:
 
 
 def mean_of_views(log_g: Tensor) -> Tensor:
-    """``log((g_1 + g_2) / 2)`` over the last axis, kept: ``(B, 2) -> (B, 1)`` (SogCLR, eq. 9).
+    """Return ``log((g_1 + g_2) / 2)`` over the last axis, which is kept: ``(B, 2) -> (B, 1)`` (SogCLR, eq. 9).
 
     Args:
-        log_g: in nats, ``(..., V)``; ``V`` views, 2 as a rule.
+        log_g: logarithms in nats, ``(..., V)``, for ``V`` views (usually 2).
 
     Example:
         >>> import torch
@@ -149,13 +149,13 @@ def mean_of_views(log_g: Tensor) -> Tensor:
 
 
 def moving_average(log_u: Tensor, log_g: Tensor, gamma: Scalar, first: Tensor | None) -> Tensor:
-    r"""``u_i <- (1 - gamma) u_i + gamma g_i`` in the log domain (SogCLR, eq. 9; NeuCLIP, eq. 3).
+    r"""Return the update ``u_i <- (1 - gamma) u_i + gamma g_i`` in the log domain (SogCLR, eq. 9; NeuCLIP, eq. 3).
 
     Args:
         log_u: stored values in nats, any shape.
         log_g: ``log(eps + g)`` of this batch, broadcastable to ``log_u``.
         gamma: in (0, 1]; a number, or one per row.
-        first: True where the row was never visited; such a row takes ``log g`` itself. ``None``: nowhere.
+        first: True where the row was never visited; the result is then ``log g`` itself. ``None``: no such row.
 
     Returns:
         The new ``log u``, in the common shape.
@@ -176,13 +176,13 @@ def moving_average(log_u: Tensor, log_g: Tensor, gamma: Scalar, first: Tensor | 
 
 
 def linear_average(u: Tensor, g: Tensor, gamma: Scalar, first: Tensor, change: Scalar = 0.0) -> Tensor:
-    r"""``u_i <- (1 - gamma) u_i + gamma g_i + change_i`` of values of any sign.
+    r"""Return the update ``u_i <- (1 - gamma) u_i + gamma g_i + change_i`` for values of any sign.
 
     Args:
         u: stored values, any shape.
-        g: those of this batch, of that shape.
+        g: values of this batch, of the same shape.
         gamma: in (0, 1]; a number, or broadcastable to ``u``.
-        first: True where the row was never visited, broadcastable to ``u``; such a row takes ``g`` itself.
+        first: True where the row was never visited, broadcastable to ``u``; the result is then ``g`` itself.
         change: correction, ``beta (g_i(w_t) - g_i(w_{t-1}))`` in MSVR (Jiang et al., NeurIPS 2022).
 
     Example:
@@ -198,10 +198,10 @@ def linear_average(u: Tensor, g: Tensor, gamma: Scalar, first: Tensor, change: S
 
 
 def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar, multiply_tau: bool = True) -> Tensor:
-    r"""Derivative ``G`` of one anchor's term of the objective with respect to its ``tau``.
+    r"""Return the derivative ``G`` of each anchor's term of the objective with respect to its ``tau``.
 
-    ``multiply_tau``: of ``tau (alpha + rho)``, ``G = alpha + rho - sum_j w_ij h_ij / tau`` (iSogCLR, eq. 13,
-    its 1/n left to the learning rate). Otherwise of ``alpha``: ``G = -sum_j w_ij h_ij / tau^2``.
+    With ``multiply_tau`` the term is ``tau (alpha + rho)`` and ``G = alpha + rho - sum_j w_ij h_ij / tau`` (iSogCLR,
+    eq. 13, without its factor 1/n). Otherwise the term is ``alpha`` and ``G = -sum_j w_ij h_ij / tau^2``.
 
     Args:
         alpha: log-normalizers, ``(B, D)``.
@@ -211,7 +211,7 @@ def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar
         multiply_tau: see above.
 
     Returns:
-        ``G``, ``(B, D)``; in nats with ``multiply_tau``. It is not clipped.
+        ``G``, ``(B, D)``, not clipped; in nats with ``multiply_tau``.
 
     Example:
         >>> import torch
@@ -228,12 +228,12 @@ def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar
 
 
 def momentum(m: Tensor, grad: Tensor, beta: Scalar) -> Tensor:
-    """``m <- (1 - beta) m + beta G`` (iSogCLR, Algorithm 1, step 8).
+    """Return the update ``m <- (1 - beta) m + beta G`` (iSogCLR, Algorithm 1, step 8).
 
     Args:
         m: the average so far, any shape.
-        grad: ``G``, of that shape.
-        beta: in (0, 1], a number or one per row; the weight of the newest gradient.
+        grad: ``G``, of the same shape.
+        beta: in (0, 1], a number or one per row; weight of the newest gradient.
 
     Example:
         >>> import torch
@@ -254,7 +254,7 @@ def adam(
     betas: tuple[Scalar, Scalar],
     eps: float = 1e-8,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""One step of Adam whose bias is corrected by each row's own number of visits, this one included.
+    r"""Take one step of Adam, with the bias corrected by each row's own number of visits, including this one.
 
     .. math::
         m &\leftarrow \beta_1 m + (1 - \beta_1) G, \qquad v \leftarrow \beta_2 v + (1 - \beta_2) G^2 \\
@@ -262,7 +262,7 @@ def adam(
 
     Args:
         x, m, v, grad: value, moments and gradient ``G``, of one shape.
-        visits: ``k``, broadcastable to it, floating point, >= 1.
+        visits: ``k``, broadcastable to that shape, floating point, >= 1.
         lr: step size, a number or one per row.
         betas: ``beta_1`` and ``beta_2``, numbers or one per row.
         eps: added to the root.
@@ -271,7 +271,7 @@ def adam(
         New value, new first moment, new second moment.
 
     References:
-        Kingma and Ba, Adam, ICLR 2015, Algorithm 1, with a ``k`` of each row's own.
+        Kingma and Ba, Adam, ICLR 2015, Algorithm 1, with a separate ``k`` per row.
 
     Example:
         >>> import torch
@@ -291,21 +291,21 @@ def adam(
 def pair_weights(
     s: Tensor, positive: Tensor, negative: Tensor, tau: Tensor, alpha: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    r"""The readable truth behind :mod:`compopt.kernel`: dense weights and log-normalizers of one direction.
+    r"""Return dense weights and log-normalizers of one direction, the reference for :mod:`compopt.kernel`.
 
     ``log ghat_i = logsumexp_{j in N_i} h_ij / tau_i - log |N_i|`` and
-    ``w_ij = exp(h_ij / tau_i - alpha_i) / |N_i|``: every method of the library is a choice of ``alpha`` or of ``w``.
-    Needs several ``(P, Q)`` matrices; the kernel computes the same numbers in at most two.
+    ``w_ij = exp(h_ij / tau_i - alpha_i) / |N_i|``. The methods of the library differ in ``alpha`` or ``w``.
+    This function needs several ``(P, Q)`` matrices; the kernel computes the same numbers with at most two.
 
     Args:
         s: similarities of ``P`` anchors and ``Q`` candidates, ``(P, Q)``, floating point.
         positive: ``s_ii``, ``(P,)``.
         negative: True where candidate ``j`` is a negative of anchor ``i``, ``(P, Q)``.
-        tau: ``(P,)``.
-        alpha: ``(P,)``; ``None`` takes ``log ghat``, the stateless estimate.
+        tau: temperatures of the anchors, ``(P,)``.
+        alpha: log-normalizers, ``(P,)``; ``None``: ``log ghat``, the stateless estimate.
 
     Returns:
-        ``w`` (P, Q), zero outside ``negative``, and ``log ghat`` (P,) in nats. An anchor without negatives gets NaN.
+        ``w`` (P, Q), zero outside ``negative``, and ``log ghat`` (P,) in nats; NaN for an anchor without negatives.
 
     Example:
         >>> import torch
@@ -333,36 +333,38 @@ def contrastive_sums(
     precision: Precision | None = None,
     wave: int | None = None,
 ) -> Tensor:
-    r"""``log sum_{j in N_i} exp(s_ij / tau_i)`` of both directions without a ``B x B`` matrix, with gradients.
+    r"""Return ``log sum_{j in N_i} exp(s_ij / tau_i)`` for both directions without a ``B x B`` matrix, with gradients.
 
     .. math::
         L_i^1 = \log \sum_{j:\, k_j \ne k_i} e^{\langle z^1_i, z^2_j \rangle / \tau_i^1}, \qquad
         L_j^2 = \log \sum_{i:\, k_i \ne k_j} e^{\langle z^1_i, z^2_j \rangle / \tau_j^2}
 
-    These are the sums over negatives alone. With the positives ``s = (z1 * z2).sum(1, keepdim=True) / tau`` CLIP's loss
+    The sums contain negatives only. With the positives ``s = (z1 * z2).sum(1, keepdim=True) / tau`` CLIP's loss
     is ``(torch.logaddexp(L, s) - s).mean()``.
 
     Args:
-        z1, z2: features, ``(B, d)``, of one floating dtype and device, normalised by the caller or not. Half precision
-            is computed in float32.
-        tau: temperatures > 0: a number, or a tensor, 0-d, ``(B,)``, ``(B, 1)`` or ``(B, 2)``, with gradient.
-        keys: ``(B,)`` integers, or several of them: two samples with equal values in any key are no pair. ``None``: a
-            sample and itself are none.
-        backend: ``"torch"``, or ``"triton"`` for the fused kernel where it runs; ``"auto"``: ``"torch"``.
-        precision: of the kernel's products: ``"tf32"``, ``"bf16"``, ``"tf32x3"`` or ``"ieee"`` (float32, the first of
-            three TF32 products each, the second without tensor cores). ``None``: TF32, or bfloat16 where
+        z1, z2: features, ``(B, d)``, of one floating dtype and device, normalised or not. Half precision is computed
+            in float32.
+        tau: temperatures > 0: a number, or a tensor, 0-d, ``(B,)``, ``(B, 1)`` or ``(B, 2)``, which may require grad.
+        keys: ``(B,)`` integers, or several such tensors; two samples with equal values in any key are not a pair.
+            ``None``: only a sample and itself are not a pair.
+        backend: ``"torch"``, or ``"triton"`` for the fused kernel if it supports the call; ``"auto"``: ``"torch"``.
+        precision: precision of the kernel's products: ``"tf32"``, ``"bf16"``, ``"tf32x3"`` or ``"ieee"`` (the last two
+            are float32, as three TF32 products or without tensor cores). ``None``: TF32, or bfloat16 if
             ``torch.set_float32_matmul_precision("medium")`` is set and ``tau`` is a number of at least 0.02.
-        wave: rows of the matrix that are held at a time; ``None``: 2^28 entries of the kernel, 2^25 of torch on an
-            accelerator, which holds four to six such parts, and 2^21 on a CPU.
+        wave: number of rows of the matrix in memory at a time; ``None``: so many that the part has 2^28 entries in the
+            kernel, 2^25 in torch on an accelerator, which holds four to six such parts, and 2^21 in torch on a CPU.
 
     Returns:
-        ``(B, 2)`` in nats, float64 for features in float64, else float32; ``-inf`` of an anchor without any negative.
-        Autograd stores the features and a few numbers per sample. The backward pass computes the similarities again,
-        in waves of rows: four matrix products in all. It is differentiable once.
+        ``(B, 2)`` in nats, float64 for features in float64, else float32; ``-inf`` for an anchor without negatives.
+        Autograd stores the features and a few numbers per sample. The backward pass recomputes the similarities in
+        waves of rows: four matrix products in all. The result is differentiable once.
 
     Raises:
-        ValueError: features that are no matrices of one shape, or have no rows; an unknown backend or precision; keys
-            or temperatures of another shape; a number ``tau`` that is not greater than 0, ``wave`` below 1.
+        TypeError: a key is not a tensor.
+        ValueError: features that are not matrices of one shape, or have no rows; an unknown backend or precision; keys
+            that are not integers or have another shape; temperatures of another shape; a number ``tau`` that is not
+            greater than 0; ``wave`` below 1.
         RuntimeError: in the backward pass, with ``create_graph=True``.
 
     Example:
@@ -395,7 +397,7 @@ def contrastive_sums(
 
 
 def _scale_by_direction(tau: float | Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
-    """``1 / tau``, ``(B, 2)``."""
+    """Return ``1 / tau``, ``(B, 2)``."""
     if not isinstance(tau, Tensor):
         if not tau > 0:
             raise ValueError(f"tau must be greater than 0, got {tau!r}")
@@ -403,11 +405,11 @@ def _scale_by_direction(tau: float | Tensor, z: Tensor, dtype: torch.dtype) -> T
     if tau.dim() > 2 or (tau.dim() > 0 and len(tau) != len(z)) or (tau.dim() == 2 and tau.shape[1] > 2):
         raise ValueError(f"tau must be a number, 0-d, (B,), (B, 1) or (B, 2) for B = {len(z)}, got {tuple(tau.shape)}")
     column = tau.unsqueeze(1) if tau.dim() == 1 else tau
-    return column.to(z.device, dtype).reciprocal().expand(len(z), 2)  # of half precision it has three digits
+    return column.to(z.device, dtype).reciprocal().expand(len(z), 2)  # 1 / tau in half precision has three digits only
 
 
 def _ranked_keys(keys: Tensor | Sequence[Tensor] | None, z: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return keys of both sides in the form of the sweep."""
+    """Return the keys of both sides as int32 ranks, which the sweep compares."""
     if keys is None:
         own = torch.arange(len(z), device=z.device, dtype=torch.int32)
         return [(own, own)]

@@ -1,4 +1,4 @@
-"""The estimated objective of a batch: its value, and its gradients in closed form."""
+"""Estimated objective of a batch: value and gradients in closed form."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from compopt.kernel.features import Features
 
 @dataclass
 class Objective:
-    r"""``mean of tau_i (alpha_i + rho_i)`` over samples and directions, or the mean of ``alpha_i``; perhaps weighted.
+    r"""Mean of ``tau_i (alpha_i + rho_i)``, or of ``alpha_i``, over samples and directions, optionally weighted.
 
-    Gradients of what every rank has a part of are multiplied by the number of ranks, for wrappers that average them;
-    those of what is the same on all ranks survive an average as they are.
+    Wrappers average gradients over ranks. Gradients of tensors of which every rank has a part (features, temperatures
+    per sample) are therefore multiplied by the number of ranks; those of tensors that are equal on all ranks are not.
 
     Attributes:
         call: the samples of all ranks, the statistics of their pairs, and the temperatures.
-        estimate: what the normalizer made of them.
+        estimate: the output of the normalizer for this call.
         rho: radius of the KL constraint, per anchor or the same for all.
-        multiply_tau: ``False``: the mean of ``alpha_i``, whose weights are ``w / tau``.
+        multiply_tau: ``False``: the objective is the mean of ``alpha_i``, with weights ``w / tau``.
     """
 
     call: Call
@@ -52,27 +52,26 @@ class Objective:
         return self.alpha if given is None else self._per_anchor(given)
 
     def _per_anchor(self, value: Tensor) -> Tensor:
-        """A column that both directions share as ``(B, A)``."""
+        """Expand a column that both directions share to ``(B, A)``."""
         return value if value.shape == self.pairs.positive.shape else value.expand_as(self.pairs.positive)
 
     def value(self) -> Tensor:
-        """The objective, 0-d."""
+        """Return the objective, 0-d."""
         return self._of_sample(self.pairs.real(self.tau * self._level if self.multiply_tau else self.alpha)).mean()
 
     def _of_sample(self, value: Any) -> Any:
-        """Multiply what is per anchor by the weights of the samples; without any a number stays one."""
+        """Multiply values per anchor by the weights of the samples; without weights return ``value`` itself."""
         weight = self.batch.sample_weight
         return value if weight is None else value * weight
 
     # -- gradients of temperatures -----------------------------------------------------------------------------
 
     def tau_gradients(self) -> Tensor:
-        """``G(tau_i)`` of every anchor, times the weight of its sample, ``(B, A)``; needs pairs with moments.
+        """Return ``G(tau_i)`` of every anchor, times the weight of its sample, ``(B, A)``; needs pairs with moments.
 
-        ``estimate.target``: where the objective is NeuCLIP's ``exp(-alpha)(eps + g) + alpha - 1`` and ``alpha`` no
-        exact minimiser of it, its derivative has ``exp(-alpha)(eps + ghat) - 1`` on top.
-        With ``estimate.positive_weight`` ``p_i``, what stands in the place of ``sum_j w_ij h_ij`` is
-        ``sum_j w_ij s_ij - p_i s_ii``.
+        With ``estimate.target`` the objective is NeuCLIP's ``exp(-alpha)(eps + g) + alpha - 1``. Since ``alpha`` is not
+        its exact minimiser, the derivative has the additional term ``exp(-alpha)(eps + ghat) - 1``.
+        With ``estimate.positive_weight`` ``p_i``, ``sum_j w_ij s_ij - p_i s_ii`` replaces ``sum_j w_ij h_ij``.
         """
         pairs, estimate, level = self.pairs, self.estimate, self._level
         assert pairs.mean_h is not None
@@ -86,9 +85,9 @@ class Objective:
         return self._of_sample(pairs.real(F.temperature_gradient(level, 0.0, sum_wh, self.tau, self.multiply_tau)))
 
     def temperature_gradient(self, tau: Tensor) -> tuple[Tensor, Tensor]:
-        """A temperature with a graph, and its gradient: the mean of ``G``, summed to its shape.
+        """Return a temperature with a graph, and its gradient: the mean of ``G``, summed to the temperature's shape.
 
-        A scalar gets the whole gradient, a tensor per sample this rank's part.
+        A scalar receives the whole gradient, a tensor per sample receives the part of this rank.
         """
         g = self.tau_gradients()
         if tau.dim() == 0:
@@ -97,13 +96,13 @@ class Objective:
         return tau, (g / g.numel()).sum_to_size(tau.shape).to(tau.dtype) * share
 
     def learned_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Parameters of the normalizer with their whole gradients."""
+        """Return pairs of a parameter of the normalizer and its whole gradient."""
         return [(p, (self._alpha_slope() * d).sum().to(p.dtype)) for p, d in self.estimate.learned]
 
-    # -- gradients of features, weights held as estimated ------------------------------------------------------
+    # -- gradients of features, with constant pair weights -----------------------------------------------------
 
     def feature_gradients(self, own: Features, extra: Features | None) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of this rank's features, and its further candidates, with their gradients; uses up the pairs."""
+        """Return pairs of a tensor (features or ``extra`` of this rank) and its gradient; consumes the pairs."""
         gradient, of_extra = self._weighted()
         if self.estimate.through_alpha is not None:
             by_alpha = self.estimate.through_alpha(self._alpha_slope())
@@ -116,25 +115,25 @@ class Objective:
         return [pair for features, g in scaled for pair in features.pull_back(g)]
 
     def serve_others(self) -> None:
-        """Compute what other ranks, or features from outside the batch, wait for, where own ones want no gradient."""
+        """Take part in the gradients of other ranks, or of features outside the batch, if this rank's need none."""
         if self.estimate.weights is not None and self.estimate.weights.serves:
             self._weighted()
         if self.estimate.through_alpha is not None:
             self.estimate.through_alpha(self._alpha_slope())
 
     def _alpha_slope(self) -> Tensor:
-        """Derivative of the value with respect to ``alpha``, ``(B, A)``."""
+        """Return the derivative of the value with respect to ``alpha``, ``(B, A)``."""
         like = self.pairs.positive
         slope = (self.tau if self.multiply_tau else 1.0) / like.numel()
         slope = slope.to(like.dtype) if isinstance(slope, Tensor) else like.new_full((), slope)
         return self._of_sample(self.pairs.real(slope.expand_as(like)))
 
     def _weighted(self) -> tuple[Tensor, Tensor | None]:
-        """``sum_i (tau_i w_ij / A B) grad h_ij``, weighted, of this rank's features, and of its further candidates."""
+        """Return ``sum_i (tau_i w_ij / A B) grad h_ij``, weighted, for this rank's features and further candidates."""
         alpha, dtype = self._weight_alpha, self.pairs.positive.dtype
         alpha = alpha if alpha.dtype == dtype else alpha.to(dtype)
         share = 1.0 / alpha.numel()
-        # w has the factor 1 / tau, which the one of the objective cancels
+        # grad (h / tau) contributes a factor 1 / tau, which multiply_tau cancels
         coefficient = self._of_sample(share if self.multiply_tau else share / self.tau)
         if isinstance(coefficient, Tensor):
             coefficient = coefficient.to(dtype)

@@ -20,74 +20,78 @@ Also = Literal["query_to_query", "document_to_query", "document_to_document", "d
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PairPolicy:
-    r"""Selection of the pairs that an estimator contrasts, with log-weights ``b_ij``; given to it as ``pairs=``.
+    r"""Selection of the pairs that an estimator contrasts, with log-weights ``b_ij``; passed as ``pairs=``.
 
     .. math::
         \log \hat g_i = \log \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{h_{ij}/\tau_i + b_{ij}}, \qquad
         w_{ij} = \tfrac{1}{|N_i|}\, e^{h_{ij}/\tau_i + b_{ij} - \alpha_i}
 
-    ``N_i`` has the candidates that the options leave, and ``|N_i|`` counts them; ``b_ij`` is held constant, as the
-    weights are. All options compose, with each other, with ``index2``, ``labels`` and ``extra``, and with every
-    normalizer and temperature. What a normalizer stores is then the mean over the candidates that are left, with their
-    weights: ``log_u``, the ratio and the network's target are those of ``ghat`` above, and the queue of
-    :class:`~compopt.MemoryNormalizer` is selected and weighted as the batch is. Prototypes of a network are neither.
+    ``N_i`` is the set of candidates that the options keep, and ``|N_i|`` its size; ``b_ij`` is held constant, like the
+    weights. All options can be combined with each other, with ``index2``, ``labels`` and ``extra``, and with every
+    normalizer and temperature. A normalizer then stores the weighted mean over the candidates that are kept: ``log_u``,
+    the ratio and the network's target are computed from ``ghat`` above, and the policy also selects and weights the
+    queue of :class:`~compopt.MemoryNormalizer`. It does not apply to the prototypes of a network.
 
     Args:
-        false_negatives: candidates that are too similar to be negatives are left out, in the direction of the anchor
-            whose threshold they exceed. A margin ``m``: those with ``s_ij > s_ii + m`` (GISTEmbed's margin is ``-m``).
-            ``("relative", r)``: those with ``s_ij > s_ii - (1 - r) |s_ii|`` (NV-Retriever has ``r = 0.95``). A copy of
-            the positive has ``s_ij = s_ii`` up to rounding: a margin slightly below 0 leaves it out. Of more than two
-            views ``s_ii`` is here the mean over an anchor's positives.
-        guided: similarities of ``guide=`` features decide about false negatives, in place of the estimator's own.
-        spare_extra: the further candidates ``extra=`` are never false negatives.
-        hardness: ``beta`` of ``b_ij = beta s_ij``, >= 0: harder negatives weigh more (HCL's is ``beta / tau`` here).
-            A pair ``(beta, beta_extra)`` tells the batch's candidates from the further ones. ``("mined", beta)``: of
-            the anchor's own further candidates alone; ``("others", beta)``: of all but these. ``extra=`` then has
-            ``k B`` rows, of which the rows ``i``, ``B + i``, ... belong to anchor ``i`` (columns of mined negatives,
-            one after the other).
-        importance: ``"plain"``: these weights (LLaVE). ``"normalized"``: divided by their mean over ``N_i``, held
-            constant. ``"differentiated"``: divided, and the gradient goes through them (HCL's code).
-        prior: ``pi`` in (0, 1), the share of negatives that are positives in disguise: the debiased estimate
-            ``max((ghat_i - pi) / (1 - pi), exp((-1 - s_ii) / tau_i))`` takes the place of ``ghat_i``. ``"given"``: each
-            call has one of every sample, ``prior=table[index]`` for example, the share of its class.
-        mises_fisher: ``sigma`` > 0: the positive is pulled with the weight
-            ``2 - exp(s_ii / sigma) / mean_k exp(s_kk / sigma)``, held constant, the mean being over the batch (DCLW).
+        false_negatives: threshold above which a candidate is too similar to be a negative and is left out, for the
+            anchors whose threshold it exceeds. A margin ``m``: candidates with ``s_ij > s_ii + m`` (GISTEmbed's margin
+            is ``-m``). ``("relative", r)``: candidates with ``s_ij > s_ii - (1 - r) |s_ii|`` (NV-Retriever uses
+            ``r = 0.95``). A copy of the positive has ``s_ij = s_ii`` up to rounding: a margin slightly below 0 leaves
+            it out. With more than two views ``s_ii`` is the mean over an anchor's positives.
+        guided: find false negatives by similarities of the ``guide=`` features instead of the estimator's own features.
+        spare_extra: never treat the further candidates ``extra=`` as false negatives.
+        hardness: ``beta`` of ``b_ij = beta s_ij``, >= 0; increases the weight of hard negatives (HCL's ``beta`` is
+            ``beta / tau`` here). A pair ``(beta, beta_extra)``: for the candidates of the batch and for ``extra=``.
+            ``("mined", beta)``: for the anchor's own further candidates only; ``("others", beta)``: for all other
+            candidates. ``extra=`` must then have ``k B`` rows, of which the rows ``i``, ``B + i``, ... belong to anchor
+            ``i`` (the columns of mined negatives, one after the other).
+        importance: ``"plain"``: the weights above (LLaVE). ``"normalized"``: divided by their mean over ``N_i``, held
+            constant. ``"differentiated"``: divided, and the gradient passes through the weights (HCL's code).
+        prior: ``pi`` in (0, 1), the share of negatives that are in fact positives. The debiased estimate
+            ``max((ghat_i - pi) / (1 - pi), exp((-1 - s_ii) / tau_i))`` replaces ``ghat_i``. ``"given"``: every call
+            passes a value per sample, for example ``prior=table[index]`` with the share of its class. Where the
+            estimate is at its floor (the second term), its gradient with respect to the negatives is zero. A loss
+            without the positive in the denominator (:class:`~compopt.DCLEstimator`) then only attracts positives; use
+            :class:`~compopt.InfoNCEEstimator` with a prior.
+        mises_fisher: ``sigma`` > 0: the weight of the positive is
+            ``2 - exp(s_ii / sigma) / mean_k exp(s_kk / sigma)``, held constant, with the mean over the batch (DCLW).
         positives: ``"own"``: the other modality of a sample, or each of its other views. ``"labels"``: all samples with
-            the anchor's ``labels=``, in all views, are its positives, with equal shares, and stay candidates (SupCon,
-            the form with the sum outside of the logarithm).
-        inside: of ``positives="labels"``: ``tau log mean_p exp(s_ip / tau)`` over the positives takes the place of the
-            mean of ``s_ip`` (SupCon, the form with the sum inside of the logarithm). Of temperatures that do not learn.
-        targets: the positive is the expectation of ``s_ij`` under weights that a ``teacher=`` gives, all samples being
-            candidates: a number is the temperature of a softmax over the teacher's similarities; ``"classes"``: weights
-            are proportional to inner products of rows of soft labels. Further candidates (``extra=``) have the weight 0
-            here and with ``positives="labels"``: they are negatives.
-        also: similarities whose sums the anchors of ``directions="forward"`` share beside their own, ``z1`` being
-            queries and ``z2`` documents: ``"query_to_query"``, ``"document_to_document"`` (both without the sample
-            itself) and ``"document_to_query"``, which counts the positive once more (GTE).
-            ``"document_to_every_document"``: ``z2`` and the ``extra=`` of other anchors, which has ``k B`` rows as
-            above. False negatives are told by the anchor's one threshold; ``hardness`` and otherwise ``extra`` are of
-            the first direction alone.
-        within: ``True``: only samples whose keys in ``within=`` equal the anchor's are its candidates, for example
+            the anchor's ``labels=``, in all views, are its positives, with equal weights, and remain candidates
+            (SupCon, the form with the sum outside the logarithm).
+        inside: with ``positives="labels"``: ``tau log mean_p exp(s_ip / tau)`` over the positives replaces the mean of
+            ``s_ip`` (SupCon, the form with the sum inside the logarithm). Requires a temperature that is not learned.
+        targets: the positive is the expectation of ``s_ij`` under weights that ``teacher=`` defines, and all samples
+            are candidates. A number is the temperature of a softmax over the teacher's similarities; ``"classes"``:
+            weights proportional to inner products of rows of soft labels. Here, and with ``positives="labels"``,
+            further candidates (``extra=``) have weight 0 in the positive: they are negatives.
+        also: further matrices of similarities that enter the sums of the anchors of ``directions="forward"``, where
+            ``z1`` are queries and ``z2`` documents: ``"query_to_query"``, ``"document_to_document"`` (both without the
+            sample itself) and ``"document_to_query"``, which counts the positive once more (GTE).
+            ``"document_to_every_document"``: ``z2`` and the ``extra=`` of other anchors, with ``k B`` rows as above.
+            One threshold per anchor decides about false negatives in all matrices; ``hardness``, and ``extra`` in the
+            other cases, apply to the queries' similarities to documents only.
+        within: ``True``: the candidates of an anchor are the samples with the same key in ``within=``, for example
             those of its data set or language.
 
-    The options are part of ``repr(est)`` and of checkpoints, which refuse to be loaded under others. With ranks what
-    the options ask for (keys, priors, features of other models) is gathered beside the features.
+    The options are part of ``repr(est)`` and of checkpoints; loading a checkpoint with other options raises an error.
+    With several ranks, arguments that the options require (keys, priors, features of other models) are gathered with
+    the features.
 
-    *At a call* ``pairs=`` replaces the policy of the construction: for a threshold or a hardness that follows a
-    schedule, or for batches of several kinds. ``PairPolicy()`` selects and weights nothing. Rows then estimate a
-    mixture: the average over a sample's calls, each with its own policy. Checkpoints do not have it. The keys that a
-    memory keeps for ``within`` are decided at construction.
+    *At a call* ``pairs=`` replaces the policy of the constructor, for a threshold or a hardness that follows a
+    schedule, or for batches of several kinds. ``PairPolicy()`` selects and weights nothing. Rows then estimate the
+    average over a sample's calls, each with its own policy. Checkpoints do not contain policies of calls. Whether a
+    memory keeps keys for ``within`` is fixed by the constructor.
 
     Raises:
-        TypeError, ValueError: a value of another type or out of range; options that need others (``guided`` and
+        TypeError, ValueError: a value of another type or out of range; options that require others (``guided`` and
             ``spare_extra`` need ``false_negatives``, ``importance`` needs one ``hardness``) or exclude them
-            (``positives`` and ``targets`` go with ``within`` alone).
-        ValueError: at an estimator whose negatives are drawn (EMC2); ``guided``, ``importance``, ``prior`` or
+            (``positives`` and ``targets`` can be combined with ``within`` only).
+        ValueError: with an estimator whose negatives are drawn (EMC2); ``guided``, ``importance``, ``prior`` or
             ``mises_fisher`` with a memory; ``positives`` or ``targets`` with a network, a memory or
             ``include_positive=True``; ``also`` without ``directions="forward"``; ``prior`` without ``normalize``;
-            ``inside`` with a temperature that learns or is learned.
-            At a call: an argument that an option asks for is missing (``guide``, ``within``, ``teacher``, ``prior``,
-            ``labels``), or given without it; a memory and another ``within`` than at construction.
+            ``inside`` with a temperature that is learned.
+            At a call: an argument that an option requires is missing (``guide``, ``within``, ``teacher``, ``prior``,
+            ``labels``), or passed without the option; with a memory, a ``within`` that differs from the constructor's.
 
     References:
         Solatorio, GISTEmbed, 2024 (thresholds by a guide); Moreira et al., NV-Retriever, 2024 (relative thresholds);
@@ -186,7 +190,7 @@ class PairPolicy:
             raise ValueError('inside=True says how several positives are summed; give positives="labels" too')
 
     def _check_expected(self) -> None:
-        """Refuse what compares with, or weighs, an anchor's one positive where that is an expectation."""
+        """Refuse options that need a single positive per anchor if the positive is an expectation."""
         if self.targets is not None and self.positives != "own":
             raise ValueError(
                 f"targets={self.targets!r} and positives={self.positives!r} both say what is positive; drop one"
@@ -205,34 +209,34 @@ class PairPolicy:
 
     @property
     def expects(self) -> bool:
-        """True if the positive of an anchor is an expectation over candidates."""
+        """Return whether the positive of an anchor is an expectation over candidates."""
         return self.targets is not None or self.positives != "own"
 
     @property
     def asks(self) -> set[str]:
-        """Names of the arguments that each call must have."""
+        """Names of the arguments that each call must pass."""
         options = {"guide": self.guided, "within": self.within}
         options |= {"teacher": self.targets is not None, "prior": self.prior == "given"}
         return {name for name, asked in options.items() if asked}
 
     @property
     def selects(self) -> bool:
-        """True if it leaves pairs out, or gives them weights."""
+        """Return whether the policy leaves pairs out or weights them."""
         return self.false_negatives is not None or any((*self.strengths, self.within, self.also))
 
     @property
     def owned(self) -> bool:
-        """True if an anchor's own further candidates have another hardness than those of other anchors."""
+        """Return whether an anchor's own further candidates have another hardness than those of other anchors."""
         return isinstance(self.hardness, tuple) and self.hardness[:1] in (("mined",), ("others",))
 
     @property
     def asks_for_owners(self) -> bool:
-        """True if calls must tell which anchor each further candidate was mined for."""
+        """Return whether ``extra=`` must have ``k B`` rows, so that every row belongs to a known anchor."""
         return self.owned or "document_to_every_document" in self.also
 
     @property
     def strengths(self) -> tuple[float, float]:
-        """Hardness of the batch's candidates, and of further ones (:attr:`owned`: the own ones); 0 without one."""
+        """Hardness of the batch's candidates and of ``extra`` (:attr:`owned`: of the anchor's own); 0 if not set."""
         if not isinstance(self.hardness, tuple):
             return (0.0, 0.0) if self.hardness is None else (self.hardness, self.hardness)
         if len(self.hardness) != 2 or any(isinstance(value, str) for value in self.hardness[int(self.owned) :]):
@@ -246,7 +250,7 @@ class PairPolicy:
         return cast(float, first), second
 
     def threshold(self, positive: Tensor) -> Tensor | None:
-        """Return the similarity above which a candidate is a false negative, from ``s_ii``; ``None`` without one."""
+        """Return the similarity above which a candidate is a false negative, from ``s_ii``, or ``None``."""
         if self.false_negatives is None:
             return None
         if isinstance(self.false_negatives, tuple):
@@ -255,22 +259,22 @@ class PairPolicy:
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers, also those of numpy, as floats of Python."""
+    """Convert numbers, including those of numpy, to Python floats."""
     if isinstance(value, tuple):
         return tuple(_plain(item) for item in value)
     return value if value is None or isinstance(value, str) else float(value)
 
 
 def relative_threshold(positive: Tensor, ratio: float) -> Tensor:
-    """``s_ii - (1 - r) |s_ii|``: the share ``r`` of a positive similarity (NV-Retriever, section 3.2: TopK-PercPos).
+    """Return ``s_ii - (1 - r) |s_ii|``, which is ``r s_ii`` if positive (NV-Retriever, section 3.2: TopK-PercPos).
 
-    ``|s_ii|`` keeps the threshold below a negative ``s_ii``, as in GISTEmbedLoss of sentence-transformers.
+    ``|s_ii|`` keeps the threshold below ``s_ii`` if that is negative, as in GISTEmbedLoss of sentence-transformers.
     """
     return positive - (1 - ratio) * positive.abs()
 
 
 def _check_false_negatives(value: FalseNegatives | None) -> None:
-    """Refuse what is neither a margin nor ``("relative", r)``."""
+    """Raise an error unless the value is a margin or ``("relative", r)``."""
     if not isinstance(value, tuple):
         if value is not None:
             checks.number("false_negatives", value)

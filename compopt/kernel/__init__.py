@@ -1,1 +1,1 @@
-"""The pair-weight kernel: statistics and closed-form gradients of all pairs of a batch."""
+"""Pair-weight kernel: statistics and closed-form gradients of all pairs of a batch."""

@@ -1,4 +1,4 @@
-"""Pieces of a block of similarities: masks, positives, further candidates, exponentials, and what a policy leaves."""
+"""Operations on a block of similarities: masks, positives, further candidates, exponentials, and a policy."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from compopt.functional import Scalar
 from compopt.pairs import PairPolicy
 
-# Stands for "not a pair" among similarities. Finite, so that 0 * MASKED is 0 and not NaN; far below any s / tau.
+# Similarity of entries that are not pairs. Finite, so that 0 * MASKED is 0 and not NaN; far below any s / tau.
 MASKED = -1e30
 
 
 class Exponentials(NamedTuple):
-    """One block of ``exp((s_ij - shift_i) / tau_i)`` seen by the anchors of one side (matrix rows or columns).
+    """One block of ``exp((s_ij - shift_i) / tau_i)`` for the anchors of one side (matrix rows or columns).
 
     ``dot`` is the sum of ``s_ij exp(...)`` over the block's candidates, or ``None``; ``excluded`` is the number of
-    candidates that are no negatives, where a policy decides for this side alone.
+    candidates that are not negatives under a policy, or ``None`` without a policy.
     """
 
     exp: Tensor
@@ -29,7 +29,7 @@ class Exponentials(NamedTuple):
 
 
 def positives(z: Tensor, directions: int) -> Tensor:
-    """``s_ii`` of all ordered pairs of views ``z``, ``(V, B, d)``: ``(B, A)``, see :class:`PairStatistics`."""
+    """Return ``s_ii`` of all ordered pairs of views ``z``, ``(V, B, d)``: ``(B, A)``, see :class:`PairStatistics`."""
     if z.shape[0] == 2:
         return torch.linalg.vecdot(*z).unsqueeze(1).expand(-1, directions)
     return torch.cat([torch.linalg.vecdot(z, z.roll(-r, 0))[:directions] for r in range(1, len(z))]).T
@@ -37,17 +37,17 @@ def positives(z: Tensor, directions: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Extra:
-    """Further candidates of the anchors of direction 1, beside the batch's features.
+    """Further candidates of the anchors of direction 1, in addition to the features of the batch.
 
     Attributes:
-        features: ``(M, d)``, no graph; of this process.
-        everyone: those of all ranks, in the order of the ranks; with one process the same.
+        features: features of this process, ``(M, d)``, no graph.
+        everyone: features of all ranks, in the order of the ranks; with one process the same.
         positive: positions of the anchors' own positives, ``(B,)``, of all ranks.
-        positions: of ``everyone``, in the second modality, ``(M,)`` int64; ``None``: none of them is a positive.
-        own: where this process's are among all.
-        guide, key: what a policy of pairs asks of ``everyone``, ``(M, g)`` and ``(M,)``, or ``None``.
-        owner: anchors that they were mined for, positions in the global batch, ``(M,)``, or ``None``.
-        apart: they are no candidates of these anchors.
+        positions: positions of ``everyone`` in the second modality, ``(M,)`` int64; ``None``: none is a positive.
+        own: slice of this process's candidates among all.
+        guide, key: guide features and keys of ``everyone`` for a policy of pairs, ``(M, g)`` and ``(M,)``, or ``None``.
+        owner: anchors for which the candidates were mined, positions in the global batch, ``(M,)``, or ``None``.
+        apart: exclude each candidate for its own anchor (``owner``).
     """
 
     features: Tensor
@@ -62,11 +62,11 @@ class Extra:
 
     @property
     def excludes(self) -> bool:
-        """True if some of them are no candidates of some anchors."""
+        """Return whether some of the further candidates are excluded for some anchors."""
         return self.apart or self.positions is not None
 
     def same(self, anchors: slice, candidates: slice = slice(None)) -> Tensor:
-        """True where a candidate is a positive of an anchor, or its own if ``apart``, ``(anchors, candidates)``."""
+        """Return a mask of an anchor's positives, and of its own candidates if ``apart``, ``(anchors, candidates)``."""
         positive = self.positive[anchors, None]
         if self.positions is None:
             same = positive.new_zeros(len(positive), len(self.everyone[candidates]), dtype=torch.bool)
@@ -79,14 +79,14 @@ class Extra:
 
 
 class Axis(NamedTuple):
-    """Features along the rows or the columns of a matrix of similarities, as a policy sees them.
+    """Data of a policy for the features along the rows or the columns of a matrix of similarities.
 
     Attributes:
         guide: features of the guide or of the teacher, ``(Q, g)``, or ``None``.
-        key: which candidates belong together, ``(Q,)``, or ``None``.
-        name: of samples their position ``i`` in the batch, of what was mined for them ``~i``; or, where labels decide
-            what is positive, those; ``(Q,)``, or ``None``.
-        inside: how many are of the batch, the first ones; the others are further candidates.
+        key: keys ``within=``; pairs with different keys are excluded, ``(Q,)``, or ``None``.
+        name: position ``i`` in the batch for samples and ``~i`` for candidates that were mined for sample ``i``; or the
+            labels that define positives; ``(Q,)``, or ``None``.
+        inside: number of features of the batch, which come first; the others are further candidates.
     """
 
     guide: Tensor | None
@@ -95,19 +95,19 @@ class Axis(NamedTuple):
     inside: int
 
     def part(self, start: int, stop: int) -> Axis:
-        """Features ``start`` to ``stop``."""
+        """Return the part with the features ``start`` to ``stop``."""
         guide, key, name = (None if value is None else value[start:stop] for value in self[:3])
         return Axis(guide, key, name, min(max(0, self.inside - start), stop - start))
 
 
 class Matrix(NamedTuple):
-    """A policy on one matrix of similarities.
+    """Policy for one matrix of similarities.
 
     Attributes:
         policy: the options.
-        rows, columns: what is along the two axes.
-        thresholds: of the anchors along the rows, ``(P, 1)``, and along the columns, ``(Q,)``; ``None`` without
-            false negatives, or where there are no anchors.
+        rows, columns: data of the two axes.
+        thresholds: thresholds of the anchors along the rows, ``(P, 1)``, and along the columns, ``(Q,)``; ``None``
+            without the option ``false_negatives``, or for an axis without anchors.
     """
 
     policy: PairPolicy
@@ -116,12 +116,12 @@ class Matrix(NamedTuple):
     thresholds: tuple[Tensor | None, Tensor | None]
 
     def logits(self, s: Tensor, start: int, dim: int, scale: Scalar) -> Tensor:
-        """``s_ij + tau_i b_ij`` of a block, :data:`MASKED` where there is no pair.
+        """Return ``s_ij + tau_i b_ij`` of a block, :data:`MASKED` for entries that are not pairs.
 
         Args:
-            s: similarities of the rows from ``start`` on, masked where samples are the same; kept.
+            s: similarities of the rows from ``start`` on, masked for equal samples; not modified.
             start: first row of the block.
-            dim: axis of the candidates: 1, the rows are anchors; 0, the columns are.
+            dim: axis of the candidates; 1: the rows are anchors, 0: the columns are anchors.
             scale: ``1 / tau`` of the anchors, broadcastable to ``s``.
         """
         stop = start + s.shape[0]
@@ -138,7 +138,7 @@ class Matrix(NamedTuple):
             seen = s
             if rows.guide is not None and self.columns.guide is not None:
                 seen = rows.guide @ self.columns.guide.T
-                result += 0 * seen  # a bad guide must not decide in silence
+                result += 0 * seen  # NaN for a guide that is not finite, whose comparison would be False
             found = seen > threshold
             if self.policy.spare_extra:
                 found.narrow(dim, candidates.inside, s.shape[dim] - candidates.inside).fill_(False)
@@ -149,12 +149,12 @@ class Matrix(NamedTuple):
 
 
 def mean_positive(positive: Tensor, directions: int) -> Tensor:
-    """Mean similarity of each anchor to its positives, ``(B, A)`` -> ``(B, a)``; with two views to the only one."""
+    """Return the mean similarity of each anchor to its positives, ``(B, A)`` -> ``(B, a)``."""
     return positive if positive.shape[1] == directions else positive.unflatten(1, (-1, directions)).mean(1)
 
 
 def _hardened(s: Tensor, strengths: tuple[float, float], inside: int, dim: int, scale: Scalar) -> Tensor:
-    """``s_ij (1 + beta_j tau_i)``, with another ``beta`` for the candidates from ``inside`` on."""
+    """Return ``s_ij (1 + beta_j tau_i)``, with another ``beta`` for the candidates from ``inside`` on."""
     if not any(strengths):
         return s.clone()
     parts = s.split([inside, s.shape[dim] - inside], dim)
@@ -164,17 +164,17 @@ def _hardened(s: Tensor, strengths: tuple[float, float], inside: int, dim: int, 
 def exponentials(
     logits: Tensor, s: Tensor | None, scale: Scalar, dim: int, shift: Tensor | None = None, out: Tensor | None = None
 ) -> Exponentials:
-    """Return exponentials of a block's logits, and their moments if ``s`` is given.
+    """Return exponentials of a block's logits, and their moments if ``s`` is not ``None``.
 
     Args:
-        logits: from :meth:`Matrix.logits`.
+        logits: result of :meth:`Matrix.logits`.
         s: similarities without weights, for the moments.
-        scale: of the anchors, broadcastable to ``logits``.
+        scale: ``1 / tau`` of the anchors, broadcastable to ``logits``.
         dim: axis of the candidates.
         shift: maximum of the anchors over earlier blocks.
         out: memory for the result.
     """
-    excluded = (logits <= MASKED).sum(dim)  # before ``out``, which may be their memory
+    excluded = (logits <= MASKED).sum(dim)  # before the exponentials overwrite ``out``, which may be ``logits``
     top = logits.amax(dim) if shift is None else torch.maximum(shift, logits.amax(dim))
     e = torch.sub(logits, top.unsqueeze(dim), out=out).mul_(scale).exp_()
     dot = None if s is None else (e * s).sum(dim)

@@ -1,19 +1,19 @@
-r"""The pair-weight kernel of one rank: its own anchors against the candidates of all ranks.
+r"""Pair-weight kernel of one rank: its own anchors against the candidates of all ranks.
 
-Rank r holds ``b`` of the ``B`` samples. For its own image rows it computes one block ``S = X_r Y^T`` of ``b``
-rows, in which its own anchors run along the rows and everybody's anchors of the other direction along the columns:
+Rank r has ``b`` of the ``B`` samples. For its own features of the first modality it computes one block ``S = X_r Y^T``
+of ``b`` rows, with its own anchors along the rows and all ranks' anchors of the other direction along the columns:
 
 .. math:: A_{ij} = c_i\, w_{ij} + c_j\, w_{ji}, \qquad dL/dX_r = A\, Y
 
-and the same with the roles of the modalities exchanged. The second term needs two numbers of each remote anchor, its
-temperature and its log-normalizer; statistics of the own anchors are therefore exchanged once (all-gather of a few
-floats per sample) between the sweep and the gradients. No collective runs in backward.
+and the same with the modalities exchanged. The second term needs two numbers of each remote anchor, its temperature and
+its log-normalizer. Statistics of each rank's anchors are therefore exchanged once (all-gather of a few floats per
+sample) between the sweep and the gradients. No collective runs in the backward pass.
 
-Work: ``4 b B d`` multiply-adds per rank in bimodal mode, where one process needs ``3 B B d``. Memory: two ``b x B``
+Work: ``4 b B d`` multiply-adds per rank in bimodal mode, and ``3 B B d`` in a single process. Memory: two ``b x B``
 matrices per direction (one with a uniform temperature), or blocks of ``chunk_size`` rows computed twice.
 
-Features that are candidates only (the second modality with one direction, further candidates) have a block without
-anchors of its own, which is computed when gradients are asked for.
+Features that are only candidates (the second modality with one direction, further candidates) form a block without
+anchors along the rows, which is computed with the gradients.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ from compopt.kernel.pairs import (
 
 
 class RowBlock:
-    """Some of this rank's features along the rows, everybody's candidates, or anchors, along the columns.
+    """Block with features of this rank along the rows, and candidates or anchors of all ranks along the columns.
 
     Args:
-        x: own features, ``(b, d)``.
+        x: this rank's features, ``(b, d)``.
         y: features along the columns, ``(Q, d)``.
-        scale: ``1 / tau`` of the rows' anchors, ``(b,)``; ``None``: they are candidates only, and nothing is summed.
+        scale: ``1 / tau`` of the anchors along the rows, ``(b,)``; ``None``: the rows are only candidates, and nothing
+            is summed.
         tau: the uniform temperature, or ``None``.
-        options: ``chunk_size`` and ``moments``.
-        mask: overwrites the entries of a block that are no pairs, of rows (a slice), and returns where these are unless
-            that is known.
-        selected: what a policy does to the pairs.
-        counted: candidates that are no negatives are.
+        options: options with ``chunk_size`` and ``moments``.
+        mask: function that overwrites the entries of a block (similarities, slice of rows) that are not pairs, and
+            returns their mask, or ``None`` if it is known.
+        selected: the policy for this block, or ``None``.
+        counted: count the candidates that are not negatives.
     """
 
     def __init__(
@@ -91,13 +92,13 @@ class RowBlock:
             yield slice(start, min(start + self.block_rows, len(self.x)))
 
     def _similarities(self, part: slice) -> tuple[Tensor, Tensor | None]:
-        """``s`` of some rows, divided by the temperature if it is uniform, and what it is masked by."""
+        """Return ``s`` of some rows, divided by the temperature if it is uniform, and its mask."""
         x = self.x[part]
         s = (x if self.tau is None else x * (1 / self.tau)) @ self.y.T
         return s, self._mask(s, part)
 
     def _exponentials(self, s: Tensor, scale: Tensor, start: int) -> Exponentials:
-        """Exponentials of the rows' anchors, in the same memory if the temperature is uniform."""
+        """Return exponentials for the anchors along the rows, in the memory of ``s`` if the temperature is uniform."""
         if self.tau is not None:
             return Exponentials(s.exp_(), None, None)
         if self._selected is not None:
@@ -108,11 +109,12 @@ class RowBlock:
         return Exponentials(e, shift, torch.linalg.vecdot(e, s) if self.moments else None)
 
     def gradient(self, own: dict[str, Tensor], columns: dict[str, Tensor] | None) -> Tensor:
-        """``A Y``.
+        """Return ``A Y``.
 
         Args:
-            own, columns: scale, positive, alpha, log_count and coefficient of the anchors there; ``own`` is ignored
-                where the rows are no anchors, and ``columns`` is ``None`` where those are none.
+            own, columns: scale, positive, alpha, log_count and coefficient of the anchors along the rows and along the
+                columns; ``own`` is ignored if the rows are not anchors, and ``columns`` is ``None`` if the columns are
+                not.
         """
         result = torch.empty_like(self.x)
         for number, part in enumerate(self._bounds()):
@@ -137,7 +139,7 @@ class RowBlock:
         columns: dict[str, Tensor] | None,
         start: int,
     ) -> Tensor:
-        """Coefficients ``A_ij`` of one block, in place."""
+        """Compute the coefficients ``A_ij`` of one block, in place."""
         if self.tau is not None:
             by_column = 0.0 if columns is None else weight_factor(columns, 0.0)
             if rows is None:
@@ -156,7 +158,7 @@ class RowBlock:
 
 
 def weight_factor(side: dict[str, Tensor], shift: Tensor | float) -> Tensor:
-    """Factor from ``exp((s_ij - shift_i) / tau_i)`` to ``coefficient_i * w_ij``."""
+    """Return the factor from ``exp((s_ij - shift_i) / tau_i)`` to ``coefficient_i * w_ij``."""
     offset = (shift - side["positive"]) * side["scale"]
     return (offset - side["alpha"]).sub_(side["log_count"]).exp_().mul_(side["coefficient"])
 
@@ -166,10 +168,10 @@ class GatheredPairs(PairStatistics):
 
     Args:
         own: this rank's ``z1, z2``, or all views, ``(V, b, d)``, no graph.
-        everyone: all ranks', ``(B, d)`` each, in the order of the ranks.
+        everyone: features of all ranks, ``(B, d)`` each, in the order of the ranks.
         tau: one number, or a tensor broadcastable to ``(B, A)``.
         keys, options: see :class:`~compopt.kernel.pairs.PairStatistics`; keys are those of the global batch.
-        ranks: who exchanges the statistics.
+        ranks: the ranks that exchange the statistics.
         sizes: ``b`` of every rank.
 
     Communicates: one all-gather of ``1 + a`` to ``1 + 3 a`` floats per sample, for ``a`` directions of anchors; with
@@ -195,7 +197,7 @@ class GatheredPairs(PairStatistics):
         self._uniform = tau if isinstance(tau, float) and is_uniform(tau, options) else None
         self._everything = torch.cat(tuple(everyone)) if self.unimodal else None
         self._thresholds = options.thresholds(everyone)
-        self._counted = not self.distinct or options.policy is not None  # who is no negative
+        self._counted = not self.distinct or options.policy is not None  # whether non-negatives must be counted
         self._row_blocks = [self._block_of(direction) for direction in range(self.views)]
         self._anchors = self._row_blocks[: self.directions]
         self.sides = [block.sums for block in self._anchors if block.sums is not None]
@@ -207,18 +209,18 @@ class GatheredPairs(PairStatistics):
         """Return the features along the columns of a block."""
         y = self._everyone[1 - direction] if self._everything is None else self._everything
         if direction == 0 and self.extra is not None:
-            y = torch.cat([y, self.extra.everyone])  # candidates of direction 1 alone
+            y = torch.cat([y, self.extra.everyone])  # candidates of direction 1 only
         return y
 
     def _block_of(self, direction: int) -> RowBlock:
-        """The own features of one modality or view, which are anchors if there are any of this direction."""
+        """Return the block of this rank's features of one modality or view, which are anchors if it has a direction."""
         x, y = self._z[direction], self._candidates(direction)
         scale = self._scale[self._own, direction] if direction < self.directions else None
         mask, selected = partial(self._mask, direction), self._matrix(direction, len(y))
         return RowBlock(x, y, scale, self._uniform, self.options, mask, selected, self._counted)
 
     def _mask(self, direction: int, s: Tensor, part: slice) -> Tensor | None:
-        """Overwrite entries of a block that are no pairs; return where these are, unless that is known."""
+        """Overwrite entries of a block that are not pairs, and return their mask, or ``None`` if ``distinct``."""
         rows = slice(self._first + part.start, self._first + part.stop)
         shifts = (direction,) if self.whole else self._others(direction)
         if not self.unimodal:
@@ -226,11 +228,11 @@ class GatheredPairs(PairStatistics):
         return self.mask(s, (direction,), rows, self._others(direction), shifts, direction == 0)
 
     def _others(self, direction: int) -> Sequence[int]:
-        """Return the modalities or views whose features are candidates of one's."""
+        """Return the modalities or views of the candidates of a direction."""
         return range(self.views) if self.unimodal else (1 - direction,)
 
     def _matrix(self, direction: int, width: int) -> Matrix | None:
-        """Return what a policy compares in the block of a direction."""
+        """Return the policy for the block of a direction, with the keys and thresholds of both axes."""
         mine, theirs = None, None
         if self._thresholds is not None:
             mine = self._thresholds[self._own, direction, None] if direction < self.directions else None
@@ -242,7 +244,7 @@ class GatheredPairs(PairStatistics):
     # -- statistics --------------------------------------------------------------------------------------------
 
     def _exchange(self, ranks: Ranks, sizes: Sequence[int]) -> None:
-        """Gather the statistics of the own anchors, so that every rank has those of all."""
+        """Gather the statistics of each rank's anchors on all ranks."""
         positive = positives(self._z, 1 if self.views == 2 else self.directions)
         if self.options.positive is not None:
             positive = self.options.positive[self._own]
@@ -275,7 +277,7 @@ class GatheredPairs(PairStatistics):
             "log_count": self._spread_out(self.log_count),
             "coefficient": self._spread_out(self.factor(coefficient)),
         }
-        # both sides of a positive are this rank's own, so that its pull needs no other rank
+        # both features of a positive pair are on this rank, so that its gradient needs no other rank
         pull = (values["coefficient"] * positive_weight)[self._own]
         if self.views > 2:
             values = self._one_per_anchor(values)
@@ -296,7 +298,7 @@ class GatheredPairs(PairStatistics):
         return stacked, outside
 
     def _one_per_anchor(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Merge the pairs of an anchor, which share all but positive and alpha, into its first, ``(B, a)`` each.
+        """Merge the pairs of an anchor, which differ in positive and alpha only, into its first, ``(B, a)`` each.
 
         ``sum_p exp(h_p / tau - alpha_p)`` over its positives becomes ``exp(h / tau - alpha)``.
         """
@@ -306,12 +308,12 @@ class GatheredPairs(PairStatistics):
         return {**first, "alpha": terms.logsumexp(1).neg_()}
 
     def _spread_out(self, value: Scalar) -> Tensor:
-        """A number or a tensor as ``(B, A)``."""
+        """Expand a number or a tensor to ``(B, A)``."""
         value = value if isinstance(value, Tensor) else self.positive.new_full((), value)
         return value.expand_as(self.positive)
 
     def _column_values(self, values: dict[str, Tensor], direction: int, width: int) -> dict[str, Tensor] | None:
-        """Values of the anchors along the columns of a block; other candidates have no weight."""
+        """Return values of the anchors along the columns of a block, padded so that other candidates have weight 0."""
         if self.unimodal:
             columns = {name: value.T.reshape(-1) for name, value in values.items()}
         elif 1 - direction < self.directions:
@@ -326,7 +328,7 @@ class GatheredPairs(PairStatistics):
         )
 
     def _extra_gradient(self, extra: Extra, anchors: dict[str, Tensor]) -> Tensor:
-        """Gradient of this rank's further candidates, which everybody's anchors of direction 1 have."""
+        """Return the gradient of this rank's further candidates, from the anchors of direction 1 of all ranks."""
 
         def mask(s: Tensor, rows: slice) -> None:
             if extra.excludes:

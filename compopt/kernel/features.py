@@ -1,4 +1,4 @@
-"""Features as the kernel takes them, normalised and without a graph, and gradients handed back to autograd."""
+"""Preparation of features for the kernel (dtype, normalisation, no graph), and connection of gradients to autograd."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from compopt.checks.inputs import check_features
 from compopt.kernel.blocks import MASKED
 
 NORM_MIN = 1e-12  # as F.normalize
-# Similarities of rows below this norm stay above what stands for "not a pair".
+# Similarities of rows below this norm stay above MASKED, which marks entries that are not pairs.
 NORM_MAX = math.sqrt(-MASKED)
 
 Encode = Callable[[Tensor], "Tensor | tuple[Tensor, Tensor]"]
 
 
 def working_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """Return float64 if one of these dtypes of features or rows is, else float32: what is computed in."""
+    """Return the dtype of computations: float64 if any of these dtypes of features or rows is, else float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def prepare(z: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
-    """Features in the working dtype without their graph, normalised if asked for, and the norms they had.
+    """Return features in the working dtype without a graph, normalised if ``normalize``, and their former norms.
 
-    A bad row is NaN throughout: one with a NaN or an infinity, one whose norm overflows (it would be normalised to
-    zero), or, not normalised, one whose norm reaches 1e15. A row too short to be normalised is a zero row.
+    All entries of a bad row become NaN. A row is bad if it contains a NaN or an infinity, if its norm overflows
+    (normalisation would return zeros), or, without normalisation, if its norm reaches 1e15. A row whose norm is below
+    1e-12 is divided by 1e-12.
 
     Args:
-        z: ``(..., d)``, which may be overwritten.
+        z: features, ``(..., d)``, which may be overwritten.
         normalize: divide by the norm.
     """
     dtype = working_dtype(z.dtype)
@@ -47,24 +48,24 @@ def prepare(z: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def zero_or_nan(*features: Tensor) -> Tensor:
-    """Zero, or NaN if a row of some prepared features is bad, be it in a pair or not; ``(..., d)`` each."""
+    """Return zero, or NaN if any row of some prepared features is bad, also if it is in no pair; ``(..., d)`` each."""
     return 0 * torch.stack([z[..., 0].sum() for z in features]).sum()
 
 
 def through_normalization(gradient: Tensor, unit: Tensor, norm: Tensor) -> Tensor:
-    """Gradient with respect to ``z`` from the one with respect to ``unit = z / |z|``; overwrites the latter."""
+    """Turn the gradient with respect to ``unit = z / |z|`` into that with respect to ``z``, in place."""
     radial = torch.linalg.vecdot(gradient, unit).unsqueeze(-1)
     return gradient.addcmul_(radial, unit, value=-1).div_(norm)
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of some modalities or views, as the caller has them and as the kernel takes them.
+    """Features of some modalities or views: the tensors of the caller, and their prepared form for the kernel.
 
     Attributes:
-        given: tensors of the caller, perhaps with a graph, ``(b, d)`` each; or one with all views, ``(k, b, d)``.
-        unit: all of them in the working dtype, without a graph, normalised if that was asked for, ``(k, b, d)``.
-        norm: their norms, ``(k, b, 1)``; ``None``: they were not normalised.
+        given: tensors of the caller, with or without a graph, ``(b, d)`` each; or one with all views, ``(k, b, d)``.
+        unit: all features in the working dtype, without a graph, normalised if requested, ``(k, b, d)``.
+        norm: norms of the features, ``(k, b, 1)``; ``None`` if they were not normalised.
     """
 
     given: tuple[Tensor, ...]
@@ -78,29 +79,30 @@ class Features:
 
     @property
     def want_gradients(self) -> bool:
-        """True if any of them does."""
+        """Return whether any of the tensors of the caller requires a gradient."""
         return any(z.requires_grad for z in self.given)
 
     def pull_back(self, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of a given tensor and its gradient, from that of ``unit``, ``(k, b, d)``, which is overwritten."""
+        """Return pairs of a given tensor and its gradient, from that of ``unit``, ``(k, b, d)``, overwritten."""
         if self.norm is not None:
             through_normalization(gradient, self.unit, self.norm)
         return list(zip(self.given, gradient.view(len(self.given), *self.given[0].shape).unbind(), strict=True))
 
 
 class Encoder:
-    """The user's ``encode`` as the estimator calls it: once, with the caller's autocast and gradient modes.
+    """Wrapper of the user's ``encode``, which is called once, with the caller's autocast and gradient modes.
 
     Args:
-        encode: from data-set positions, ``(m,)`` int64 on the CPU, to features ``(m, d)``; in bimodal mode to a pair of
-            them, ``z1`` and ``z2`` of those samples.
-        like: features of the batch, which those must match.
-        normalize: L2-normalise them.
-        unimodal: one tensor serves both directions.
+        encode: function from data-set positions, ``(m,)`` int64 on the CPU, to features ``(m, d)``; in bimodal mode to
+            a pair of tensors, ``z1`` and ``z2`` of those samples.
+        like: features of the batch; the encoded features must have the same dimension and device.
+        normalize: L2-normalise the encoded features.
+        unimodal: one tensor is used for both directions.
 
     Attributes:
-        encoded: what ``encode`` returned; ``None`` before it was called.
-        gradients: pairs of what it returned and its gradient, where that wants one, once :meth:`receive` was called.
+        encoded: the encoded features; ``None`` before the call.
+        gradients: pairs of a tensor that ``encode`` returned and its gradient, set by :meth:`receive`; empty if no
+            tensor requires one.
     """
 
     def __init__(self, encode: Encode, like: Tensor, normalize: bool, unimodal: bool) -> None:
@@ -112,7 +114,7 @@ class Encoder:
         self.gradients: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Features of these samples as anchors of direction 1 and 2 see them: of modality 2 and 1, without graph."""
+        """Return features of these samples as candidates of directions 1 and 2 (modalities 2 and 1), no graph."""
         enabled, dtype = self._autocast
         with torch.set_grad_enabled(self._grad), torch.autocast(self._like.device.type, dtype=dtype, enabled=enabled):
             given = self._checked(self._encode(indices), len(indices))
@@ -121,7 +123,7 @@ class Encoder:
         return unit[-1], unit[0]
 
     def _checked(self, made: object, count: int) -> list[Tensor]:
-        """One tensor, or one per modality."""
+        """Return the encoded tensors, one or one per modality, after checks of type, shape and device."""
         given: list[Tensor] = [made] if isinstance(made, Tensor) else []
         if not self._unimodal:
             given = list(made) if isinstance(made, (tuple, list)) else []
@@ -141,11 +143,11 @@ class Encoder:
 
     @property
     def wants_gradients(self) -> bool:
-        """True if anything that was encoded does."""
+        """Return whether any encoded tensor requires a gradient."""
         return self._grad and self.encoded is not None and self.encoded.want_gradients
 
     def receive(self, by_direction: tuple[Tensor, Tensor]) -> None:
-        """Take gradients with respect to what :meth:`__call__` returned, for the backward pass."""
+        """Store gradients with respect to the features that :meth:`__call__` returned, for the backward pass."""
         assert self.encoded is not None
         second, first = by_direction
         gradients = torch.stack([first + second] if self._unimodal else [first, second])
@@ -157,11 +159,11 @@ class Encoder:
 
 
 class _ClosedForm(torch.autograd.Function):
-    """A value whose gradients are already known; autograd stores those and nothing else."""
+    """Node of the graph with known gradients, which are all that autograd stores."""
 
     @staticmethod
     def forward(ctx: Any, known: tuple[Tensor, Sequence[Tensor]], *inputs: Tensor) -> Tensor:
-        value, gradients = known  # in a tuple, which autograd does not look into: the value itself becomes the output
+        value, gradients = known  # in a tuple, which autograd does not inspect, so that the value itself is the output
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [tensor.dtype for tensor in inputs]
         return value
@@ -174,7 +176,7 @@ class _ClosedForm(torch.autograd.Function):
                 "Hessian, hvp) is not available, since the pair weights are estimates that are held constant; call "
                 "backward() or grad() without create_graph, and build a penalty on gradients of some other function"
             )
-        # never in half precision for features, which a scaler's factor may overflow
+        # multiplied in the working dtype, since the factor of a gradient scaler may overflow half precision
         found: list[Tensor | None] = [None]
         for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
             same = gradient.dtype == grad_output.dtype
@@ -184,13 +186,13 @@ class _ClosedForm(torch.autograd.Function):
 
 
 def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """``value`` as a node of the graph of some tensors, given in pairs with their gradients.
+    """Return ``value`` as a node of the graph of some tensors, passed in pairs with their gradients.
 
-    Tensors that require no gradient are left out; if none is left, the result is ``value`` itself. Gradients are cast
-    to the tensors' dtypes only when scaled.
+    Tensors that do not require a gradient are ignored; if none does, the result is ``value`` itself. Gradients are
+    cast to the tensors' dtypes after they are multiplied by the incoming gradient.
 
-    A backward pass with ``create_graph=True`` raises: the weights are estimates, and their derivative is not that of
-    the objective.
+    A backward pass with ``create_graph=True`` raises an error: the weights are estimates, and their derivative is not
+    that of the objective.
     """
     wanted = [pair for pair in pairs if pair[0].requires_grad]
     if not wanted:

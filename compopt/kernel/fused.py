@@ -1,15 +1,15 @@
-r"""The pair-weight kernel in Triton: statistics and gradients of :mod:`compopt.kernel.local`, in tiles.
+r"""Pair-weight kernel in Triton: statistics and gradients of :mod:`compopt.kernel.local`, in tiles.
 
-The forward pass is one product ``S = X Y^T`` whose tiles stay in registers: each is masked, exponentiated for the
-anchors of both sides and summed, and only the sums are written. The gradients compute ``S`` again, in waves of rows,
-write the coefficients ``A`` of a wave to one buffer, and multiply: ``A Y`` and ``A^T X``. These are four products, with
+The forward pass is one product ``S = X Y^T`` whose tiles stay in registers: each tile is masked, exponentiated for the
+anchors of both sides and summed, and only the sums are written. The gradients recompute ``S`` in waves of rows, write
+the coefficients ``A`` of a wave to one buffer, and multiply: ``A Y`` and ``A^T X``. These are four products, with
 memory ``O(wave x Q)``; ``chunk_size`` is the number of rows of a wave.
 
-A maximum is subtracted from the exponents of each tile, since with a fixed one ``exp((s_ij - 1) / tau_i)`` underflows
-in float32 where ``tau`` is below 0.02. Where :func:`~compopt.kernel.pairs.is_uniform`, one exponential without any
-maximum serves both sides.
+Each tile subtracts its own maxima from the exponents, since with the constant 1 ``exp((s_ij - 1) / tau_i)`` underflows
+in float32 for ``tau`` below 0.02. If :func:`~compopt.kernel.pairs.is_uniform`, one exponential without a maximum is
+used for both sides.
 
-What the kernels do not take, the torch path computes: :func:`compopt.tiles.choice.reason_for_torch`.
+Calls that the kernels do not support use plain torch: :func:`compopt.tiles.choice.reason_for_torch`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from compopt.kernel.pairs import SPREAD_ANCHORS, PairOptions, PairStatistics, Su
 from compopt.tiles import sweep
 from compopt.tiles.sweep import Anchors, AnchorSums, Operands, ranked
 
-# Keys below 0 equal no sample's: of further candidates, of the batch's, and of rows that have no further candidates.
+# Keys of samples are >= 0. Negative keys: of further candidates, of the batch's candidates in a column of keys for
+# further ones, and of rows without further candidates.
 FURTHER, INSIDE, WITHOUT = -1, -2, -3
 
 Key = tuple[Tensor, Tensor]
 
 
 def unknown_option(options: PairOptions) -> str | None:
-    """Return the option of a call, or of its policy, that the kernels do not take, if it has one."""
+    """Return an option of a call, or of its policy, that the kernels do not support, or ``None``."""
     if options.held:
         return "momentum_features="
     if options.policy is None:
@@ -48,11 +49,11 @@ def unknown_option(options: PairOptions) -> str | None:
 class FusedPairs(Pairs):
     """All pairs of one batch, in tiles; see :class:`~compopt.kernel.local.Pairs` for the arguments.
 
-    ``options.precision`` is that of the products.
+    ``options.precision`` is the precision of the products.
     """
 
     def _sweep(self) -> None:
-        self.symmetric = self.unimodal and self.shape[0] == self.shape[1]  # A + A^T in one product, whatever tau is
+        self.symmetric = self.unimodal and self.shape[0] == self.shape[1]  # A + A^T in one product, for any tau
         scale = scale_of(self.tau, self.x, self.batch, self.directions)
         self._scale = scale if isinstance(scale, Tensor) else self.x.new_full((self.batch, self.directions), scale)
         by_row, by_column = (None, None) if self._selected is None else self._selected.thresholds
@@ -67,12 +68,12 @@ class FusedPairs(Pairs):
         sides = [side for side in sweep.sums(self._operands) if side is not None]
         self._tops = [side.top for side in sides]
         self.sides = [_as_sums(sides[0], rows.scale, self.shape[0])]
-        if columns is not None:  # further candidates are no anchors
+        if columns is not None:  # further candidates are not anchors
             self.sides.append(_as_sums(sides[1], columns.scale, self.batch))
         self._collect(self._excluded_by_side(sides))
 
     def _excluded_by_side(self, sides: Sequence[AnchorSums]) -> Tensor | None:
-        """Numbers of candidates that are no negatives, by matrix row and by matrix column, ``(2, Q)``."""
+        """Return the numbers of candidates that are not negatives, by matrix row and by matrix column, ``(2, Q)``."""
         if not self._operands.counted:
             return None
         excluded = self.x.new_zeros(2, self.shape[1])
@@ -100,11 +101,11 @@ class FusedPairs(Pairs):
 
 
 class FusedRowBlock(RowBlock):
-    """Some of this rank's features along the rows, in tiles; see :class:`~compopt.kernel.distributed.RowBlock`.
+    """Block of this rank's features along the rows, in tiles; see :class:`~compopt.kernel.distributed.RowBlock`.
 
     Args:
-        o: the operands, whose columns are no anchors: their temperatures come with :meth:`gradient`.
-        thresholds: of the anchors along the columns, or ``None``.
+        o: the operands, without anchors along the columns: :meth:`gradient` receives their temperatures.
+        thresholds: thresholds of the anchors along the columns, or ``None``.
     """
 
     def __init__(self, o: Operands, thresholds: Tensor | None) -> None:
@@ -135,9 +136,9 @@ class FusedRowBlock(RowBlock):
 
 
 class FusedGatheredPairs(GatheredPairs):
-    """The anchors of one rank against all candidates, in tiles; see :class:`~compopt.kernel.distributed.GatheredPairs`.
+    """Anchors of one rank against all candidates, in tiles; see :class:`~compopt.kernel.distributed.GatheredPairs`.
 
-    Gradients of further candidates, which are along the rows of a block of their own, are computed by the torch path.
+    Plain torch computes the gradients of further candidates, which are along the rows of a separate block.
     """
 
     def _block_of(self, direction: int) -> RowBlock:
@@ -164,7 +165,7 @@ def _operands(
     rows: Anchors | None,
     columns: Anchors | None,
 ) -> Operands:
-    """Put features, keys and a policy in the form of the kernels; ``shared``: ``1 / tau`` that needs no maximum."""
+    """Return the operands of the kernels; ``shared`` is the ``1 / tau`` of all anchors if no maximum is needed."""
     options, within = pairs.options, []
     if selected is not None and selected.rows.key is not None and selected.columns.key is not None:
         within = [ranked(selected.rows.key, selected.columns.key)]
@@ -189,7 +190,7 @@ def _operands(
 
 
 def _as_sums(side: AnchorSums, scale: Tensor, anchors: int) -> Sums:
-    """Sums as other statistics have them: against a maximum of ``s_ij``, with squares of the first anchors."""
+    """Convert sums of the kernels: relative to a maximum of ``s_ij``, with squares of the first anchors only."""
     shift = None if side.top is None else torch.where(side.total == 0, MASKED, side.top / scale)
     return Sums(side.total, side.squares[: min(anchors, SPREAD_ANCHORS)], True, shift, side.dot)
 
@@ -197,14 +198,15 @@ def _as_sums(side: AnchorSums, scale: Tensor, anchors: int) -> Sums:
 def _keys(
     pairs: PairStatistics, views: Sequence[int], rows: slice, others: Sequence[int], extra: Extra | None, width: int
 ) -> list[Key]:
-    """Return keys that exclude pairs where they are equal, of some matrix rows and of the columns, ``width``.
+    """Return keys of some matrix rows and of all columns; pairs with equal keys are excluded.
 
     Args:
-        pairs: has the keys of samples.
-        views: along the rows, one after the other.
-        rows: which of their features.
-        others: views along the columns; the columns beyond theirs are further candidates.
-        extra: those.
+        pairs: statistics, with the keys of samples.
+        views: views along the rows, one after the other.
+        rows: slice of the samples along the rows.
+        others: views along the columns; the remaining columns are further candidates.
+        extra: the further candidates.
+        width: number of columns.
     """
     named = zip(pairs.names(views), pairs.names(others), strict=True)
     keys = [ranked(row[rows], column) for row, column in named]
@@ -213,7 +215,7 @@ def _keys(
     if extra is None:
         return keys
     positive, inside = extra.positive[rows], width - len(extra.everyone)
-    below = (0, height - len(positive))  # rows of other views, which have no further candidates
+    below = (0, height - len(positive))  # rows of the other views, for which further candidates are not candidates
     if extra.positions is not None:
         row, column = ranked(positive, extra.positions)
         keys.append((pad(row, below, value=FURTHER), pad(column, (inside, 0), value=INSIDE)))

@@ -1,17 +1,18 @@
-r"""Sweeps of a call's features, and anchors whose sums several matrices of similarities share.
+r"""Sweeps of a call's features, and statistics of anchors whose sums run over several matrices of similarities.
 
 .. math::
     \log \hat g_i = \log \tfrac{1}{|N_i|} \sum_k \sum_{j \in N_i^k} e^{(s^k_{ij} - s_{ii}) / \tau_i}, \qquad
     |N_i| = \sum_k |N_i^k|
 
-Each kind ``k`` is a matrix of similarities with sums, masks and gradients of its own; only ``s_ii`` is the same. Kinds
-are those that a policy names, or the features of a momentum copy of the encoders, which take no gradient:
+Each kind ``k`` is a matrix of similarities with its own sums, masks and gradients; only ``s_ii`` is shared. The kinds
+are defined by a policy (``also``), or use the features of a momentum copy of the encoders, which get no gradient:
 
 .. math::
     h_{ij} = \langle z_i, k_j \rangle - \langle z_i, k_i \rangle
 
-There each direction is a sweep of its own, since ``z1 K2^T`` and ``z2 K1^T`` are two matrices; in unimodal mode two,
-whose sums are joined. With several ranks each sweep communicates as :class:`~compopt.kernel.distributed.GatheredPairs`.
+With momentum each direction needs a separate sweep, since ``z1 K2^T`` and ``z2 K1^T`` are two matrices; in unimodal
+mode it needs two sweeps, whose sums are joined. With several ranks each sweep communicates as
+:class:`~compopt.kernel.distributed.GatheredPairs`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from compopt.tiles.choice import Backend, precision_of, reason_for_torch
 
 # Positions of the features along the rows and along the columns, and the statistics of their matrix.
 Kind = tuple[tuple[int, int], PairStatistics]
-# Which modality is along the rows and which along the columns; of the second, the sample's own is the positive again.
+# Modalities along the rows and along the columns. In "document_to_query" the anchor's own query counts as the positive.
 SIDES: dict[Also, tuple[int, int]] = {
     "query_to_query": (0, 0),
     "document_to_query": (1, 0),
@@ -46,14 +47,14 @@ SIDES: dict[Also, tuple[int, int]] = {
 
 @dataclass
 class Source:
-    """Features of one call, and what sweeps them.
+    """Features of one call, with the arguments of a sweep over their pairs.
 
     Attributes:
-        own: this process's features, ``(V, b, d)``, those of a momentum copy last.
+        own: this process's features, ``(V, b, d)``, with those of a momentum copy last.
         tau: temperatures, a number or broadcastable to ``(B, A)``.
         batch: the samples of all ranks.
         ranks: the ranks.
-        backend: decides between the kernels in Triton and plain torch.
+        backend: selects the kernels in Triton or plain torch.
     """
 
     own: Tensor
@@ -68,13 +69,13 @@ class Source:
         return (*self.batch.features, *self.batch.momentum)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return values of the samples of all ranks from those of the own samples."""
+        """Gather values of this rank's samples from all ranks."""
         return self.ranks.gather([values], self.batch.sizes)[0]
 
     def pairs(
         self, options: PairOptions, views: Sequence[int] | None = None, tau: float | Tensor | None = None
     ) -> PairStatistics:
-        """Sweep the pairs of all views, or of two of them, at these temperatures or at another one."""
+        """Return statistics of the pairs of all views, or of two of them, at ``self.tau`` or at another ``tau``."""
         own = self.own if views is None else torch.stack([self.own[view] for view in views])
         tau, keys = self.tau if tau is None else tau, list(self.batch.keys.values())
         fused = reason_for_torch(self.backend, own, unknown_option(options)) is None
@@ -88,13 +89,13 @@ class Source:
 
 
 class JoinedPairs(PairStatistics):
-    """Statistics of the anchors of each direction, whose sums run over several kinds of similarities.
+    """Statistics of the anchors of each direction, with sums over several kinds of similarities.
 
     Args:
         source: the features.
-        by_anchor: the kinds of each direction of anchors. The positive of all of them is that of the first.
-        options: of the pairs. With ``held`` the ``sides`` are sums over all kinds, otherwise those of the first.
-        again: how often the positive is a candidate.
+        by_anchor: the kinds of each direction of anchors. All kinds use the positive of the first.
+        options: options of the pairs. With ``held`` the ``sides`` are sums over all kinds, otherwise over the first.
+        again: number of times that the positive is counted as a candidate.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class JoinedPairs(PairStatistics):
     def _join(self, parts: Sequence[PairStatistics]) -> tuple[Scalar, Tensor, Tensor | None]:
         """Return ``|N_i|``, ``log_sum`` and ``mean_h`` of the anchors of one direction, ``(B, 1)``, over all kinds."""
         count: Scalar = sum((part.count for part in parts[1:]), parts[0].count + self._again)
-        # an anchor without candidates of some kind has a log_sum of 0 there
+        # log_sum is 0 for an anchor without candidates of a kind; its sum is 0, so that -inf replaces it
         sums = [_where(part.count, part.log_sum, -torch.inf) for part in parts]
         terms = torch.stack([*sums, *[torch.zeros_like(sums[0])] * int(self._again)])
         log_sum = _where(count, terms.logsumexp(0), 0.0)
@@ -129,19 +130,19 @@ class JoinedPairs(PairStatistics):
         return count, log_sum, _where(count, (shares * means).sum(0), 0.0)
 
     def _all_kinds(self, parts: Sequence[PairStatistics], log_sum: Tensor) -> Sums:
-        """Return sums over all kinds, for the metric: weights of the first own anchors, which sum to one."""
+        """Return sums of the normalised weights over all kinds, for this rank's first anchors; for a metric."""
         if len(parts) == 1:
             return parts[0].sides[0]
         effective = torch.stack([part.sides[0].effective() for part in parts])
         logs = torch.stack([part.log_sum - log_sum for part in parts])
         shares = logs[:, self._source.batch.own, 0][:, : effective.shape[1]].exp()
-        shares = shares.where(effective > 0, 0)  # NaN where there are no candidates of a kind
+        shares = shares.where(effective > 0, 0)  # NaN for a kind without candidates
         return Sums(shares.sum(0), (shares.square() / effective.nan_to_num(1.0)).sum(0), True, None, None)
 
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
         total, outside = torch.zeros_like(self._source.own), None
         weight = positive_weight * torch.ones_like(self.positive)
-        if self._again:  # the positive as a candidate has the weight of h = 0; where it is none, this may overflow
+        if self._again:  # weight of the positive as a candidate, with h = 0; may overflow only without candidates
             weight -= (-alpha - self.log_count).exp_()
         pull = self.factor(coefficient) * weight
         for direction, kinds in enumerate(self._by_anchor):
@@ -157,7 +158,7 @@ class JoinedPairs(PairStatistics):
             (row, column), own_pull = kinds[0][0], pull[at][self._source.batch.own]
             for view, other in ((row, column), (column, row)):
                 minus_product(total[view], self._source.own[other], own_pull, out=total[view])
-        return total[:2], outside  # a momentum copy has none
+        return total[:2], outside  # without the momentum copy
 
     def release(self) -> None:
         for _, part in (kind for kinds in self._by_anchor for kind in kinds):
@@ -165,14 +166,14 @@ class JoinedPairs(PairStatistics):
 
 
 def _where(count: Scalar, value: Tensor, otherwise: float) -> Tensor:
-    """``value`` of anchors that have candidates; a count that is a number is compared on the host, without a copy."""
+    """Replace ``value`` of anchors without candidates; a ``count`` that is a number is compared on the host."""
     if isinstance(count, Tensor):
         return value.where(count > 0, otherwise)
     return value if count > 0 else torch.full_like(value, otherwise)
 
 
 def with_policy(source: Source, options: PairOptions, also: Sequence[Also]) -> JoinedPairs:
-    """Return ``z1`` against ``z2`` with further kinds, which share the thresholds of the first."""
+    """Return statistics of ``z1`` against ``z2`` and of further kinds, which share the thresholds of the first."""
     kinds: list[Kind] = [((0, 1), source.pairs(options))]
     shared = options._replace(
         positive=positives(torch.stack([*source.everyone]), 1), threshold=options.thresholds(source.everyone)
@@ -187,9 +188,9 @@ def with_policy(source: Source, options: PairOptions, also: Sequence[Also]) -> J
 
 
 def with_momentum(source: Source, options: PairOptions) -> JoinedPairs:
-    """Return ``z1, z2`` against ``k2, k1``, in unimodal mode against both views of the copy.
+    """Return statistics of ``z1, z2`` against ``k2, k1``, in unimodal mode against both views of the copy.
 
-    Further candidates are those of direction 1.
+    Further candidates are candidates of direction 1 only.
     """
     by_anchor = []
     for view in range(options.directions):

@@ -1,19 +1,18 @@
-r"""The pair-weight kernel: statistics and closed-form gradients of all pairs of a batch in one sweep.
+r"""Pair-weight kernel: statistics and closed-form gradients of all pairs of a batch in one sweep.
 
-One matrix ``S = X Y^T`` serves both directions: its rows are the anchors of direction 1 and its columns those
-of direction 2 (bimodal), or its rows are both views at once (unimodal: ``X = Y = [Z1; Z2]``). With one direction only
-its rows are anchors. Further candidates are columns that are no anchors. The sweep goes over blocks of rows that fit
-the cache:
+Both directions share one matrix ``S = X Y^T``: its rows are the anchors of direction 1 and its columns those
+of direction 2 (bimodal), or its rows are all views (unimodal: ``X = Y = [Z1; Z2]``). With one direction only the rows
+are anchors. Further candidates are columns that are not anchors. The sweep computes blocks of rows that fit the cache:
 
-1. :class:`Pairs` computes ``S`` block by block, exponentiates it in place against a running maximum per anchor
+1. :class:`Pairs` computes ``S`` block by block, exponentiates it in place relative to a running maximum per anchor
    and keeps ``log sum_{j in N_i} exp(h_ij / tau_i)``;
-2. the estimators turn those sums into log-normalizers ``alpha``;
+2. the normalizers turn those sums into log-normalizers ``alpha``;
 3. :meth:`Pairs.gradients` scales the kept blocks into the coefficient matrix ``A`` and multiplies:
    ``dL/dX = A Y``, ``dL/dY = A^T X``.
 
 Memory: two ``P x Q`` matrices (one if every anchor has the same temperature, known on the host; three under a policy
-whose two directions select different pairs), or blocks of ``chunk_size`` rows that are computed a second time in step
-3. Nothing of size ``P x Q`` outlives the call, and autograd records none of it. There is no host synchronisation.
+that selects different pairs for the two directions), or blocks of ``chunk_size`` rows that are recomputed in step 3.
+Nothing of size ``P x Q`` is kept after the call or saved by autograd. The host is not synchronised.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from compopt.kernel.pairs import (
     scale_of,
 )
 
-# Rows per block on the CPU: the widest that was not slower than its neighbours (benchmarks/kernel.py).
+# Rows per block on the CPU: the largest value that was not slower than its neighbours (benchmarks/kernel.py).
 CPU_BLOCK_ROWS = 512
 
 
-# Some matrix rows, their exponentials for the anchors along the rows, and those for the columns, if these are anchors.
+# Slice of matrix rows, its exponentials for the row anchors, and those for the column anchors, if there are any.
 Block = tuple[slice, Exponentials, Exponentials | None]
 
 
 class Pairs(PairStatistics):
-    """All pairs of one batch: sums per anchor now, gradients once the log-normalizers are known.
+    """All pairs of one batch: sums per anchor at construction, gradients once the log-normalizers are known.
 
     Args:
         z: features of the two modalities or of all views, ``(V, B, d)``, float32 or float64, no graph.
@@ -72,7 +71,7 @@ class Pairs(PairStatistics):
         self.positive = positives(z, self.directions) if options.positive is None else options.positive
         self.recompute = chunk_size is not None
         self.block_rows = chunk_size or (CPU_BLOCK_ROWS if self.x.device.type == "cpu" else self.shape[0])
-        # Rows may overwrite S unless S is needed again: for the columns, for the moments, or beside what is selected.
+        # Exponentials may overwrite S unless S is needed again for the columns, the moments, or a policy.
         again = self._columns_are_anchors or self.moments or options.policy is not None
         self._row_buffer = 0 if self.uniform or not again else 1
         self._selected = None if options.policy is None else self._matrix()
@@ -84,27 +83,27 @@ class Pairs(PairStatistics):
     # -- geometry ----------------------------------------------------------------------------------------------
 
     def _per_anchor(self, sides: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Return quantities of the row anchors, and of the column anchors if there are any, as ``(B, A)`` each."""
+        """Rearrange quantities of the row anchors, and of the column anchors if there are any, as ``(B, A)`` each."""
         if len(sides) == 1:
             return [self.per_pair(values.view(-1, self.batch).T) for values in sides[0]]
-        # one copy for all of them: on an accelerator each is a launch
+        # one copy for all quantities, since every copy is a kernel launch on an accelerator
         whole = [values for side in sides for values in side]
-        if self.shape[1] > self.batch:  # further candidates are no anchors
+        if self.shape[1] > self.batch:  # further candidates are not anchors
             whole = [values[: self.batch] for values in whole]
         stacked = torch.stack(whole)
         return [values.T for values in stacked.view(2, -1, self.batch).unbind(1)]
 
     def _all(self, rows: slice) -> bool:
-        """Return True if these are all matrix rows."""
+        """Return whether the slice contains all matrix rows."""
         return rows.stop - rows.start == self.shape[0]
 
     def _by_row(self, per_anchor: Tensor, rows: slice) -> Tensor:
-        """``(B, a)`` -> one value per matrix row, a column."""
+        """Rearrange ``(B, a)`` into a column with one value per matrix row."""
         column = per_anchor.T.reshape(-1, 1) if self.unimodal else per_anchor[:, :1]
         return column if self._all(rows) else column[rows]
 
     def _by_column(self, per_anchor: Tensor, outside: float) -> Tensor:
-        """``(B, a)`` -> one value per matrix column; candidates that are no anchors have ``outside``."""
+        """Rearrange ``(B, a)`` into one value per matrix column, ``outside`` for candidates that are not anchors."""
         values = per_anchor.T.reshape(-1) if self.unimodal else per_anchor[:, 1]
         more = self.shape[1] - values.shape[0]
         return pad(values, (0, more), value=outside) if more else values
@@ -114,7 +113,7 @@ class Pairs(PairStatistics):
             yield slice(start, min(start + self.block_rows, self.shape[0]))
 
     def _mask(self, s: Tensor, rows: slice) -> Tensor | None:
-        """Overwrite the entries of a block that are no pairs; return where these are, unless that is known."""
+        """Overwrite the entries of a block that are not pairs, and return their mask, or ``None`` if ``distinct``."""
         views = range(self.views)
         if self.unimodal:
             return self.mask(
@@ -123,7 +122,7 @@ class Pairs(PairStatistics):
         return self.mask(s, views[:1], rows, views[1:], () if self.whole else (0,), True)
 
     def _matrix(self) -> Matrix | None:
-        """Return what a policy compares along the two axes."""
+        """Return the policy for the matrix, with the features, keys and thresholds of both axes."""
         everyone, views, by_row, by_column = slice(0, self.batch), range(self.views), None, None
         thresholds = self.options.thresholds(self.z.unbind())
         if thresholds is not None:
@@ -136,9 +135,9 @@ class Pairs(PairStatistics):
     # -- the sweep ---------------------------------------------------------------------------------------------
 
     def _buffer(self, which: int, rows: slice) -> Tensor | None:
-        """Rows of a work matrix: its own rows when blocks are stored, the same few rows when recomputed.
+        """Return rows of a work matrix: separate ones if blocks are stored, the same ones if they are recomputed.
 
-        ``None`` if there is one block: the operation that fills it makes it.
+        ``None`` if there is one block, which the operation allocates.
         """
         if self._all(rows):
             return None
@@ -148,7 +147,7 @@ class Pairs(PairStatistics):
         return self._buffers[which][: rows.stop - rows.start] if self.recompute else self._buffers[which][rows]
 
     def _scratch(self, rows: slice) -> Tensor | None:
-        """One block of work space, the same for all blocks: fresh pages would cost as much as the arithmetic."""
+        """Return work space for a block; all blocks share it, since new pages cost as much time as the arithmetic."""
         if self._all(rows):
             return None
         if self._spare is None:
@@ -162,7 +161,7 @@ class Pairs(PairStatistics):
             self._column_scale = self._by_column(self._scale, 1.0) if isinstance(self._scale, Tensor) else self._scale
         rows: list[Sums] = []
         columns: Sums | None = None
-        known = self.distinct and self.options.policy is None  # how many are no negatives
+        known = self.distinct and self.options.policy is None  # the number of negatives
         excluded = None if known else self.x.new_zeros(2, self.shape[1])
         for part in self._bounds():
             s, same = self._similarities(part)
@@ -175,7 +174,7 @@ class Pairs(PairStatistics):
                 columns = more if columns is None else columns.merged(more, self._column_scale)
             if not self.recompute:
                 self._blocks.append((part, by_row, by_column))
-        if columns is not None and self.extra is not None:  # further candidates are no anchors
+        if columns is not None and self.extra is not None:  # further candidates are not anchors
             columns = columns._replace(norms=columns.norms[: self.batch])
         self.sides = [joined(rows)] if columns is None else [joined(rows), columns]
         self._collect(excluded)
@@ -183,7 +182,7 @@ class Pairs(PairStatistics):
     def _count_excluded(
         self, excluded: Tensor, part: slice, rows: Exponentials, columns: Exponentials | None, same: Tensor | None
     ) -> None:
-        """Add the candidates of a block that are no negatives, of its rows and of its columns, to their numbers."""
+        """Count the candidates of a block that are not negatives, for its rows and for its columns."""
         if same is not None and rows.excluded is None:
             excluded[0, part] = same.sum(1)
             excluded[1] += same.sum(0)
@@ -192,7 +191,7 @@ class Pairs(PairStatistics):
             excluded[1] += 0.0 if columns is None or columns.excluded is None else columns.excluded
 
     def _collect(self, excluded: Tensor | None) -> None:
-        """Sums per matrix row and column -> the ``(B, A)`` attributes."""
+        """Set the ``(B, A)`` attributes from the sums per matrix row and column."""
         met = None
         if excluded is not None:
             by_side = [[excluded[0, : self.shape[0]]], [excluded[1]]]
@@ -201,7 +200,7 @@ class Pairs(PairStatistics):
         candidates = [self.shape[1], *[others] * (self.directions - 1)]
         self._count_negatives(candidates, met, self.positive)
         total, *rest = self._per_anchor([[x for x in (s.total, s.shift, s.dot) if x is not None] for s in self.sides])
-        # exp(h_ij / tau_i) is what was summed times exp(offset_i)
+        # exp(h_ij / tau_i) is the summed term times exp(offset_i)
         if self.uniform:
             self._offset = self.positive * (-1 / self.tau)
         else:
@@ -222,7 +221,7 @@ class Pairs(PairStatistics):
     def _exponentiate(
         self, s: Tensor, part: slice, column_shift: Tensor | None
     ) -> tuple[Exponentials, Exponentials | None]:
-        """Turn a block of similarities into exponentials for both sides, in place where it can."""
+        """Turn a block of similarities into exponentials for both sides, in place if possible."""
         if self.uniform:
             shared = Exponentials(s.exp_(), None, None)
             return shared, shared if self._columns_are_anchors else None
@@ -238,7 +237,7 @@ class Pairs(PairStatistics):
         rows = Exponentials(e, shift, dot)
         if not self._columns_are_anchors:
             return rows, None
-        # columns are anchors too, whose maximum over the blocks so far may have grown; e and s serve them in turn
+        # column anchors: their maximum over the blocks so far may have grown; s is overwritten with their exponentials
         top = s.amax(0)
         top = top if column_shift is None else torch.maximum(column_shift, top)
         if not self.moments:
@@ -250,7 +249,7 @@ class Pairs(PairStatistics):
     def _select(
         self, selected: Matrix, s: Tensor, part: slice, scale: Scalar, column_shift: Tensor | None
     ) -> tuple[Exponentials, Exponentials | None]:
-        """Return exponentials of the pairs that a policy leaves, other ones for each side."""
+        """Return exponentials of the pairs that a policy keeps, separate ones for each side."""
         moments, columns = s if self.moments else None, None
         logits = selected.logits(s, part.start, 1, scale)
         rows = exponentials(logits, moments, scale, 1, out=self._buffer(1, part))
@@ -263,24 +262,24 @@ class Pairs(PairStatistics):
 
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
         coefficient = self.factor(coefficient)
-        # what takes the terms of a sum to coefficient_i * w_ij
+        # factor from the terms of a sum to coefficient_i * w_ij
         factor = (self._offset - alpha).exp_().mul_(coefficient / self.divisor)
         weight = coefficient * positive_weight
         weight = weight.expand_as(factor) if isinstance(weight, Tensor) else weight
         gradient, outside = self._products(self.sum_over_positives(factor))
-        self.release()  # what the gradient goes through next finds their memory
-        # what pulls the two sides of each positive together, over all directions; beside the products, whose precision
-        # may be low, since little is left of it where positives are aligned
+        self.release()  # so that the next steps of the gradient can reuse the memory
+        # the gradient of the positives, over all directions; separate from the products, whose precision may be low,
+        # since it nearly cancels (after normalisation) if positives are aligned
         pull_positives(gradient, self.z, weight, self.directions)
         return gradient, outside
 
     def _products(self, factor: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``A Y`` and ``A^T X``, block by block; of stored blocks, which are rows of one matrix, one large product.
+        """Return ``A Y`` and ``A^T X``, by blocks; ``A^T X`` in one product if the blocks are rows of a stored matrix.
 
         Args:
-            factor: of each anchor, ``(B, a)``.
+            factor: factor of each anchor, ``(B, a)``.
         """
-        # views that are no anchors
+        # zeros if products are added, or if some features get none
         added = self.recompute or self.held or (self.unimodal and self.directions < self.views)
         gradient = torch.zeros_like(self.z) if added else torch.empty_like(self.z)
         if self.unimodal:
@@ -300,7 +299,7 @@ class Pairs(PairStatistics):
         return gradient, outside
 
     def _add_columns(self, a: Tensor, x: Tensor, add: bool, of_columns: Tensor, outside: Tensor | None) -> None:
-        """Add ``A^T X`` of some matrix rows to the gradients of the candidates, the further ones apart."""
+        """Add ``A^T X`` of some matrix rows to the gradients of the candidates and of further candidates."""
         count = len(of_columns)
         if not self.held:
             _product(a.T if outside is None else a[:, :count].T, x, of_columns, add)
@@ -335,7 +334,7 @@ class Pairs(PairStatistics):
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    """``A B``, added to what ``out`` holds or in its place."""
+    """Write ``A B`` to ``out``, or add it with ``add``."""
     if add:
         out.addmm_(a, b)
     else:

@@ -1,4 +1,4 @@
-"""Statistics of all pairs of a batch: a few numbers per anchor, wherever its pairs were computed."""
+"""Statistics of all pairs of a batch: a few numbers per anchor, on all ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from compopt.kernel.blocks import MASKED, Axis, Exponentials, Extra, Matrix, mea
 from compopt.pairs import PairPolicy
 from compopt.tiles.choice import Precision
 
-# Above this 1/tau, exp(s/tau) of a unit-norm pair nears the range of float32 and a maximum must be subtracted.
+# Above this 1/tau, exp(s/tau) of a unit-norm pair approaches the range of float32, and a maximum must be subtracted.
 MAX_UNSHIFTED_SCALE = 40.0
-# Views, samples of these, and further candidates, if any, along an axis of a matrix.
+# Views, a slice of their samples, and a slice of the further candidates (or None) along an axis of a matrix.
 Axes = tuple[Sequence[int], slice, slice | None]
-# Anchors per side over which the effective number of negatives is measured.
+# Anchors per side for which the effective number of negatives is computed.
 SPREAD_ANCHORS = 128
 
 
@@ -30,9 +30,9 @@ class Sums(NamedTuple):
 
     Attributes:
         total: the sum, ``(P,)``.
-        norms: ``sqrt(sum exp^2)`` of the first anchors only: for a metric, not worth a full sweep.
-        squared: ``norms`` holds the squares; their roots are taken when the metric is asked for.
-        shift, dot: as of :class:`Exponentials`.
+        norms: ``sqrt(sum exp^2)`` of the first anchors only, for a metric.
+        squared: ``norms`` contains the squares; the metric takes the roots.
+        shift, dot: as in :class:`Exponentials`.
     """
 
     total: Tensor
@@ -43,7 +43,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def over(cls, side: Exponentials, dim: int, start: int = 0) -> Sums:
-        """Sum over one axis of a block, whose first anchor has the number ``start``."""
+        """Sum over one axis of a block; ``start`` is the number of its first anchor."""
         few, anchors = side.exp, side.exp.shape[1 - dim]
         spread = max(0, SPREAD_ANCHORS - start)
         if spread < anchors:
@@ -53,7 +53,7 @@ class Sums(NamedTuple):
         return cls(side.exp.sum(dim), norms, dim == 0, side.shift, side.dot)
 
     def merged(self, more: Sums, scale: Tensor | float) -> Sums:
-        """Add candidates that column anchors have met since, against a maximum that may have grown."""
+        """Add sums of column anchors over further rows, relative to a maximum that may have grown."""
         total, squares, dot = self.total, self.norms, self.dot
         if self.shift is not None and more.shift is not None:
             shrink = (self.shift - more.shift).mul_(scale).exp_()
@@ -63,12 +63,12 @@ class Sums(NamedTuple):
         return Sums(total + more.total, squares + more.norms, True, more.shift, dot)
 
     def log_total(self, scale: Tensor | float) -> Tensor:
-        """``log sum_j exp(s_ij / tau_i)``."""
+        """Return ``log sum_j exp(s_ij / tau_i)``."""
         log_total = self.total.log()
         return log_total if self.shift is None else log_total + self.shift * scale
 
     def effective(self) -> Tensor:
-        """``(sum w)^2 / sum w^2`` of the first anchors; NaN of those without candidates."""
+        """Return ``(sum w)^2 / sum w^2`` of the first anchors; NaN for those without candidates."""
         first = slice(len(self.norms))
         norms = self.norms.sqrt() if self.squared else self.norms
         number = (self.total[first] / norms).square()
@@ -90,24 +90,25 @@ def joined(parts: Sequence[Sums]) -> Sums:
 
 
 class PairOptions(NamedTuple):
-    """Facts of a call that decide which pairs there are, and how they are swept.
+    """Options of a call: selection of the pairs, and how their statistics are computed.
 
     Attributes:
-        distinct: the host knows that the first key has no repeats and is the only one.
-        directions: ``a``, the modalities or views that are anchors: the first ones.
+        distinct: the first key has no repeats and is the only one, as known on the host.
+        directions: ``a``, number of modalities or views that are anchors, the first ones.
         extra: further candidates of the anchors of direction 1.
-        unimodal: all views of the other samples are candidates (otherwise the other modality's features).
+        unimodal: all views of the other samples are candidates (otherwise the features of the other modality).
         bounded: features have norm at most one.
-        chunk_size: rows per block, recomputed rather than stored; ``None`` stores all.
+        chunk_size: rows per block, with blocks recomputed in the gradients; ``None`` stores all blocks.
         moments: also compute ``mean_h``, which the gradients of temperatures need.
-        policy: leaves pairs out or gives them weights; ``None``: keys alone decide.
-        guide: features by which it finds false negatives, by modality or view, ``(B, g)`` each; empty: the own ones.
-        key: of its ``within=``, of all ranks, ``(B,)``, or ``None``.
-        threshold: of the anchors, ``(B, a)``, where it is not told by the positives of these features.
-        positive: ``s_ii`` of all ranks, ``(B, A)``, where it is no similarity of these features; ``None``: it is.
-        whole: all features but the anchor itself are candidates, those of the same sample too.
-        held: candidates of the batch that are no anchors take no gradient; theirs is zero.
-        precision: of the products of the kernels in Triton; ``None``: plain torch sweeps the pairs.
+        policy: policy that leaves pairs out or weights them; ``None``: only the keys exclude pairs.
+        guide: features from which the policy finds false negatives, by modality or view, ``(B, g)`` each; empty: those
+            of the estimator.
+        key: keys ``within=`` of the policy, of all ranks, ``(B,)``, or ``None``.
+        threshold: thresholds of the anchors, ``(B, a)``; ``None``: computed from the positives of these features.
+        positive: ``s_ii`` of all ranks, ``(B, A)``; ``None``: computed from these features.
+        whole: all features except the anchor itself are candidates, including those of the same sample.
+        held: candidates of the batch that are not anchors get no gradient; zeros are returned for them.
+        precision: precision of the products of the kernels in Triton; ``None``: plain torch computes the pairs.
     """
 
     distinct: bool
@@ -127,14 +128,14 @@ class PairOptions(NamedTuple):
     precision: Precision | None = None
 
     def thresholds(self, z: Sequence[Tensor]) -> Tensor | None:
-        """Similarity above which a candidate of an anchor is a false negative, ``(B, a)``; ``z``: ``(B, d)`` each."""
+        """Return the similarity above which a candidate is a false negative, ``(B, a)``; ``z``: ``(B, d)`` each."""
         if self.threshold is not None or self.policy is None or self.policy.false_negatives is None:
             return self.threshold
         positive = positives(torch.stack([*(self.guide or z)]), self.directions)
         return self.policy.threshold(mean_positive(positive, self.directions))
 
     def without_hardness(self) -> PairOptions:
-        """Return the same with equal weights."""
+        """Return a copy whose policy has equal weights."""
         policy = None if self.policy is None else replace(self.policy, hardness=None, importance="plain")
         return self._replace(policy=policy)
 
@@ -144,7 +145,7 @@ class PairOptions(NamedTuple):
         return [*self.guide, *([] if self.extra is None or self.extra.guide is None else [self.extra.guide])]
 
     def axis(self, views: Sequence[int], own: slice, outside: slice | None = None) -> Axis:
-        """Some views one after the other, of the samples ``own``, and then the further candidates ``outside``."""
+        """Return the axis of some views of the samples ``own``, followed by the further candidates ``outside``."""
         extra, count = self.extra, len(views)
         guides = [self.guide[view][own] for view in views] if self.guide else []
         keys = [] if self.key is None else [self.key[own]] * count
@@ -159,7 +160,7 @@ class PairOptions(NamedTuple):
         return Axis(guide, key, name, count * (own.stop - own.start))
 
     def matrix(self, rows: Axes, columns: Axes, thresholds: tuple[Tensor | None, Tensor | None]) -> Matrix | None:
-        """Return what the policy does to a matrix of similarities; ``rows``, ``columns``: arguments of :meth:`axis`."""
+        """Return the policy for one matrix of similarities; ``rows``, ``columns``: arguments of :meth:`axis`."""
         if self.policy is None:
             return None
         return Matrix(self.policy, self.axis(*rows), self.axis(*columns), thresholds)
@@ -168,28 +169,28 @@ class PairOptions(NamedTuple):
 class PairStatistics(ABC):
     """Statistics of all ordered pairs (anchor, positive) of the (global) batch, ``(B, A)`` each.
 
-    With two modalities or views there is a column per direction that has anchors. ``V`` views, of which the first ``a``
-    are anchors, make ``A = a (V - 1)`` pairs: column ``(r - 1) a + v`` has view ``v`` as anchor and view ``v + r``
-    (modulo ``V``) as positive. The pairs of one anchor share everything but ``s_ii``, so that the similarities are
-    computed once per anchor.
+    With two modalities or views there is a column per direction with anchors. ``V`` views, of which the first ``a``
+    are anchors, form ``A = a (V - 1)`` pairs: column ``(r - 1) a + v`` has view ``v`` as anchor and view ``v + r``
+    (modulo ``V``) as positive. The pairs of one anchor differ only in ``s_ii``, so that the similarities are computed
+    once per anchor.
 
     Args:
-        keys: int64 tensors ``(B,)``; two samples equal in any of them are not each other's negatives. The first
-            is the data-set index.
-        options: which pairs there are; some become attributes too.
+        keys: int64 tensors ``(B,)``; two samples with equal values in any of them are not each other's negatives. The
+            first is the data-set index.
+        options: options of the call; some also become attributes.
         views: ``V``; 2 for two modalities.
 
     Attributes:
-        distinct: known on the host: an anchor's own sample, or with ``whole`` the anchor itself, is all that is no
-            candidate of it.
-        negatives: the least ``|N_i|`` where only an anchor's own sample is excluded; keys may leave fewer.
+        distinct: only the anchor's own sample, or with ``whole`` only the anchor itself, is excluded from its
+            candidates, as known on the host.
+        negatives: smallest ``|N_i|`` if only the anchor's own sample is excluded; keys may exclude more.
         positive: ``s_ii``.
-        count: ``|N_i|`` as float; 0 where an anchor has no negatives. A number where it is one for all, known on the
-            host.
-        log_count: ``log |N_i|`` (of 1 where there are none).
-        log_sum: ``log sum_{j in N_i} exp(h_ij / tau_i)``; 0 where there are none.
+        count: ``|N_i|`` as float; 0 for an anchor without negatives. A number if it is equal for all anchors and known
+            on the host.
+        log_count: ``log |N_i|``; 0 for anchors without negatives.
+        log_sum: ``log sum_{j in N_i} exp(h_ij / tau_i)``; 0 for anchors without negatives.
         mean_h: mean of ``h_ij`` under the batch softmax, or ``None``.
-        sides: sums of the anchors that this process swept.
+        sides: sums of the anchors of this process.
     """
 
     negatives: int
@@ -205,14 +206,14 @@ class PairStatistics(ABC):
         self.directions, self.extra, self.unimodal = options.directions, options.extra, options.unimodal
         self.moments, self.whole, self.held = options.moments, options.whole, options.held
         self.keys, self.views = keys, views
-        # view 2 has none of the further candidates
+        # in unimodal mode further candidates are excluded for the anchors of view 2
         told = self.extra is None or not (self.extra.excludes or self.unimodal)
         self.distinct = told and (options.distinct or self.whole)
 
     def names(self, views: Sequence[int]) -> Sequence[Tensor]:
-        """Return keys of the features of some views, one after the other: two that are equal in any are no pair.
+        """Return keys of the features of some views, one after the other; features with an equal key are not a pair.
 
-        With ``whole`` a feature is equal to itself alone.
+        With ``whole`` the keys are unique per feature.
         """
         if self.whole:
             one = torch.arange(len(self.keys[0]), device=self.keys[0].device)
@@ -222,14 +223,14 @@ class PairStatistics(ABC):
     def mask(
         self, s: Tensor, views: Sequence[int], rows: slice, others: Sequence[int], shifts: Sequence[int], further: bool
     ) -> Tensor | None:
-        """Overwrite the entries of a block that are no pairs; return where these are, unless that is known.
+        """Overwrite the entries of a block that are not pairs, and return their mask, or ``None`` if ``distinct``.
 
         Args:
             s: similarities.
-            views: along the rows, one after the other.
-            rows: which of their features.
+            views: views along the rows, one after the other.
+            rows: slice of their features.
             others: views along the columns.
-            shifts: views by which columns of the own samples are away from the rows, where samples are distinct.
+            shifts: offsets, in numbers of views, of the diagonals with the anchor's own sample; used if ``distinct``.
             further: the last columns are further candidates, if there are any.
         """
         if self.distinct:
@@ -241,7 +242,7 @@ class PairStatistics(ABC):
         if self.extra is not None and further:
             outside = self.extra.same(rows)
             missing = len(same) - len(outside)  # rows of view 2
-            # pad() of torch 2.4 refuses a tensor without entries
+            # cat() instead of pad(), which raises for a tensor without entries in torch 2.4
             outside = torch.cat([outside, outside.new_ones(missing, outside.shape[1])]) if missing else outside
             same = torch.cat([same, outside], dim=1)
         s.masked_fill_(same, MASKED)
@@ -249,19 +250,19 @@ class PairStatistics(ABC):
 
     @property
     def may_lack_negatives(self) -> bool:
-        """True if an anchor may have no negatives, and a sample be in no pair."""
+        """Return whether an anchor may be without negatives, and a sample without pairs."""
         return len(self.keys) > 1 or self.options.policy is not None
 
     @abstractmethod
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
-        r"""``sum over directions, anchors i of coefficient_i (sum_j w_ij grad s_ij - p_i grad s_ii)``, weights held.
+        r"""Return ``sum over directions, anchors i of coefficient_i (sum_j w_ij grad s_ij - p_i grad s_ii)``.
 
-        Consumes what the sweep kept: call it once.
+        The weights are held constant. The method frees the blocks of the sweep and can be called only once.
 
         Args:
             alpha: log-normalizers, ``(B, A)``.
             coefficient: factor of each anchor, a number or broadcastable to ``(B, A)``.
-            positive_weight: ``p_i``, the weight of each anchor's positive, the same.
+            positive_weight: ``p_i``, the weight of each anchor's positive, of the same form.
 
         Returns:
             Gradients with respect to this process's features, ``(V, b, d)``, and to its further candidates,
@@ -270,21 +271,22 @@ class PairStatistics(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Free what only :meth:`gradients` needs, which does so itself, unless somebody else gives the gradients."""
+        """Free the memory that only :meth:`gradients` needs; for calls that do not use that method."""
 
-    @cached_property  # a normalizer and the gradients ask for it
+    @cached_property  # used by normalizers and by the gradients
     def log_ghat(self) -> Tensor:
         """``log ghat_i``, the batch estimate of the inner function, ``(B, A)``."""
         return self.log_sum - self.log_count
 
     def sum_weights(self, alpha: Tensor) -> Tensor:
-        """``sum_j w_ij``, ``(B, A)``."""
+        """Return ``sum_j w_ij``, ``(B, A)``."""
         return self.real((self.log_ghat - alpha).exp_())
 
     def per_pair(self, per_anchor: Tensor, slope: Scalar | None = None) -> Tensor:
-        """``(B, a)`` -> ``(B, A)``: values of the anchors for each of their positives.
+        """Repeat values of the anchors for each of their positives, ``(B, a)`` -> ``(B, A)``.
 
-        With ``slope``, a number or ``(B, a)``, the value is that of the first positive, and falls by ``slope s_ii``.
+        With ``slope``, a number or ``(B, a)``, the values are those of the first positive; for the others ``slope``
+        times the difference of ``s_ii`` is subtracted.
         """
         if self.views == 2:
             return per_anchor
@@ -295,50 +297,53 @@ class PairStatistics(ABC):
         return repeated + slope * (self.per_pair(self.positive[:, : self.directions]) - self.positive)
 
     def sum_over_positives(self, per_pair: Tensor) -> Tensor:
-        """``(B, A)`` -> ``(B, a)``: sum over the positives of each anchor."""
+        """Sum over the positives of each anchor, ``(B, A)`` -> ``(B, a)``."""
         return per_pair if self.views == 2 else per_pair.unflatten(1, (self.views - 1, -1)).sum(1)
 
     def real(self, per_anchor: Tensor) -> Tensor:
-        """Zero for anchors without negatives, which labels and index2 can leave."""
+        """Set values of anchors without negatives, which labels and index2 can cause, to zero."""
         return per_anchor if isinstance(self.count, float) else torch.where(self.count > 0, per_anchor, 0)
 
     def factor(self, value: Scalar) -> Scalar:
-        """A factor of each anchor, zero for those without negatives; still a number where there are no such anchors."""
+        """Return a factor per anchor, zero without negatives; a number if ``count`` is a number."""
         if isinstance(self.count, float):
             return value
         value = value if isinstance(value, Tensor) else self.positive.new_full((), value)
         return torch.where(self.count > 0, value, 0)
 
     def of_other_view(self, per_anchor: Tensor) -> Tensor:
-        """Unimodal: a view without negatives (further candidates are the other's alone) has what the other has."""
+        """Copy values of the other view to a view without negatives, in unimodal mode.
+
+        The other view may have negatives, since only the first view has further candidates.
+        """
         if isinstance(self.count, float):
             return per_anchor
         return torch.where(self.count > 0, per_anchor, per_anchor.flip(1))
 
     @property
     def divisor(self) -> Scalar:
-        """``|N_i|`` of a mean over negatives, 1 where there are none."""
+        """Divisor of a mean over negatives: ``|N_i|``, or 1 without negatives."""
         return at_least_one(self.count)
 
     def _count_negatives(self, candidates: Sequence[int], excluded: Tensor | None, like: Tensor) -> None:
-        """Fill ``count`` and ``log_count`` from candidates by direction, and those excluded, ``(B, A)``."""
+        """Set ``count`` and ``log_count`` from candidates by direction and numbers of those excluded, ``(B, A)``."""
         own = self.views if self.unimodal and not self.whole else int(self.unimodal or not self.whole)
         self.negatives = min(candidates) - own
         numbers = [number - (own if excluded is None else 0) for number in candidates]
         count: Scalar = float(numbers[0])
-        if len(set(numbers)) > 1:  # made on the device, which a copy would wait for
+        if len(set(numbers)) > 1:  # filled on the device, without a copy from the host that synchronises
             count = torch.stack([like.new_full((), float(number)) for number in numbers]).expand_as(like)
         self.count = count if excluded is None else count - excluded
         self.log_count = log(self.divisor)
 
 
 class SampledPairs(ABC):
-    """Weights ``w_ij`` that a sampler decided, in place of ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
+    """Weights ``w_ij`` that replace ``exp(h_ij / tau_i - alpha_i) / |N_i|``, for example from a sampler.
 
     Attributes:
-        sum_wh: ``sum_j w_ij h_ij`` of every anchor of the (global) batch, ``(B, A)``: what a temperature's gradient
-            needs.
-        serves: others wait for what :meth:`gradients` computes, where own features want no gradient too.
+        sum_wh: ``sum_j w_ij h_ij`` of every anchor of the (global) batch, ``(B, A)``, for gradients of temperatures.
+        serves: :meth:`gradients` also computes gradients for other ranks or for encoded features, and must be called
+            even if this rank's features need none.
     """
 
     sum_wh: Tensor
@@ -346,10 +351,10 @@ class SampledPairs(ABC):
 
     @abstractmethod
     def gradients(self, coefficient: Scalar) -> Tensor:
-        r"""``sum over directions and anchors i of coefficient_i (sum_j w_ij grad s_ij - grad s_ii)``.
+        r"""Return ``sum over directions and anchors i of coefficient_i (sum_j w_ij grad s_ij - grad s_ii)``.
 
-        With several ranks collective, if it ``serves``. Gradients of features that are not in the batch go where those
-        came from.
+        Collective with several ranks, if ``serves``. Gradients of features outside the batch are passed to the encoder
+        that computed the features.
 
         Args:
             coefficient: factor of each anchor, a number or broadcastable to ``(B, A)``.
@@ -360,12 +365,12 @@ class SampledPairs(ABC):
 
 
 def at_least_one(count: Scalar) -> Scalar:
-    """A number of negatives, or 1 where there are none."""
+    """Return the number of negatives, or 1 if there are none."""
     return max(1.0, count) if isinstance(count, float) else count.clamp(min=1)
 
 
 def effective_number(total: Tensor, squares: Tensor) -> Tensor:
-    """Mean of ``(sum w)^2 / sum w^2`` over anchors, of those that have any weight."""
+    """Return the mean of ``(sum w)^2 / sum w^2`` over the anchors with nonzero weights."""
     return (total.square() / squares).nanmean()
 
 
@@ -373,15 +378,15 @@ def pull_positives(gradient: Tensor, z: Tensor | Sequence[Tensor], weight: Scala
     """Subtract the gradient of ``sum weight s_ii`` over all ordered pairs, in place.
 
     Args:
-        gradient: of the features of the views, ``(V, b, d)``.
-        z: those features.
-        weight: of each pair, a number or ``(b, A)``.
-        directions: views that are anchors.
+        gradient: gradient of the features of the views, ``(V, b, d)``.
+        z: the features.
+        weight: weight of each pair, a number or ``(b, A)``.
+        directions: number of views that are anchors.
     """
     z = z.unbind() if isinstance(z, Tensor) else z
     of_views, views = gradient.unbind(), len(z)
     for one, other in combinations(range(views), 2):
-        # columns of the pair and of its reverse, as far as the two are anchors
+        # columns of the pair and of its reverse, if their first view is an anchor
         both = ((other - one - 1) * directions + one, (views - other + one - 1) * directions + other)
         columns = sorted(both[: (one < directions) + (other < directions)])
         if columns:
@@ -394,7 +399,7 @@ def pull_positives(gradient: Tensor, z: Tensor | Sequence[Tensor], weight: Scala
 
 
 def _sum_of_columns(x: Tensor, columns: Sequence[int]) -> Tensor:
-    """Sum of one or two columns, ``(b, 1)``; a slice takes no copy."""
+    """Return the sum of one or two columns, ``(b, 1)``, selected by a slice, which needs no copy."""
     low, high = columns[0], columns[-1]
     if len(columns) < x.shape[1]:
         x = x[:, low : high + 1 : max(1, high - low)]
@@ -402,20 +407,20 @@ def _sum_of_columns(x: Tensor, columns: Sequence[int]) -> Tensor:
 
 
 def is_uniform(tau: float | Tensor, options: PairOptions) -> bool:
-    """Return whether one exponential without any shift serves the anchors of both directions."""
+    """Return whether the anchors of both directions can share one exponential without a shift."""
     plain = options.bounded and not options.moments and options.policy is None
     return plain and isinstance(tau, float) and 1 / tau <= MAX_UNSHIFTED_SCALE
 
 
 def scale_of(tau: float | Tensor, like: Tensor, batch: int, directions: int = 2) -> float | Tensor:
-    """``1 / tau`` of every anchor: a number, or ``(B, A)``."""
+    """Return ``1 / tau`` of every anchor: a number, or ``(B, A)``."""
     if isinstance(tau, float):
         return 1 / tau
     return tau.to(like.dtype).reciprocal().expand(batch, directions)
 
 
 def same_sample(rows: Sequence[Tensor], columns: Sequence[Tensor]) -> Tensor:
-    """True where any of the keys of a row equals that of a column: not a pair of anchor and negative."""
+    """Return a mask that is True where any key of a row equals that of a column, which are then not a pair."""
     same = rows[0][:, None] == columns[0][None, :]
     for row, column in zip(rows[1:], columns[1:], strict=True):
         same.logical_or_(row[:, None] == column[None, :])

@@ -1,12 +1,12 @@
-r"""Statistics of pairs under a policy: one sweep, or several, with what is done to their sums.
+r"""Statistics of pairs under a policy: one or several sweeps, and corrections of their sums.
 
-Positives may be expectations: several samples of one label, or candidates by the weights of a teacher.
+A positive may be an expectation, over several samples of one label or over candidates with a teacher's weights:
 
 .. math::
     \bar s_i = \sum_j T_{ij} s_{ij}, \qquad \sum_j T_{ij} = 1, \qquad h_{ij} = s_{ij} - \bar s_i
 
-All other features are candidates, positives too. Since ``s_ij`` is linear in both features, only the mean positive
-``sum_j T_ij z_j`` is kept of each anchor; blocks of ``T`` are computed twice, and none outlives its product.
+All other features are candidates, including the positives. Since ``s_ij`` is linear in both features, only the mean
+positive ``sum_j T_ij z_j`` of each anchor is kept; blocks of ``T`` are computed twice and freed after their product.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from compopt.kernel.joined import Source, with_momentum, with_policy
 from compopt.kernel.pairs import PairOptions, PairStatistics, scale_of
 from compopt.pairs import PairPolicy
 
-BLOCK_ROWS = 1024  # of T, where the caller has set no chunk_size
+BLOCK_ROWS = 1024  # rows of a block of T if chunk_size is None
 
-# From corrected statistics, log-normalizers and weights of positives to what the pairs without the correction take.
+# Maps corrected statistics, log-normalizers and weights of positives to those of the pairs without the correction.
 Through = Callable[[PairStatistics, Tensor, Scalar], tuple[Tensor, Scalar]]
 
 
 def swept(source: Source, options: PairOptions, policy: PairPolicy | None) -> PairStatistics:
-    """Sweep the pairs of a call, as its policy asks for."""
+    """Return the statistics of the pairs of a call under its policy."""
     if options.held:
         return with_momentum(source, options)
     if policy is None:
@@ -39,7 +39,7 @@ def swept(source: Source, options: PairOptions, policy: PairPolicy | None) -> Pa
     if policy.expects:
         return TargetPairs(source, options, policy)
     pairs: PairStatistics = with_policy(source, options, policy.also) if policy.also else source.pairs(options)
-    if policy.importance != "plain":  # divided by their mean, which is a sum at the temperature 1 / beta
+    if policy.importance != "plain":  # the mean of exp(beta s_ij) is a sum at the temperature 1 / beta
         beta, _ = policy.strengths
         weights = source.pairs(options.without_hardness()._replace(moments=False), tau=1 / beta)
         pairs = NormalizedPairs(pairs, weights, beta, source.tau, policy.importance == "differentiated")
@@ -51,13 +51,13 @@ def swept(source: Source, options: PairOptions, policy: PairPolicy | None) -> Pa
 
 
 class CorrectedPairs(PairStatistics):
-    """Statistics of other pairs with a correction of their sums.
+    """Statistics of pairs with a correction of their sums.
 
     Args:
-        pairs: the others.
-        log_ghat: corrected; ``None``: that of the others.
-        mean_h: corrected; ``None``: that of the others.
-        through: what gradients of the others take in the place of log-normalizers and weights of positives.
+        pairs: statistics without the correction.
+        log_ghat: corrected ``log ghat_i``; ``None``: that of ``pairs``.
+        mean_h: corrected mean of ``h_ij``; ``None``: that of ``pairs``.
+        through: maps the log-normalizers and weights of positives of a gradient to those that ``pairs`` needs.
     """
 
     def __init__(
@@ -84,20 +84,21 @@ class CorrectedPairs(PairStatistics):
 
 
 def debiased(pairs: PairStatistics, prior: Scalar, scale: Scalar) -> CorrectedPairs:
-    r"""Take a share ``pi`` of the negatives to be positives in disguise (debiased contrastive loss, eq. 8).
+    r"""Correct the sums for a share ``pi`` of negatives that are in fact positives (debiased contrastive loss, eq. 8).
 
     .. math::
         \hat g_i \leftarrow \max\Bigl(\frac{\hat g_i - \pi}{1 - \pi},\; e^{(-1 - s_{ii}) / \tau_i}\Bigr)
 
-    where ``pi = pi exp(h_ii / tau)`` is the term of the anchor's own positive; the bound is a negative at ``s = -1``.
+    where ``pi = pi exp(h_ii / tau)`` is the term of the anchor's own positive, since ``h_ii = 0``; the lower bound is
+    the term of a negative with ``s = -1``. At the bound the weights of the negatives are zero.
 
     Args:
-        pairs: without the correction.
-        prior: ``pi``, in (0, 1), a number or of the samples, ``(B, 1)``.
+        pairs: statistics without the correction.
+        prior: ``pi``, in (0, 1), a number or a value per sample, ``(B, 1)``.
         scale: ``1 / tau``, broadcastable to ``(B, A)``.
     """
     log_rest = torch.log1p(-prior) if isinstance(prior, Tensor) else math.log1p(-prior)
-    # the logarithm of what is below 0 is NaN, which the bound replaces too
+    # NaN where the corrected value is negative; the bound replaces it
     corrected = pairs.log_ghat + torch.log1p(-prior * (-pairs.log_ghat).exp()) - log_rest
     lowest = (-1 - pairs.positive) * scale
     bound = (pairs.log_ghat < log(prior)) | (corrected < lowest)
@@ -114,14 +115,14 @@ def debiased(pairs: PairStatistics, prior: Scalar, scale: Scalar) -> CorrectedPa
 
 
 def with_weighted_positives(pairs: PairStatistics, sigma: float, scale: Scalar) -> CorrectedPairs:
-    r"""Pull positives with the weight of the negative von Mises-Fisher density (weighted DCL, eq. 6).
+    r"""Weight positives by the negative von Mises-Fisher density (weighted DCL, eq. 6).
 
     .. math::
         \hat g_i \leftarrow \hat g_i\, e^{(1 - v_i)\, s_{ii} / \tau_i}, \qquad
         v_i = 2 - \frac{e^{s_{ii} / \sigma}}{\tfrac{1}{B} \sum_k e^{s_{kk} / \sigma}}
 
     Args:
-        pairs: without the weights.
+        pairs: statistics without the weights.
         sigma: > 0.
         scale: ``1 / tau``, broadcastable to ``(B, A)``.
     """
@@ -142,18 +143,18 @@ class NormalizedPairs(CorrectedPairs):
         b_{ij} = \beta s_{ij} - c_i, \qquad c_i = \log \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{\beta s_{ij}}
 
     Args:
-        pairs: with the log-weights ``beta s_ij``.
-        importance: the same pairs without log-weights at the temperature ``1 / beta``.
+        pairs: statistics with the log-weights ``beta s_ij``.
+        importance: statistics of the same pairs without log-weights at the temperature ``1 / beta``.
         beta: strength.
         tau: temperatures, a number or broadcastable to ``(B, A)``.
-        differentiated: let the gradient through the weights, as the authors' code does.
+        differentiated: differentiate through the weights, as the authors' code does.
     """
 
     def __init__(
         self, pairs: PairStatistics, importance: PairStatistics, beta: float, tau: Scalar, differentiated: bool
     ) -> None:
         self._importance, self._shift = importance, importance.log_ghat + beta * pairs.positive
-        self._part = beta * tau if differentiated else 0.0  # of the gradient that goes through the weights
+        self._part = beta * tau if differentiated else 0.0  # share of the gradient that passes through the weights
         self._differentiated = differentiated
         super().__init__(pairs, pairs.log_ghat - self._shift)
 
@@ -176,27 +177,28 @@ class NormalizedPairs(CorrectedPairs):
 
 
 class TargetPairs(CorrectedPairs):
-    """Statistics of all pairs, whose positives are expectations.
+    """Statistics of all pairs if positives are expectations.
 
-    The weights ``T`` of candidates in an anchor's positive are equal among those of its label; or a softmax of a
-    teacher's similarities, or proportional to these. With ``inside=True`` the positive is the log-mean-exp of
-    similarities, whose weights are their softmax. Candidates of another key ``within=`` have none.
+    The weights ``T`` of candidates in an anchor's positive are equal for all candidates with its label, or a softmax of
+    a teacher's similarities, or proportional to these similarities. With ``inside=True`` the positive is the
+    log-mean-exp of similarities, and the weights are their softmax. Candidates with another key ``within=`` have
+    weight 0.
 
     Args:
-        source: features of two modalities or views; its batch has the teacher's, labels and keys.
-        options: of the pairs.
-        policy: says which of these decide.
+        source: features of two modalities or views; its batch contains the teacher's features, labels and keys.
+        options: options of the pairs.
+        policy: selects the kind of weights.
 
-    Communicates: one all-gather of ``2 a`` floats per sample, beside that of the pairs.
+    Communicates: one all-gather of ``2 a`` floats per sample, in addition to that of the pairs.
     """
 
     def __init__(self, source: Source, options: PairOptions, policy: PairPolicy) -> None:
         if policy.inside and options.moments:
             raise ValueError("inside=True takes temperatures that do not learn; leave it out, or fix tau")
         self._source, self._everyone, self._inside = source, source.everyone, policy.inside
-        self._tau = None if isinstance(policy.targets, str) else policy.targets  # of a softmax over the teacher's
+        self._tau = None if isinstance(policy.targets, str) else policy.targets  # of the teacher's softmax
         self._teacher = [value for name, value in source.batch.values.items() if name.startswith("teacher")]
-        if policy.targets == "classes":  # soft labels are those of all
+        if policy.targets == "classes":  # all modalities or views share the soft labels
             self._teacher *= len(self._everyone)
         self._rows = options.chunk_size or BLOCK_ROWS
         scale = scale_of(source.tau, source.own, len(self._everyone[0]), options.directions)
@@ -207,18 +209,18 @@ class TargetPairs(CorrectedPairs):
         expected, self._means, norms = zip(*map(self._expect, anchors), strict=True)
         shared = source.gather(torch.stack([*expected, *norms], dim=1))
         positive, self._log_norm = shared.split(options.directions, dim=1)
-        positive = positive.repeat(1, len(views) - 1)  # the same for all ordered pairs of an anchor
+        positive = positive.repeat(1, len(views) - 1)  # equal for all ordered pairs of an anchor
         super().__init__(source.pairs(options._replace(positive=positive, whole=True)))
 
     def _axis(self, view: int, part: slice) -> Axis:
-        """Return what decides about the samples ``part`` of a view."""
+        """Return the teacher's features, keys and labels of the samples ``part`` of a view."""
         values, keys = self._source.batch.values, self._source.batch.keys
         key, label = values.get("within1"), None if self._teacher else keys["labels"]
         guide = self._teacher[view] if self._teacher else None
         return Axis(guide, key, label, len(self._everyone[0])).part(part.start, part.stop)
 
     def _logits(self, rows: Axis, columns: Axis) -> Tensor:
-        """``log T_ij`` up to a number per row, ``(P, Q)``."""
+        """Return ``log T_ij`` up to a constant per row, ``(P, Q)``."""
         if rows.guide is not None and columns.guide is not None:
             result = rows.guide @ columns.guide.T
             result = result.log() if self._tau is None else result / self._tau
@@ -231,7 +233,7 @@ class TargetPairs(CorrectedPairs):
         return result
 
     def _blocks(self, view: int, rows: slice, others: int, columns: slice) -> Iterator[tuple[slice, Tensor]]:
-        """Parts of ``rows``, anchors of a view, and ``log T`` up to a number per row for candidates of another."""
+        """Yield parts of ``rows``, anchors of a view, with ``log T`` up to a constant per row for candidates."""
         for start in range(rows.start, rows.stop, self._rows):
             part = slice(start, min(start + self._rows, rows.stop))
             logits = self._logits(self._axis(view, part), self._axis(others, columns))
@@ -244,11 +246,11 @@ class TargetPairs(CorrectedPairs):
             yield part, logits
 
     def _expect(self, view: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Positives of the own anchors of a view, ``(b,)``.
+        """Compute the positives of this rank's anchors of a view.
 
         Returns:
-            The similarity that stands for ``s_ii``; the mean ``sum_j T_ij z_j``, ``(b, d)``; the logarithm of what the
-            weights were divided by.
+            The similarity that replaces ``s_ii``, ``(b,)``; the mean ``sum_j T_ij z_j``, ``(b, d)``; the logarithm of
+            the normalizer of the weights, ``(b,)``.
         """
         everyone, place = slice(0, len(self._everyone[0])), self._source.batch.own
         candidates = self._candidates[view]
@@ -272,7 +274,7 @@ class TargetPairs(CorrectedPairs):
         for view, mean in enumerate(self._means):
             gradient[view] -= pull[self._source.batch.own, view] * mean
             pulled = pull[:, view] * self._everyone[view]
-            for other in self._candidates[view]:  # as candidates of everybody's anchors
+            for other in self._candidates[view]:  # this rank's features as candidates of the anchors of all ranks
                 for rows, logits in self._blocks(view, slice(0, len(pulled)), other, self._source.batch.own):
                     t = (logits - self._log_norm[rows, view, None]).exp()
                     gradient[other] -= t.T @ pulled[rows]

@@ -1,4 +1,4 @@
-"""Losses beyond contrast: robust risks, average precision, partial AUC and rankings, with averages per sample."""
+"""Non-contrastive losses: robust risks, average precision, partial AUC and rankings, with averages per sample."""
 
 from compopt.losses.base import CompositionalLoss, RobustLoss
 from compopt.losses.pairs import (

@@ -1,4 +1,4 @@
-"""Base of the losses beyond contrast, and the one with the plainest inner values, the robust risk."""
+"""Base class of non-contrastive compositional losses, and the robust risk."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from compopt.kernel.features import with_gradients, working_dtype
 from compopt.normalizers.moving_average import DOMAINS, Domain
 from compopt.stores.layout import Column
 
-TOTAL = ("log_v", "updates")  # state of a moving average for all samples, and the number of its updates
-# How each hyper-parameter is checked.
+TOTAL = ("log_v", "updates")  # state: moving average over all samples, and the number of its updates
+# Check of each hyper-parameter.
 CHECKS: dict[str, Callable[[str, Any], object]] = {
     "gamma": checks.unit_interval,
     "tau": checks.positive,
@@ -38,29 +38,29 @@ CHECKS: dict[str, Callable[[str, Any], object]] = {
 
 
 class CompositionalLoss(Component):
-    r"""Base class of losses ``1/n sum_i f(u_i)``, ``u_i`` the moving average of an inner function ``g_i``.
+    r"""Base class of losses ``1/n sum_i f(u_i)``, where ``u_i`` is the moving average of an inner function ``g_i``.
 
-    Each is an :class:`~compopt.Estimator`: a call deposits new averages, ``step()`` or ``attach(optimizer)`` commits
-    them, ``state_dict()`` and :func:`compopt.save` keep them. A subclass defines :meth:`inner` and :meth:`outer`. The
-    gradient is ``1/B sum_i f'(u_i) grad g_i``, as of :func:`compopt.compositional_loss`.
+    Each loss is an :class:`~compopt.Estimator`: a call deposits new averages, ``step()`` or ``attach(optimizer)``
+    commits them, ``state_dict()`` and :func:`compopt.save` save them. A subclass defines :meth:`inner` and
+    :meth:`outer`. The gradient is ``1/B sum_i f'(u_i) grad g_i``, as in :func:`compopt.compositional_loss`.
 
     Args:
-        n: number of samples that rows are kept for, or a list of sample groups; ``None``: no rows.
+        n: number of samples with rows, or a list of sample groups; ``None``: no rows.
         hyper: hyper-parameters that groups may override, ``gamma`` among them.
         process_group, offload, offload_dir, shard, dtype: placement, see :class:`~compopt.estimator.Component`.
 
-    State, per sample: ``log_u`` (in nats), or ``u`` (``width`` values) with ``domain = "linear"``; the visits.
+    State, per sample: ``log_u`` (in nats), or ``u`` (``width`` values) with ``domain = "linear"``; number of visits.
 
-    Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with a few floats per sample; those
-    losses that compare samples gather the scores of the others too. K ranks have the values, the state and the mean
-    gradient of one rank with the whole batch. Backward communicates nothing.
+    Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with a few floats per sample; losses
+    that compare samples also gather the scores of the other samples. With K ranks the values, the state and the mean
+    gradient are those of one rank with the whole batch. The backward pass communicates nothing.
     """
 
     role = "loss"
     domain: Domain = "log"
     width = 1
     checked_by = CHECKS
-    numbers: tuple[str, ...] = ()  # names of state that is one number for all samples together
+    numbers: tuple[str, ...] = ()  # names of state entries that are one number for all samples
 
     @takes_options(Component, PlacementOptions)
     def __init__(self, n: GroupSpec | None, hyper: Mapping[str, Any], **placement: Unpack[PlacementOptions]) -> None:
@@ -68,7 +68,7 @@ class CompositionalLoss(Component):
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
-        # float64, since each is one number that is averaged at every step
+        # float64, since each number is averaged at every step
         self.state = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in self.numbers}
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -81,10 +81,10 @@ class CompositionalLoss(Component):
 
     @abstractmethod
     def inner(self, given: Sequence[Tensor], batch: Batch, hyper: Hyper) -> Tensor:
-        """Return inner values of the batch, or their logarithms, ``(B, k)``, differentiable in what was ``given``."""
+        """Return inner values of the batch, or their logarithms, ``(B, k)``, differentiable in ``given``."""
 
     def outer(self, u: Tensor, batch: Batch, hyper: Hyper) -> Tensor:
-        """Return the objective of each sample, ``(B,)``, from averages as they are stored, ``(B, k)``."""
+        """Return the objective of each sample, ``(B,)``, from the stored averages (or logarithms), ``(B, k)``."""
         raise NotImplementedError(f"{type(self).__name__} must define outer() or estimate()")
 
     def estimate(self, inner: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -96,11 +96,11 @@ class CompositionalLoss(Component):
         return value, slope * (inner - u).exp() if self.domain == "log" else slope, {name: u}
 
     def weights(self, u: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor]:
-        """Return the loss, and its derivative with respect to averages as they are stored."""
+        """Return the loss, and its derivative with respect to the stored averages (or logarithms)."""
         return outer(lambda x: self.outer(x, batch, hyper), u)
 
     def _total(self, log_g: Tensor, batch: Batch, hyper: Hyper) -> Tensor:
-        """Fold ``log_g``, one number in any shape, into ``log v``, the average for all samples; return that, 0-d."""
+        """Update ``log v``, the average over all samples, with ``log_g``, one number in any shape; return it, 0-d."""
         state = self.working_state(batch.depositing)
         gamma, first = hyper.of_first_group()("gamma"), state["updates"] == 0
         log_v = F.moving_average(state["log_v"], log_g.to(state["log_v"]).squeeze(), gamma, first)
@@ -109,7 +109,7 @@ class CompositionalLoss(Component):
         return log_v.to(log_g)
 
     def _compose(self, index: Tensor, given: Sequence[Tensor], values: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss of ``given``: a tensor with an entry per sample, perhaps another one of other samples."""
+        """Return the loss of ``given``: a tensor with an entry per sample, and optionally one for other samples."""
         ranks, ready = self._engine.ranks, [x.detach().to(working_dtype(x.dtype)) for x in given]
         batch = self._read({"index": index}, {"given": ready[0], **values}, more=sum(map(len, ready[1:])))
         if not len(batch.rows):
@@ -129,20 +129,20 @@ class CompositionalLoss(Component):
             return value
         first = sum(batch.more[: ranks.rank])
         own = [batch.own, slice(first, first + sum(map(len, ready[1:])))]
-        # frameworks average gradients over ranks; this rank's share of the global mean must survive that
+        # multiplied by the number of ranks, since frameworks average gradients over ranks
         gradients = [g[at] * ranks.size for g, at in zip(torch.autograd.grad(inner, leaves, slope), own, strict=False)]
         return with_gradients(value, list(zip(given, gradients, strict=True)))
 
 
 def check_scores(name: str, value: Tensor, axes: int) -> None:
-    """Refuse values that are no scores of ``axes`` axes, and callers that would lose their derivatives."""
+    """Refuse values that are not scores with ``axes`` axes, and transforms that would lose derivatives."""
     refuse_transforms()
     refuse_tangents((name, value))
     check_values(name, value, ("(B,)", "(Q, L)")[axes - 1], axes)
 
 
 def alike(name: str, value: Any, like: Tensor) -> Tensor:
-    """Return a tensor in the shape of ``like``."""
+    """Return ``value`` after a check that it is a tensor with the shape of ``like``."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor of shape {tuple(like.shape)}, got {type(value).__name__}")
     if value.shape != like.shape:
@@ -151,22 +151,22 @@ def alike(name: str, value: Any, like: Tensor) -> Tensor:
 
 
 def log_mean_exp(x: Tensor, dim: int) -> Tensor:
-    """Return ``log mean exp`` over one axis, kept."""
+    """Return ``log mean exp`` over one axis, which is kept."""
     return torch.logsumexp(x, dim, keepdim=True) - math.log(x.shape[dim])
 
 
 class RobustLoss(CompositionalLoss):
-    r"""Risk that a KL-regularised adversary reweights: a soft maximum of losses, of each task or of all samples.
+    r"""Distributionally robust risk with KL regularisation: a soft maximum of losses, per task or over all samples.
 
     .. math::
         F = \frac{1}{n} \sum_{i=1}^n \tau \log E_{z \sim P_i}\, e^{\ell(w; z) / \tau}
         \qquad \text{or, without } n, \qquad F = \tau \log E_z\, e^{\ell(w; z) / \tau}
 
-    It is ``max_q E_q[l] - tau KL(q, p)``: a small ``tau`` looks at the largest losses only, a large one at the mean.
+    ``F = max_q E_q[l] - tau KL(q, p)``: for a small ``tau`` close to the largest loss, for a large ``tau`` to the mean.
 
     Args:
-        n: number of tasks, each with an average of its own; ``None``: one risk over all samples.
-        gamma: in (0, 1]; the weight of the newest value.
+        n: number of tasks, each with its own average; ``None``: one risk over all samples.
+        gamma: in (0, 1]; weight of the newest value.
         tau: weight of the KL term, in units of the losses.
         process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
 
@@ -203,11 +203,11 @@ class RobustLoss(CompositionalLoss):
         """Return the risk.
 
         Args:
-            losses: of the samples, with their graph, ``(B,)``.
-            index: the task of each, ``(B,)`` integers; nothing without ``n``.
+            losses: losses of the samples, with their graph, ``(B,)``.
+            index: task of each sample, ``(B,)`` integers; omitted without ``n``.
 
         Raises:
-            TypeError, ValueError, IndexError: wrong types, shapes, or a task outside ``0 .. n - 1``.
+            TypeError, ValueError, IndexError: wrong types or shapes, or a task outside ``0 .. n - 1``.
         """
         with self._engine.handshake.guard():
             check_scores("losses", losses, 1)

@@ -24,8 +24,8 @@ from compopt.stores.layout import Column
 class PairLoss(CompositionalLoss):
     r"""Base class of losses that compare each positive sample with the other samples of the batch.
 
-    ``l_ij = max(0, margin - (s_i - s_j))^2`` is the surrogate of "j is ranked above the positive i"; another one is a
-    subclass with its own :meth:`surrogate`. Rows are kept for positives; those of negatives stay empty.
+    ``l_ij = max(0, margin - (s_i - s_j))^2`` is the surrogate of "j is ranked above the positive i"; a subclass with
+    another :meth:`surrogate` replaces it. Only the rows of positives are used; those of negatives stay empty.
     """
 
     @outside_of_graphs
@@ -34,12 +34,12 @@ class PairLoss(CompositionalLoss):
 
         Args:
             scores: predictions of any scale, with their graph, ``(B,)``; with several ranks, of this rank's samples.
-            labels: positive where > 0, ``(B,)``, best on the CPU, since the host selects by them.
+            labels: labels, positive if > 0, ``(B,)``, preferably on the CPU, since the host reads them.
             index: data-set positions, ``(B,)`` integers.
 
         Raises:
-            TypeError: scores that are no floating-point tensor, an index without integers.
-            ValueError: wrong shapes; a batch without positives, or without the negatives that are needed.
+            TypeError: scores that are not a floating-point tensor, an index without integers.
+            ValueError: wrong shapes; a batch without positives, or without negatives if the loss needs them.
             IndexError: the index of a positive is outside ``0 .. n - 1``.
         """
         with self._engine.handshake.guard():
@@ -71,11 +71,12 @@ class AveragePrecisionLoss(PairLoss):
 
     Args:
         n: number of samples of the data set, or a list of sample groups.
-        gamma: in (0, 1]; the weight of the newest value of both averages.
+        gamma: in (0, 1]; weight of the newest value of both averages.
         margin: > 0.
         process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
 
-    State, per positive: both averages (``u``, two values) and the visits. The first visit takes the values themselves.
+    State, per positive: both averages (``u``, two values) and the number of visits. The first visit stores the values
+    themselves.
 
     Communicates, errors: as :class:`CompositionalLoss` and the call of :class:`PairLoss`.
 
@@ -122,12 +123,12 @@ class PartialAUCLoss(PairLoss):
 
     Args:
         n: number of samples of the data set, or a list of sample groups.
-        gamma: in (0, 1]; the weight of the newest value.
-        tau: weight of the KL term; a small one looks at the hardest negatives (a low false positive rate) only.
-        margin: of the surrogate.
+        gamma: in (0, 1]; weight of the newest value.
+        tau: weight of the KL term; a small value emphasises the hardest negatives (low false positive rates).
+        margin: margin of the surrogate.
         process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
 
-    State, per positive: ``log_u`` in nats, and the visits.
+    State, per positive: ``log_u`` in nats, and the number of visits.
 
     Communicates, errors: as :class:`CompositionalLoss` and the call of :class:`PairLoss`.
 
@@ -169,12 +170,13 @@ class TwoWayPartialAUCLoss(PartialAUCLoss):
         \ell_{ij} = \max(0, \text{margin} - (s_i - s_j))^2
 
     Args:
-        n, gamma, tau, margin: as of :class:`PartialAUCLoss`; ``gamma`` also averages the outer expectation.
-        tau_positive: weight of the KL term of positives; a small one looks at the hardest positives only. The first
-            sample group's counts.
+        n, gamma, tau, margin: as in :class:`PartialAUCLoss`; ``gamma`` is also used for the average of the outer
+            expectation.
+        tau_positive: weight of the KL term of positives; a small value emphasises the hardest positives. The value of
+            the first sample group is used.
         process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
 
-    State: ``log_u`` per positive, in nats, and the visits; the average of the outer expectation, ``log_v``.
+    State: ``log_u`` per positive, in nats, and the number of visits; the average of the outer expectation, ``log_v``.
 
     Communicates, errors: as :class:`CompositionalLoss` and the call of :class:`PairLoss`.
 
@@ -213,23 +215,23 @@ class TwoWayPartialAUCLoss(PartialAUCLoss):
 
 
 class CVaRPartialAUCLoss(PairLoss):
-    r"""One-way partial AUC at false positive rates up to a bound, exactly, by SOPA.
+    r"""One-way partial AUC up to a bound of the false positive rate, without KL smoothing, by SOPA.
 
     .. math::
         F = \frac{1}{n_+} \sum_{y_i = 1} \min_{c_i} \; c_i + \frac{1}{\beta}\, E_{y_j = 0} \max(0, \ell_{ij} - c_i),
         \qquad \ell_{ij} = \max(0, \text{margin} - (s_i - s_j))^2
 
-    The mean over the share ``beta`` (``max_fpr``) of the hardest negatives of each positive. The threshold ``c_i``
-    takes a step of subgradient descent at each visit and starts at 0.
+    This is the mean over the share ``beta`` (``max_fpr``) of the hardest negatives of each positive. The threshold
+    ``c_i`` is 0 initially and takes one step of subgradient descent at each visit.
 
     Args:
         n: number of samples of the data set, or a list of sample groups.
-        max_fpr: in (0, 1]; the bound ``beta`` of the false positive rate.
+        max_fpr: in (0, 1]; bound ``beta`` of the false positive rate.
         lr: step size of the thresholds, in units of ``l``.
-        margin: of the surrogate.
+        margin: margin of the surrogate.
         process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
 
-    State, per positive: ``threshold``, and the visits.
+    State, per positive: ``threshold``, and the number of visits.
 
     Communicates, errors: as :class:`CompositionalLoss` and the call of :class:`PairLoss`.
 
@@ -268,29 +270,30 @@ class CVaRPartialAUCLoss(PairLoss):
 
     def estimate(self, inner: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         threshold, weight = batch.columns["threshold"], 1 / (hyper("max_fpr") * inner.shape[1])
-        share = (inner > 0).sum(1, keepdim=True) + 0 * inner.sum(1, keepdim=True)  # NaN where a loss is
+        share = (inner > 0).sum(1, keepdim=True) + 0 * inner.sum(1, keepdim=True)  # NaN if a loss is NaN
         value = (threshold + weight * inner.sum(1, keepdim=True)).mean()
         slope = torch.zeros_like(inner) + weight / len(inner)
         return value, slope, {"threshold": threshold - hyper("lr") * (1 - weight * share)}
 
 
 class TwoWayCVaRPartialAUCLoss(CVaRPartialAUCLoss):
-    r"""Two-way partial AUC at false positive rates up to, and true positive rates from, a bound, by SOTA.
+    r"""Two-way partial AUC with bounds of the false and the true positive rate, by SOTA.
 
     .. math::
         F = \min_{c'} \; c' + \frac{1}{\alpha}\, E_{y_i = 1} \max(0, g_i - c'), \qquad
         g_i = \min_{c_i} \; c_i + \frac{1}{\beta}\, E_{y_j = 0} \max(0, \ell_{ij} - c_i)
 
-    The mean over the share ``alpha = 1 - min_tpr`` of the hardest positives, and for each over the share ``beta``
-    (``max_fpr``) of its hardest negatives. A moving average of each ``g_i`` tells which positives these are.
+    This is the mean over the share ``alpha = 1 - min_tpr`` of the hardest positives, and for each of them over the
+    share ``beta`` (``max_fpr``) of its hardest negatives. A moving average of ``g_i`` identifies the hardest positives.
 
     Args:
-        n, max_fpr, lr, margin: as of :class:`CVaRPartialAUCLoss`; ``lr`` is the step size of ``c'`` too.
-        min_tpr: in [0, 1); the bound of the true positive rate. The first sample group's counts, as for ``c'``.
-        gamma: in (0, 1]; the weight of the newest ``g_i``.
+        n, max_fpr, lr, margin: as in :class:`CVaRPartialAUCLoss`; ``lr`` is also the step size of ``c'``.
+        min_tpr: in [0, 1); lower bound of the true positive rate. The values of the first sample group are used for
+            ``min_tpr``, and for ``lr`` in the steps of ``c'``.
+        gamma: in (0, 1]; weight of the newest ``g_i``.
         process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
 
-    State: ``threshold`` (``c_i``) and ``u`` per positive, and the visits; ``c'``.
+    State: ``threshold`` (``c_i``) and ``u`` per positive, and the number of visits; one ``threshold`` ``c'``.
 
     Communicates, errors: as :class:`CompositionalLoss` and the call of :class:`PairLoss`.
 
@@ -334,7 +337,7 @@ class TwoWayCVaRPartialAUCLoss(CVaRPartialAUCLoss):
         g = old + inner.mean(1, keepdim=True) / hyper("max_fpr")
         u = F.linear_average(batch.columns["u"], g, hyper("gamma"), batch.unseen("u"))
         state, share = self.working_state(batch.depositing)["threshold"], 1 - outermost("min_tpr")
-        hard = (u > state).to(u.dtype)  # a positive that is not hard enough moves neither the model nor its threshold
+        hard = (u > state).to(u.dtype)  # other positives change neither the model nor their thresholds
         if batch.depositing:
             new = state - outermost("lr") * (1 - (hard + 0 * u).mean() / share)
             self.deposit_state(threshold=new.to(state))

@@ -1,4 +1,4 @@
-"""Losses of rankings: NDCG and listwise cross-entropy."""
+"""Ranking losses: NDCG and listwise cross-entropy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from compopt.normalizers.moving_average import Domain
 
 
 def _grades(relevance: Tensor) -> Tensor:
-    """Return the relevance of items on the host, which selects by it."""
+    """Return the checked relevance of items on the CPU, where relevant items are selected."""
     grades = relevance.cpu()
     bad = ~(grades >= 0) | (grades == torch.inf)
     if bool(bad.any()):
@@ -30,20 +30,20 @@ def _grades(relevance: Tensor) -> Tensor:
 
 
 class ListLoss(CompositionalLoss):
-    """Loss of rankings: each relevant item of a query is compared with the items of the same query."""
+    """Base class of ranking losses, which compare each relevant item of a query with the items of the same query."""
 
     @outside_of_graphs
     def __call__(self, scores: Tensor, relevance: Tensor, index: Tensor, items: Tensor | None = None) -> Tensor:
         """Return the loss.
 
         Args:
-            scores: of the items of each query, with their graph, ``(Q, L)``.
-            relevance: ``y``, ``(Q, L)``; 0: not relevant.
-            index: number of each relevant pair, ``(Q, L)`` integers; anything where the item is not relevant.
-            items: ``N_q``, the items that each query ranks in all, ``(Q,)``; ``None``: those of the batch, ``L``.
+            scores: scores of the items of each query, with their graph, ``(Q, L)``.
+            relevance: relevance ``y`` of the items, ``(Q, L)``; 0: not relevant.
+            index: number of each relevant pair, ``(Q, L)`` integers; ignored for items that are not relevant.
+            items: ``N_q``, total number of items of each query, ``(Q,)``; ``None``: number in the batch, ``L``.
 
         Raises:
-            TypeError, ValueError, IndexError: wrong types, shapes, or a number outside ``0 .. n - 1``.
+            TypeError, ValueError, IndexError: wrong types or shapes, or a number outside ``0 .. n - 1``.
         """
         with self._engine.handshake.guard():
             check_scores("scores", scores, 2)
@@ -60,16 +60,16 @@ class ListLoss(CompositionalLoss):
             at = query.to(scores.device), item.to(scores.device)
             values = {"items": every.to(scores.device, dtype)[at[0]], **self.gains(relevance, at)}
             hyper = self._engine.groups.hyper(self.role, pair.to(scores.device)[:, None], dtype)
-            scores = scores.to(dtype)  # differences of half precision would have few digits, or overflow
+            scores = scores.to(dtype)  # differences in half precision would be inexact or overflow
             own = self.compare(scores[at[0]] - scores[at][:, None], hyper)
         return self._compose(pair, [own], values)
 
     def compare(self, excess: Tensor, hyper: Hyper) -> Tensor:
-        """Return the inner value, or its logarithm, ``(P, 1)``, from ``s_j - s_i``, ``(P, L)``."""
+        """Return inner values, or their logarithms, ``(P, 1)``, from ``s_j - s_i``, ``(P, L)``."""
         raise NotImplementedError
 
     def gains(self, relevance: Tensor, at: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return what the outer function needs of each relevant item, ``(P,)`` each, from ``relevance`` ``(Q, L)``."""
+        """Return values per relevant item for the outer function, ``(P,)`` each, from ``relevance`` ``(Q, L)``."""
         return {"gain": relevance[at]}
 
     def inner(self, given: Sequence[Tensor], batch: Batch, hyper: Hyper) -> Tensor:
@@ -83,17 +83,17 @@ class NDCGLoss(ListLoss):
         F = \frac{1}{|S|} \sum_{(q, i) \in S} \frac{1}{Z_q} \frac{1 - 2^{y_{qi}}}{\log_2 (1 + N_q\, g_{qi})}, \qquad
         g_{qi} = E_{j \in S_q} \max(0, \text{margin} - (s_{qi} - s_{qj}))^2
 
-    ``S`` are the pairs of a query and a relevant item, ``N_q g_qi`` is a surrogate of the rank of the item, ``Z_q`` the
-    ideal DCG of the items in the batch. The form for the top K (K-SONG) is not here: it weighs each pair by whether the
-    item is above a threshold that is learned per query, and so needs rows of queries beside those of pairs.
+    ``S`` is the set of pairs of a query and a relevant item, ``N_q g_qi`` is a surrogate of the rank of the item, and
+    ``Z_q`` is the ideal DCG of the items in the batch. The variant for the top K (K-SONG) is not implemented: it
+    selects pairs by a threshold that is learned per query, and therefore needs rows of queries in addition.
 
     Args:
         n: number of pairs of a query and a relevant item, or a list of sample groups.
-        gamma: in (0, 1]; the weight of the newest value.
+        gamma: in (0, 1]; weight of the newest value.
         margin: > 0.
         process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
 
-    State, per pair: ``u``, and the visits.
+    State, per pair: ``u``, and the number of visits.
 
     Communicates, errors: as :class:`CompositionalLoss` and its call.
 
@@ -133,7 +133,7 @@ class NDCGLoss(ListLoss):
 
 
 class ListwiseLoss(ListLoss):
-    r"""Listwise cross-entropy of rankings: each relevant item against a softmax over all items of the query.
+    r"""Listwise cross-entropy of rankings: cross-entropy of each relevant item in a softmax over the query's items.
 
     .. math::
         F = \frac{1}{|S|} \sum_{(q, i) \in S} y_{qi} \log \left( N_q\, g_{qi} \right), \qquad
@@ -141,10 +141,10 @@ class ListwiseLoss(ListLoss):
 
     Args:
         n: number of pairs of a query and a relevant item, or a list of sample groups.
-        gamma: in (0, 1]; the weight of the newest value.
+        gamma: in (0, 1]; weight of the newest value.
         process_group, offload, offload_dir, shard, dtype: see :class:`CompositionalLoss`.
 
-    State, per pair: ``log_u`` in nats, and the visits.
+    State, per pair: ``log_u`` in nats, and the number of visits.
 
     Communicates, errors: as :class:`CompositionalLoss` and its call.
 

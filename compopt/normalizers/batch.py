@@ -1,4 +1,4 @@
-"""Stateless baseline: log-normalizers of the batch alone."""
+"""Stateless baseline: log-normalizers from the batch only."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class BatchNormalizer(Normalizer):
         \qquad\text{or, with the positive,}\qquad
         \alpha_i = \log \tfrac{1}{|N_i|} \Bigl(1 + \sum_{j \in N_i} e^{h_{ij}/\tau_i}\Bigr)
 
-    With the positive ``w_ij`` is the usual softmax of the cross-entropy and the objective is InfoNCE less the
-    constant ``tau log |N_i|``; without it the weights of each anchor sum to one.
+    With the positive ``w_ij`` is the usual softmax of the cross-entropy and the objective is InfoNCE minus the
+    constant ``tau log |N_i|``; without the positive the weights of each anchor sum to one.
 
     Args:
         include_positive: count the positive pair in the denominator.
 
     Hyper-parameters: ``include_positive``, which may differ between sample groups.
 
-    State: none. Works per view in unimodal mode (objective V1 of SogCLR, section 3.1), or per ordered pair of more than
-    two views. Communicates nothing of its own.
+    State: none. In unimodal mode ``alpha`` is computed per view (objective V1 of SogCLR, section 3.1), or per ordered
+    pair of more than two views. Communicates nothing itself.
 
     Raises:
         TypeError: ``include_positive`` is neither True nor False.
@@ -51,7 +51,7 @@ class BatchNormalizer(Normalizer):
         checks.flag("include_positive", group["include_positive"])
 
     def check_pairs(self, policy: PairPolicy) -> None:
-        if not policy.expects:  # the path of every call
+        if not policy.expects:  # fast path, since every call checks
             return
         groups = [self.own_defaults, *self.own_groups] if self.owner is None else self.sample_groups
         if any(group.get("include_positive") for group in groups):
@@ -62,7 +62,7 @@ class BatchNormalizer(Normalizer):
 
     def estimate(self, call: Call) -> Estimate:
         log_sum = call.pairs.log_sum
-        # softplus(x) = log(1 + exp x); a number per group is enough to blend, since groups are few
+        # softplus(x) = log(1 + exp x)
         include = call.hyper.choose("include_positive", {True: 1.0, False: 0.0})
         if isinstance(include, float):
             total = F.softplus(log_sum, threshold=60.0) if include else log_sum

@@ -1,4 +1,4 @@
-"""Queue of the newest features as further negatives, moved along with the mean of the present batch."""
+"""Queue of the newest features as further negatives, shifted to the mean of the current batch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from compopt.kernel.pairs import Sums, scale_of
 from compopt.pairs import NO_POLICY, PairPolicy
 
 KEYS = ("index", "index2", "labels")
-UNKNOWN = torch.iinfo(torch.int64).min + 1  # a key that was not given; stored ones are equal to none
-STORED_CHUNK = 1024  # anchors at a time when a whole data set is asked for
+UNKNOWN = torch.iinfo(torch.int64).min + 1  # stored for a key that was not passed; excludes no pairs
+STORED_CHUNK = 1024  # anchors per chunk when stored() computes a whole data set
 
 
 class MemoryNormalizer(Normalizer):
@@ -33,61 +33,62 @@ class MemoryNormalizer(Normalizer):
         w_{ij} = \frac{e^{h_{ij}/\tau_i - \alpha_i}}{|N_i| + m}, \qquad
         z_q = z_q^{then} - \bar z^{then} + \bar z^{now}
 
-    Two facts make a queue of past features useful in training:
+    Training with a queue of past features requires two corrections:
 
-    * *Drift.* Encoders move all features together, so that anchors would be pushed away from their own past. The queue
-      keeps each feature less the mean of its batch, and adds the mean of the present batch.
-    * *Balance.* A past feature takes no gradient, so its share of the weights, ``1 - sum_j w_ij``, pushes the anchor
-      alone. The anchor's positive is then pulled by ``sum_j w_ij`` only, and the anchor towards it by 1: as much pull
-      as push on each anchor, and on all candidates together. Otherwise all features collapse to a point.
+    * *Drift.* Updates of the encoders shift all features together, so that anchors would be pushed away from their own
+      past. The queue stores each feature minus the mean of its batch, and the mean of the current batch is added.
+    * *Balance.* A past feature gets no gradient, so that its share of the weights, ``1 - sum_j w_ij``, acts on the
+      anchor only. The weight of the gradient of the anchor's positive is therefore ``sum_j w_ij``, and the weight of
+      the positive in the gradient of the anchor is 1. Attraction and repulsion then balance for each anchor, and for
+      all candidates together. Otherwise all features collapse to a point.
 
     Args:
-        dim: of the features.
-        length: ``m``, samples whose features are kept (unimodal: of the first two views, which are one queue of
-            ``2 m``).
-        momentum: every call must bring ``momentum_features=``. Without it a call may.
+        dim: dimension of the features.
+        length: number of samples in the queue, ``m`` (unimodal: the first two views of these samples, in one queue of
+            ``2 m`` features).
+        momentum: require ``momentum_features=`` in every call; otherwise they are optional.
 
-    None is a hyper-parameter of sample groups. The oldest feature is ``m / B`` steps old: 8 to 16 were good in
-    trials, 32 was harmful. Above, ``m`` stands for the slots that count for an anchor: filled, and not of its own
-    sample (the queue keeps ``index``, ``index2`` and ``labels``, as far as the calls give them); in unimodal mode there
-    are two per sample. An anchor that has no negative in its batch contributes nothing.
-    A :class:`~compopt.PairPolicy` selects and weights the queue as it does the batch; ``within`` keeps a key per slot.
+    These arguments cannot differ between sample groups. The oldest feature is ``m / B`` steps old: 8 to 16 were good in
+    trials, 32 was harmful. In the equations, ``m`` is the number of slots that are negatives of an anchor: filled, and
+    not of its own sample (the queue stores ``index``, ``index2`` and ``labels``, if the calls pass them); in unimodal
+    mode there are two per sample. An anchor without negatives in its batch contributes nothing.
+    A :class:`~compopt.PairPolicy` selects and weights the queue like the batch; with ``within`` each slot has a key.
 
     *Momentum.* With ``momentum_features=(k1, k2)`` of a slowly moving copy of the encoders
-    (:class:`~compopt.MomentumEncoder`) the candidates of the batch, the positives and what the queue keeps are ``k``:
+    (:class:`~compopt.MomentumEncoder`) the candidates of the batch, the positives and the stored features are ``k``:
 
     .. math::
         h_{ij} = \langle z_i, k_j \rangle - \langle z_i, k_i \rangle, \qquad
         k_q = k_q^{then} - \bar k^{then} + \bar k^{now}
 
-    Only anchors take a gradient, ``sum_j w_ij (k_j - k_i) + sum_q w_iq (k_q - k_i)``, so that ``z2`` has none with
-    ``directions="forward"``: use that with one encoder for both sides. ``extra=`` are compared as they are given. All
-    calls of a run should have momentum features, or none.
+    Only anchors get a gradient, ``sum_j w_ij (k_j - k_i) + sum_q w_iq (k_q - k_i)``. With ``directions="forward"``
+    ``z2`` therefore gets none: use that only with one encoder for both sides. ``extra=`` are compared without a
+    momentum copy. Either all calls of a run should pass momentum features, or none.
 
     State: features ``(2, m, dim)`` in the rows' dtype (``directions="forward"``: of the second modality only), three
-    integers and a flag for each slot; nothing per sample. Every rank has all of it. A call works on a copy, committed
-    by ``step()``; within an accumulation window it has the earlier batches' features too. With ``offload=`` the state
-    stays on the device (``benchmarks/results/off_device.md``).
+    integers (four with ``within``) and a flag for each slot; nothing per sample. Every rank has the whole state. A call
+    modifies a copy, which ``step()`` commits; within an accumulation window the copy also contains the features of
+    earlier batches. With ``offload=`` the state stays on the device (``benchmarks/results/off_device.md``).
 
-    Cost: two products of the global batch's anchors with the queue, on every rank; three matrices of that size,
-    ``(D B, m)``, which ``chunk_size`` does not split. With ``directions="forward"`` candidates learn from the batch's
-    share of the weights alone: :class:`~compopt.DCLEstimator` is better there (benchmarks/results/text.md). In
-    ``eval()`` leave the index of validation data out, whose numbers would mask the slots of training samples.
+    Cost: two products of the global batch's anchors with the queue, on every rank; three matrices ``(D B, m)``, which
+    ``chunk_size`` does not split. With ``directions="forward"`` candidates only learn from the batch's share of the
+    weights, and :class:`~compopt.DCLEstimator` is better (benchmarks/results/text.md). In ``eval()`` do not pass the
+    index of validation data, since equal numbers would mask the slots of training samples.
 
     Metrics: ``queue_share``, the mean of ``1 - sum_j w_ij``, the queue's share of an anchor's weights;
-    ``effective_negatives`` counts the queue's. Communicates nothing of its own; with momentum features the pairs of the
-    batch take a gather of statistics for each direction (unimodal: two for each view) instead of one.
+    ``effective_negatives`` includes the queue. Communicates nothing itself; with momentum features the pairs of the
+    batch need one gather of statistics per direction (unimodal: two per view) instead of one in total.
 
     Raises:
         ValueError: dim or length < 1; a policy of pairs with ``guided``, ``importance``, ``prior`` or
             ``mises_fisher``; at the call features of another dimension, a policy with another ``within``, no
             ``momentum_features`` with ``momentum=True``, more than two views or a policy with ``also`` with them.
-        TypeError: dim or length is no integer, momentum neither True nor False.
+        TypeError: dim or length is not an integer, momentum is neither True nor False.
 
     References:
         Queues of features, momentum: MoCo (He et al., CVPR 2020). Queues: cross-batch memory (Wang et al., CVPR 2020).
-        Moving them to the moments of now: Ajanthan et al., Adaptive Cross Batch Normalization for Metric Learning,
-        2023. Without the positive: DCL (Yeh et al., ECCV 2022). The balance of the forces is ours.
+        Adjusting queues to the current moments: Ajanthan et al., Adaptive Cross Batch Normalization for Metric
+        Learning, 2023. Without the positive: DCL (Yeh et al., ECCV 2022). The balance of the forces is ours.
 
     Example:
         >>> import torch, compopt
@@ -101,7 +102,7 @@ class MemoryNormalizer(Normalizer):
         self.dim, self.length = checks.count("dim", dim), checks.count("length", length)
         checks.flag("momentum", momentum)
         self.momentum = momentum
-        self._within: bool | None = None  # slots keep the keys of ``within=``
+        self._within: bool | None = None  # whether slots store the keys of ``within=``
         super().__init__(None, {})
 
     @property
@@ -138,7 +139,7 @@ class MemoryNormalizer(Normalizer):
             )
 
     def structure(self) -> dict[str, Any]:
-        # checkpoints of before have no momentum
+        # earlier checkpoints have no entry for momentum
         return {"dim": self.dim, "length": self.length, **({"momentum": True} if self.momentum else {})}
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
@@ -171,10 +172,10 @@ class MemoryNormalizer(Normalizer):
         weighted, of_batch = self._hardened(logits, positive, scale, policy.strengths[0]), pairs.log_sum[:, :directions]
         weights, log_total = shared_softmax(weighted, self._by_queue(of_batch), keep=pairs.mean_h is not None)
         total = weights.sum(2, keepdim=True)
-        # the weights are the same for all positives of an anchor
+        # all positives of an anchor have the same weights
         log_total = pairs.per_pair(self._by_sample(log_total, positive), scale)
         if call.training:
-            # a sample that is in no pair has no share of any sum, and would enter the queue: the mean has it
+            # a bad feature of a sample without pairs is in no sum, but in the mean; it must not enter the queue
             usable = all_finite(log_total + mean.sum() if pairs.may_lack_negatives else log_total)
             self._keep(call.batch, state, new - mean, keys, usable)
         outside_wh: Tensor | None = None
@@ -183,7 +184,7 @@ class MemoryNormalizer(Normalizer):
             outside_wh = pairs.per_pair(outside_wh, self._by_sample(total.squeeze(2), positive))
 
         def through_alpha(slope: Tensor) -> Tensor:
-            """Return ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of every anchor, the mean over its partners."""
+            """Return ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of every anchor, averaged over its partners."""
             push = torch.bmm(weights, queue).addcmul_(total, self._away(partners, directions) + self._by_side(mean))
             gradient = push.mul_(self._column(pairs.sum_over_positives(slope) * scale)).view(-1, *z.shape[1:])
             return gradient if len(gradient) == len(z) else torch.cat([gradient, torch.zeros_like(z[len(gradient) :])])
@@ -201,49 +202,49 @@ class MemoryNormalizer(Normalizer):
     def _keep(
         self, batch: Batch, state: Mapping[str, Tensor], new: Tensor, keys: Mapping[str, Tensor], usable: Tensor
     ) -> None:
-        """Put features into the queue, without the mean of their batch.
+        """Store features in the queue, without the mean of their batch.
 
-        A later batch adds its own mean, so that the queue follows the encoders.
+        A later call adds the mean of its own batch, so that the queue follows the encoders.
         """
         names = stored_names(keys)
         entries = {"queue": new, "keys": names, "kept": torch.ones_like(names[0], dtype=torch.bool)}
-        if batch.momentum:  # a momentum copy's, of which other features know nothing
+        if batch.momentum:  # the queue stores the copy's features; the others may be bad, too
             usable = usable & all_finite(torch.stack(batch.features)) & all_finite(torch.stack(batch.momentum))
         if batch.bad is not None:
             usable = usable & ~batch.bad
         self._pending_state = pushed(state, entries, usable)
 
     def _away(self, z: Tensor, directions: int) -> Tensor:
-        """Return the mean of every anchor's partners, negative, ``(V, B, d)`` -> ``(Q, P, d)``."""
+        """Return the negative mean of every anchor's partners, ``(V, B, d)`` -> ``(Q, P, d)``."""
         partners = z.flip(0) if len(z) == 2 else reduce(torch.add, (z.roll(-r, 0) for r in range(1, len(z))))
         return self._anchors(partners, directions) / (1 - len(z))
 
     def _candidates(self, z: Tensor) -> Tensor:
-        """Return the features that enter the queues, those of direction 1 first, ``(D, B, d)``; two of many views."""
+        """Return the features that enter the queues, those of direction 1 first, ``(D, B, d)``; at most two views."""
         return (z if self._views else z.flip(0))[: self._directions]
 
     def _mean(self, candidates: Tensor) -> Tensor:
-        """Return means of the candidates, ``(D, 1, d)``; all views have one."""
+        """Return means of the candidates, ``(D, 1, d)``; all views share one mean."""
         mean = candidates.mean(1, keepdim=True)
         return mean.mean(0, keepdim=True).expand_as(mean) if self._views else mean
 
     def _queue(self, state: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the queue, ``(Q, M, d)``, to which the mean of the present batch is to be added."""
+        """Return the queue, ``(Q, M, d)``, without the mean of the current batch."""
         queue = state["queue"].to(dtype)
         return queue.view(1, -1, self.dim) if self._views else queue
 
     def _by_side(self, mean: Tensor) -> Tensor:
-        """Rearrange means ``(D, 1, d)`` -> ``(Q, 1, d)``: all views have the same."""
+        """Rearrange means ``(D, 1, d)`` -> ``(Q, 1, d)``; all views share one mean."""
         return mean[:1] if self._views else mean
 
     def _keys(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the keys of a batch that slots keep too, as far as they are given."""
+        """Return the keys of a batch that slots also store, if they are passed."""
         return {**batch.keys, "within": batch.values["within1"]} if self._within else batch.keys
 
     def _excluded(self, keys: Mapping[str, Tensor], state: Mapping[str, Tensor], directions: int) -> Tensor:
-        """Return True for slots that are no negatives of an anchor: of its own sample, or empty; ``(1, P, M)``."""
+        """Return a mask of slots that are not negatives of an anchor: of its own sample, or empty; ``(1, P, M)``."""
         stored = state["keys"]
-        # no index is UNKNOWN, and no name of a sample without one, which is not kept
+        # UNKNOWN equals no index, and no generated name of a sample without an index (such names are not stored)
         excluded = (keys["index"][:, None] == stored[0]).logical_or_(~state["kept"])
         for row, name in enumerate(KEYS[1:], start=1):
             if name in keys:
@@ -262,11 +263,11 @@ class MemoryNormalizer(Normalizer):
         scale: Scalar,
         threshold: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``h_iq / tau_i``, ``(Q, P, M)``, ``-inf`` where excluded, and the number of others, ``(B, a)``.
+        """Return ``h_iq / tau_i``, ``(Q, P, M)``, ``-inf`` if excluded, and the number of other slots, ``(B, a)``.
 
-        The third result is what is excluded, with what is above the threshold.
+        The third result is the mask ``excluded``, with the slots above the threshold.
         """
-        # scaled, and moved to the mean of the batch, where the matrices are narrow
+        # the scale and the mean of the batch are applied to the narrow matrices
         anchors = self._anchors(z, positive.shape[1]) * self._column(scale)
         less = torch.baddbmm(self._column(positive * scale), anchors, self._by_side(mean).mT, alpha=-1)
         logits = torch.baddbmm(less, anchors, queue.mT, beta=-1)
@@ -298,7 +299,7 @@ class MemoryNormalizer(Normalizer):
         return torch.stack(features)
 
     def _anchors(self, z: Tensor, directions: int) -> Tensor:
-        """Rearrange ``(V, B, d)`` -> ``(Q, P, d)``: all views meet one queue."""
+        """Rearrange ``(V, B, d)`` -> ``(Q, P, d)``; all views share one queue."""
         z = z[:directions]
         return z.view(1, -1, self.dim) if self._views else z
 
@@ -306,7 +307,7 @@ class MemoryNormalizer(Normalizer):
         return value.T.reshape(1, -1) if self._views else value.T
 
     def _column(self, value: Scalar) -> Any:
-        """Rearrange ``(B, a)`` -> ``(Q, P, 1)``; a number for all anchors stays one."""
+        """Rearrange ``(B, a)`` -> ``(Q, P, 1)``; a number for all anchors stays a number."""
         return self._by_queue(value).unsqueeze(2) if isinstance(value, Tensor) else value
 
     def _by_sample(self, value: Tensor, like: Tensor) -> Tensor:
@@ -315,7 +316,7 @@ class MemoryNormalizer(Normalizer):
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor:
-        """Return the queue's part of ``alpha``, ``(n, A)``; row ``i`` is sample ``i``. NaN where no slot counts."""
+        """Return the queue's part of ``alpha``, ``(n, A)``; row ``i`` is sample ``i``. NaN without negatives."""
         z, state = self._stack(features), self._state_on(features[0].device, False)
         queue, mean = self._queue(state, z.dtype), self._mean(self._candidates(z))
         index = torch.arange(z.shape[1], device=z.device)
@@ -331,11 +332,12 @@ class MemoryNormalizer(Normalizer):
 
 
 def shared_softmax(logits: Tensor, log_sum: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    """Return the softmax along the last axis, shared with others, and the logarithm of what was divided by.
+    """Return the softmax along the last axis, normalised together with other terms, and the log-normalizer.
 
     Args:
-        logits: ``(Q, P, M)``; overwritten, unless ``keep``.
-        log_sum: log-sum-exp of the others, finite, ``(Q, P)``.
+        logits: logits, ``(Q, P, M)``; overwritten, unless ``keep``.
+        log_sum: log-sum-exp of the other terms, finite, ``(Q, P)``.
+        keep: do not overwrite the logits.
     """
     shift = torch.maximum(logits.amax(2), log_sum)
     e = torch.sub(logits, shift.unsqueeze(2), out=None if keep else logits).exp_()
@@ -344,9 +346,9 @@ def shared_softmax(logits: Tensor, log_sum: Tensor, keep: bool) -> tuple[Tensor,
 
 
 def effective_negatives(sides: Sequence[Sums], own: slice, directions: int, share: Tensor, norms: Tensor) -> Tensor:
-    """Return ``(sum w)^2 / sum w^2`` over batch and queue, a mean over the anchors that ``sides`` measure.
+    """Return ``(sum w)^2 / sum w^2`` over batch and queue, averaged over the first anchors of ``sides``.
 
-    ``share`` and ``norms`` are the sum and the root of the sum of squares of the queue's weights, of all anchors.
+    ``share`` and ``norms`` are the sum and the root of the sum of squares of the queue's weights for all anchors.
     """
     of_queue = (value.view(directions, -1)[:, own].reshape(len(sides), -1) for value in (share, norms))
     found = []
@@ -359,7 +361,7 @@ def effective_negatives(sides: Sequence[Sums], own: slice, directions: int, shar
 
 
 def stored_names(given: Mapping[str, Tensor]) -> Tensor:
-    """Return keys as slots store them, ``(3, B)``, or 4 with ``within``; :data:`UNKNOWN` where the caller gave none."""
+    """Return keys for the slots, ``(3, B)``, or ``(4, B)`` with ``within``; :data:`UNKNOWN` for keys not passed."""
     index = given["index"]
     missing = torch.full_like(index, UNKNOWN)
     within = [given["within"]] if "within" in given else []
@@ -368,8 +370,8 @@ def stored_names(given: Mapping[str, Tensor]) -> Tensor:
 
 
 def pushed(state: Mapping[str, Tensor], entries: Mapping[str, Tensor], usable: Tensor) -> dict[str, Tensor]:
-    """Return the newest entries, oldest first, along the axis of slots (the second, if there are two or more)."""
-    on_host = usable.device.type == "cpu"  # where the flag can be read without waiting for a device
+    """Append entries and drop the oldest, along the axis of slots (the second, if there are two or more)."""
+    on_host = usable.device.type == "cpu"  # the flag can be read without a synchronisation
     if on_host and not usable:
         return dict(state)
     result = {}

@@ -24,9 +24,9 @@ from compopt.stores.layout import Column
 
 Reference = Literal["none", "positive"]
 Domain = Literal["log", "linear"]
-# Factor of s_ii / tau inside the stored value: eq. 9 of SogCLR keeps s_ij, iSogCLR and NeuCLIP h_ij.
+# Factor of s_ii / tau inside the stored value: eq. 9 of SogCLR uses s_ij, iSogCLR and NeuCLIP use h_ij.
 REFERENCES = {"none": 1.0, "positive": 0.0}
-# Column of each domain, and how several proposals for a row become one value.
+# Column of each domain, and the reduction of several proposals for one row.
 DOMAINS = {"log": ("log_u", "log_mean_exp"), "linear": ("u", "mean")}
 
 
@@ -39,8 +39,9 @@ class MovingAverageEstimator(Normalizer):
 
     ``reference="none"``: ``g_i = mean_j exp(s_ij / tau)``; the positive is in the outer function,
     ``-s_ii + tau log u_i``, and its weight in the gradient is 1.
-    ``reference="positive"``: ``g_i = mean_j exp((s_ij - s_ii) / tau)``; the positive's weight is ``sum_j w_ij``. Every
-    stored value then remembers an old positive, is too large while positives align, and shrinks all weights.
+    ``reference="positive"``: ``g_i = mean_j exp((s_ij - s_ii) / tau)``; the positive's weight is ``sum_j w_ij``. The
+    stored value then depends on old values of ``s_ii``. It is too large while ``s_ii`` grows, and all weights are too
+    small.
 
     ===========================================  ==============  =========================================
     paper                                        ``reference``   gradient of an anchor, with ``multiply_tau``
@@ -49,18 +50,18 @@ class MovingAverageEstimator(Normalizer):
     iSogCLR, eq. 11-14; FastCLIP; NeuCLIP eq. 3  ``"positive"``  ``sum_j w_ij (grad s_ij - grad s_ii)``
     ===========================================  ==============  =========================================
 
-    As part of a :class:`~compopt.ContrastiveEstimator` it is a normalizer. Alone it serves any finite-sum
-    compositional objective ``1/n sum_i f(g_i(w))``, see :meth:`update` and :func:`compopt.compositional_loss`; the
-    losses of :mod:`compopt.losses` are ready compositions.
+    As part of a :class:`~compopt.ContrastiveEstimator` this class is a normalizer. Used alone, it estimates the inner
+    functions of any finite-sum compositional objective ``1/n sum_i f(g_i(w))``, see :meth:`update` and
+    :func:`compopt.compositional_loss`; the losses of :mod:`compopt.losses` are such compositions.
 
     Args:
         n: number of samples, or a list of sample groups.
-        gamma: in (0, 1]; the weight of the newest value. 1 keeps no history.
+        gamma: in (0, 1]; weight of the newest value. 1 keeps no history.
         reference: ``"none"`` (SogCLR eq. 9) or ``"positive"`` (iSogCLR eq. 11-12, NeuCLIP eq. 3, FastCLIP).
-        eps: added to ``g`` at every visit, the first included.
+        eps: added to ``g`` at every visit, including the first.
         domain: ``"log"`` stores ``log u_i``; ``"linear"`` stores ``u_i``, for inner values that may be zero or negative
-            (used alone only).
-        width: values per sample, ``k``, of inner functions with values in ``R^k`` (used alone only).
+            (only when used alone).
+        width: number of values per sample, ``k``, for inner functions with values in ``R^k`` (only when used alone).
         process_group, offload, offload_dir, shard, dtype: placement when used alone, see
             :class:`~compopt.estimator.Component`.
 
@@ -68,19 +69,20 @@ class MovingAverageEstimator(Normalizer):
 
     State, per sample: ``log_u`` (in nats, in the rows' dtype; ``u`` with ``domain="linear"``) and the number of visits
     (int32), one each per direction (bimodal), or one shared by all views (unimodal: ``g_i`` is the mean of their pairs,
-    objective V2); alone ``width`` values and one number of visits. A row never visited takes ``log(eps + g)`` itself.
-    As a part it communicates nothing of its own; alone see :meth:`update`.
+    objective V2); when used alone, ``width`` values and one number of visits. The first visit sets ``log(eps + g)``.
+    As part of an estimator it communicates nothing itself; for its use alone see :meth:`update`.
 
     .. note::
-        Eq. 10 of SogCLR divides by the previous ``u``; eq. 4 of NeuCLIP and all public code by the updated one, as
-        here; it also bounds every weight by ``1 / gamma`` of the batch softmax. Section 4 of SogCLR prints one positive
-        term for both directions where its objective has two; the objective is followed.
+        Eq. 10 of SogCLR divides by the previous ``u``. This class divides by the updated one, as eq. 4 of NeuCLIP and
+        all public code; this bounds every weight by ``1 / gamma`` times the batch softmax. Section 4 of SogCLR prints
+        one positive term for both directions, but its objective has two; this class follows the objective.
 
     Raises:
-        ValueError: gamma outside (0, 1], eps < 0, an unknown reference; as a part, a placement of its own.
-        TypeError: a hyper-parameter that is no number.
-        MemoryError: at the first use alone, where the rows do not fit; name a placement.
-        RuntimeError: as a part, a method is called that only the owner has, such as ``update`` or ``step``.
+        ValueError: gamma outside (0, 1], eps < 0, an unknown reference; a placement argument in a part of an estimator.
+        TypeError: a hyper-parameter that is not a number.
+        MemoryError: at the first use alone, if the rows do not fit into memory; pass a placement.
+        RuntimeError: in a part of an estimator, a call of a method that its owner provides, such as ``update`` or
+            ``step``.
 
     References:
         Yuan et al., SogCLR, ICML 2022, eq. 9, Algorithm 1; Qiu et al., iSogCLR, ICML 2023, eq. 12; Wei et al., NeuCLIP,
@@ -117,7 +119,7 @@ class MovingAverageEstimator(Normalizer):
         checks.one_of("reference", group["reference"], REFERENCES)
 
     def structure(self) -> dict[str, Any]:
-        return {} if self.domain == "log" else {"domain": self.domain}  # checkpoints of before have none
+        return {} if self.domain == "log" else {"domain": self.domain}  # earlier checkpoints have no such entry
 
     def check_free(self) -> None:
         super().check_free()
@@ -147,7 +149,7 @@ class MovingAverageEstimator(Normalizer):
             temperature.check_same(state["meaning"]["tau"], state["rows"][COUNT])
 
     def check_pairs(self, policy: PairPolicy) -> None:
-        """Take any policy."""
+        """Accept every policy."""
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         name, reduce = DOMAINS[self.domain]
@@ -163,7 +165,7 @@ class MovingAverageEstimator(Normalizer):
         log_g = F.add_eps(log_g, hyper("eps"))
         log_u = F.moving_average(call.rows["log_u"], log_g, hyper("gamma"), first=call.unseen("log_u"))
         alpha = log_u if shift is None else log_u - shift
-        # the positive has weight 1 where s_ii is in the outer function (SogCLR, eq. 10), sum_j w_ij where it is in h_ij
+        # the positive has weight 1 if s_ii is in the outer function (SogCLR, eq. 10), sum_j w_ij if it is in h_ij
         positive_weight: Scalar | None
         if isinstance(inside, float):
             positive_weight = 1.0 if inside else None
@@ -179,26 +181,26 @@ class MovingAverageEstimator(Normalizer):
 
     @outside_of_graphs
     def update(self, log_g: Tensor, index: Tensor, previous: Tensor | None = None, beta: float | None = None) -> Tensor:
-        r"""Fold a batch of inner values into the rows and return the updated averages.
+        r"""Update the averages with a batch of inner values, and return them.
 
-        In training mode with gradients enabled the new rows are deposited and wait for :meth:`step`; otherwise
-        nothing is. With ``domain="linear"`` arguments and results are ``g_i`` and ``u_i`` themselves, of any sign.
+        In training mode with gradients enabled the new rows are deposited until :meth:`step`; otherwise nothing is
+        deposited. With ``domain="linear"`` arguments and results are ``g_i`` and ``u_i`` themselves, of any sign.
 
-        With ``previous`` the average is corrected by the change of the same samples' values (MSVR), which follows
-        weights that move faster than the average does:
+        With ``previous`` the average is corrected by the change of the same samples' values (MSVR), so that it follows
+        weights that change faster than the average:
 
         .. math::
             u_i \leftarrow (1 - \gamma)\, u_i + \gamma\, g_i(w_t) + \beta\, (g_i(w_t) - g_i(w_{t-1}))
 
         Args:
             log_g: ``log g_i`` of the batch in nats (with several ranks, of this rank's part of it), ``(B,)``, or
-                ``(B, k)`` with ``width=k``, floating point; no gradient flows through it.
-            index: data-set positions, ``(B,)`` integers, best on the CPU.
-            previous: ``g_i`` of the same samples at the weights of the step before, as ``log_g``; only with
-                ``domain="linear"``, since a corrected average may be negative.
-            beta: factor of the correction; ``None``: ``1 - gamma``, STORM's, which is the paper's where every sample
-                is in the batch. With ``B`` of ``n`` samples per batch the paper has ``(n - B) / (B (1 - gamma)) + 1 -
-                gamma`` (its letters ``gamma_t`` and ``beta_t`` are ``beta`` and ``gamma`` here).
+                ``(B, k)`` with ``width=k``, floating point; no gradient is propagated.
+            index: data-set positions, ``(B,)`` integers, preferably on the CPU.
+            previous: ``g_i`` of the same samples at the weights of the previous step, of the same shape as ``log_g``;
+                only with ``domain="linear"``, since a corrected average may be negative.
+            beta: factor of the correction; ``None``: ``1 - gamma`` (STORM), the paper's value if every sample is in
+                the batch. With ``B`` of ``n`` samples per batch the paper uses ``(n - B) / (B (1 - gamma)) + 1 -
+                gamma`` (its ``gamma_t`` and ``beta_t`` are ``beta`` and ``gamma`` here).
 
         Returns:
             ``log u_i`` after the update, in the shape of ``log_g``, without a graph; float64 if ``log_g`` or the rows
@@ -207,7 +209,7 @@ class MovingAverageEstimator(Normalizer):
         Raises:
             RuntimeError: this object is part of a ``ContrastiveEstimator``, which updates it; a transform of
                 ``torch.func``, or a checkpointed function.
-            TypeError: ``log_g`` or ``previous`` is no floating-point tensor, ``index`` holds no integers.
+            TypeError: ``log_g`` or ``previous`` is not a floating-point tensor, ``index`` does not contain integers.
             ValueError: shapes other than ``(B,)`` or ``(B, k)``, or another B; ``previous`` with logarithms; ``beta``
                 without ``previous``.
             IndexError: an index outside ``0 .. n - 1``.
@@ -232,9 +234,9 @@ class MovingAverageEstimator(Normalizer):
         beta: float | None = None,
         args: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Batch]:
-        """Return updated averages of the batch over all ranks, ``(B, k)``; nothing is deposited yet.
+        """Return updated averages of the batch over all ranks, ``(B, k)``, without depositing them.
 
-        ``args`` are gathered too, as values ``0``, ``1``, ... of the batch.
+        ``args`` are also gathered, as values ``0``, ``1``, ... of the batch.
         """
         refuse_transforms()
         with self._engine.handshake.guard():
@@ -253,7 +255,7 @@ class MovingAverageEstimator(Normalizer):
         return F.linear_average(batch.columns["u"], new + eps, gamma, batch.unseen("u"), change), batch
 
     def _inner(self, name: str, value: Any) -> Tensor:
-        """Return inner values of the batch, checked, ``(B, k)``."""
+        """Return checked inner values of the batch, ``(B, k)``."""
         if self.width == 1:
             return check_values(name, value, "(B,)", 1)[:, None]
         value = check_values(name, value, f"(B, {self.width})", 2)
@@ -262,7 +264,7 @@ class MovingAverageEstimator(Normalizer):
         return value
 
     def _correction(self, previous: Tensor | None, beta: float | None, count: int) -> dict[str, Tensor]:
-        """Return the inner values at the previous weights, if there are any."""
+        """Return the inner values at the previous weights, if they are passed."""
         if beta is not None:
             checks.non_negative("beta", beta)
         if previous is None:
@@ -279,7 +281,7 @@ class MovingAverageEstimator(Normalizer):
 
 
 def _per_sample(name: str, value: Any, count: int) -> Tensor:
-    """Return a tensor with a value, or several, for each sample, detached."""
+    """Return a detached tensor with one or more values per sample."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         raise TypeError(f"{name} must be a tensor (B, ...) with a value per sample, got {value!r}")
     return _as_many(name, value.detach(), count)

@@ -1,12 +1,12 @@
-r"""Prototypes under a log-sum-exp: predictions of log-normalizers, their training, and the queue they restart from.
+r"""Prototypes with a log-sum-exp: predictions of log-normalizers, training, and the queue from which they restart.
 
 Letters (shapes): ``D`` networks (one per direction of anchors; 1 in unimodal mode, shared by both views), ``P``
-anchors of each, ``d`` their dimension, ``m`` prototypes. A network maps unit features ``e_i`` to
+anchors per network, ``d`` their dimension, ``m`` prototypes. A network maps unit features ``e_i`` to
 
 .. math:: \ell_i \approx \log \tfrac{1}{n} \sum_j e^{s_{ij}/\tau_i}
 
-so that ``l_i - s_ii / tau_i`` is the log-normalizer. Gradients are written out: an update costs two matrix products,
-and autograd records nothing.
+so that ``l_i - s_ii / tau_i`` is the log-normalizer. Gradients are computed in closed form: an update costs two matrix
+products, and autograd records nothing.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from compopt.kernel.blocks import MASKED
 from compopt.kernel.features import NORM_MIN, through_normalization
 from compopt.kernel.pairs import MAX_UNSHIFTED_SCALE, pull_positives
 
-PREFIX = "optimizer.prototypes."  # of the optimizer's tensors in a state
-# exp of more, squared, would leave float32 in the optimizer's sums.
+PREFIX = "optimizer.prototypes."  # prefix of the names of the optimizer's tensors in a state
+# The square of exp of a larger number overflows float32 in the optimizer's sums.
 MAX_EXPONENT = 40.0
-# Optimizers make step counters on the default device; on the CPU reading one does not wait for a device.
+# Optimizers create step counters on the default device; reading a counter on the CPU needs no synchronisation.
 HOST = torch.device("cpu")
 
 State = Mapping[str, Tensor]
 
 
 def on_host(name: str, value: Tensor) -> bool:
-    """Return True for entries of a state that stay on the CPU because every call reads them there."""
+    """Return True for entries of a state that stay on the CPU, where every call reads them."""
     return name == "queue_place" or (name.startswith(PREFIX) and value.dim() == 0)
 
 
@@ -47,20 +47,20 @@ class Prototypes:
 
     Args:
         features: unit features of the anchors, ``(D, P, d)``.
-        scale: ``1 / tau``, a number, or of each anchor, ``(D, P)``.
-        active: prototypes in use, ``(m,)``.
-        ranks: hold ``m / K`` prototypes each. A prediction sums ``D P`` doubles over them.
+        scale: ``1 / tau``, a number, or a value per anchor, ``(D, P)``.
+        active: mask of the prototypes in use, ``(m,)``.
+        ranks: the ranks, with ``m / K`` prototypes each. A prediction sums ``D P`` doubles over the ranks.
     """
 
     def __init__(self, features: Tensor, scale: Scalar, active: Tensor, ranks: Ranks) -> None:
         active = active.to(features.device)
         self.features, self.scale, self.ranks = features, scale, ranks
-        # no exponent needs a maximum, as the host knows
+        # no maximum must be subtracted from the exponents, as known on the host
         self.bounded = not isinstance(scale, Tensor) and scale <= MAX_UNSHIFTED_SCALE
         self.log_count = active.sum(dtype=features.dtype).log_()
         self._queries = features * (scale.unsqueeze(2) if isinstance(scale, Tensor) else scale)
         self._bias = ranks.own(active).log().clamp_(min=MASKED).to(features.dtype).expand(len(features), 1, -1)
-        # work space, made by the operation that fills it first
+        # work space, allocated by the first operation that writes to it
         self._logits: Tensor | None = None
         self._e: Tensor | None = None
         self._gradient: Tensor | None = None
@@ -74,7 +74,7 @@ class Prototypes:
         self._e = torch.sub(logits, top.unsqueeze(2), out=self._e).exp_()
         total = self._e.sum(2)
         log_total = total.log().add_(top)
-        # the log-sum-exp over all ranks; e_ij share_i are the softmax weights
+        # the softmax weights over all ranks are e_ij share_i
         if self.ranks.size == 1:
             self._share = total.reciprocal()
         else:  # some ranks may have no active prototype
@@ -85,7 +85,7 @@ class Prototypes:
         return log_total
 
     def partition(self, weights: Tensor) -> Tensor:
-        """Return the exponential of :meth:`predict`, where exponents are bounded."""
+        """Return the exponential of :meth:`predict`; requires bounded exponents."""
         self._e = torch.exp(self._compare(weights), out=self._e)
         self._total = self.ranks.sum_in_doubles(self._e.sum(2))
         return self._total
@@ -93,19 +93,19 @@ class Prototypes:
     def _compare(self, weights: Tensor) -> Tensor:
         self._weights = weights
         norm = torch.linalg.vector_norm(weights, dim=2).unsqueeze(1)
-        # a prototype of no length has no direction: its cosine is 0 and it does not learn
+        # a prototype of norm 0 gets the norm infinity: its cosine is 0 and it does not learn
         self._norm = torch.threshold_(norm, NORM_MIN, torch.inf)
         products = torch.bmm(self._queries, weights.mT, out=self._logits)
-        # columns rather than prototypes are divided by |W_j|, here and below: a batch is narrower than a feature
+        # the products (P, m) are divided by |W_j|, here and below, not the prototypes (m, d): usually P < d
         self._logits = torch.addcdiv(self._bias, products, self._norm, out=products)
         return self._logits
 
     def _by_partition(self, weight: Tensor) -> Tensor:
-        """Return the factor that takes ``e_ij`` to ``weight_i softmax_ij``."""
+        """Return the factor from ``e_ij`` to ``weight_i softmax_ij``."""
         return weight / self._total if self.bounded else weight * self._share
 
     def gradient(self, weight: Tensor) -> Tensor:
-        """Return the gradient of ``sum_i weight_i l_i`` by the prototypes; uses up what the prediction kept."""
+        """Return the gradient of ``sum_i weight_i l_i`` by the prototypes; overwrites the last prediction's tensors."""
         return self.gradient_by_partition(self._by_partition(weight))
 
     def gradient_by_partition(self, quotient: Tensor) -> Tensor:
@@ -119,16 +119,16 @@ class Prototypes:
         return self._gradient.addcmul_(along.mT, self._weights, value=-1)
 
     def mean_cosine(self) -> Tensor:
-        """Return ``sum_j softmax_ij cos_ij`` of the last prediction, ``(D, P)``; to be called before :meth:`gradient`.
+        """Return ``sum_j softmax_ij cos_ij`` of the last prediction, ``(D, P)``; call before :meth:`gradient`.
 
         ``d l_i / d tau_i`` is this times ``-1 / tau_i^2``. With several ranks an all-reduce of ``D P`` doubles.
         """
         assert self._logits is not None and self._e is not None
-        total = torch.linalg.vecdot(self._logits, self._e)  # of cosines over tau
+        total = torch.linalg.vecdot(self._logits, self._e)  # logits are cosines divided by tau
         return self.ranks.sum_in_doubles(self._by_partition(total)).div_(self.scale)
 
     def feature_gradients(self, weight: Tensor) -> Tensor:
-        """Return the same by the features, ``(D, P, d)``; to be called before :meth:`gradient`."""
+        """Return the gradient of ``sum_i weight_i l_i`` by the features, ``(D, P, d)``; before :meth:`gradient`."""
         assert self._e is not None
         factor = self._by_partition(weight * self.scale).sum_to_size(self.features.shape[:2])
         return self.ranks.sum(torch.bmm(self._e / self._norm, self._weights).mul_(factor.unsqueeze(2)))
@@ -138,7 +138,7 @@ class Prototypes:
 class Layout:
     """Conversion between the shape ``(B, A)`` of samples and the shape ``(D, P)`` of the networks' anchors.
 
-    ``shared``: one network for both views (unimodal mode). ``unit_features``: the estimator has normalised them.
+    ``shared``: one network for all views (unimodal mode). ``unit_features``: the estimator normalises features.
     """
 
     shared: bool
@@ -153,7 +153,7 @@ class Layout:
         return 1 if self.shared else self.directions
 
     def anchors(self, features: tuple[Tensor, ...], directions: int) -> tuple[Tensor, Tensor]:
-        """Return unit features of the anchors by network, and those that prototypes stand for, ``(D, P, d)`` each."""
+        """Return unit features by network, of anchors and of candidates (which prototypes replace), ``(D, P, d)``."""
         units = [z.to(self.dtype) if self.unit_features else normalize(z.to(self.dtype), dim=1) for z in features]
         if self.shared:
             every = torch.cat(units).unsqueeze(0)
@@ -161,9 +161,9 @@ class Layout:
         return torch.stack(units[:directions]), torch.stack(units[::-1][:directions])
 
     def per_anchor(self, value: Scalar, like: Tensor, positives: int = 1) -> Any:
-        """Rearrange ``(B, 1)`` or ``(B, A)``, the shape of ``like``, -> ``(D, P)``; a number stays one.
+        """Rearrange ``(B, 1)`` or ``(B, A)``, the shape of ``like``, -> ``(D, P)``; a number stays a number.
 
-        With several ``positives`` of each anchor, which one network serves, -> ``(positives, P)``.
+        With several ``positives`` per anchor, which share one network, -> ``(positives, P)``.
         """
         if not isinstance(value, Tensor):
             return value
@@ -178,21 +178,21 @@ class Layout:
 class NetworkBatch:
     """Anchors of a call by network. Values that all anchors share are numbers, others ``(D, P)``.
 
-    Of more than two views the one network predicts ``l_i`` of each anchor, ``(1, P)``, for all its positives: values
-    that depend on those are ``(positives, P)``, and gradients are summed over them.
+    With more than two views the network predicts one ``l_i`` per anchor, ``(1, P)``, for all its positives: values
+    that depend on positives are ``(positives, P)``, and gradients are summed over them.
 
-    Features of a sample that are not finite are NaN, and so are the results for it.
+    Features of a sample that are not finite are NaN, and the results for that sample are NaN, too.
 
     Args:
         layout: the arrangement.
-        features: of all views, ``(B, d)`` each.
-        positive: ``s_ii``, ``(B, A)``, in whose shape and dtype results are.
-        tau, eps: numbers, or broadcastable to it.
-        log_ghat: what the network learns, ``(B, A)``; ``None``: nothing, it predicts only.
-        weight: of each anchor in the mean, the same.
+        features: features of all views, ``(B, d)`` each.
+        positive: ``s_ii``, ``(B, A)``; results have this shape and dtype.
+        tau, eps: numbers, or broadcastable to ``(B, A)``.
+        log_ghat: targets of the network, ``(B, A)``; ``None``: predict only.
+        weight: weight of each anchor in the mean, a number or broadcastable to ``(B, A)``.
     """
 
-    finite: Tensor  # 0-d: all values are
+    finite: Tensor  # 0-d bool: all values are finite
     target: Tensor  # log(eps + ghat_i)
 
     def __init__(
@@ -214,28 +214,28 @@ class NetworkBatch:
             log_ghat = self.per_anchor(log_ghat)
             self.finite = F.all_finite(torch.cat([log_ghat.flatten(), *(z.flatten() for z in features)]))
             self.target = F.add_eps(log_ghat, self.eps)
-        # without eps, as the host knows, alpha is the log-partition but for a shift
+        # without eps, alpha is the log-partition minus a shift
         self.exact = not isinstance(self.eps, Tensor) and self.eps == 0
-        # bound of target - alpha that the host knows: both are of cosines over tau
+        # bound of target - alpha, known on the host, since both are log-mean-exps of cosines over tau
         self.most = 2 / self.tau if layout.unit_features and isinstance(self.tau, float) else math.inf
 
     def per_anchor(self, value: Scalar) -> Any:
-        """Rearrange ``(B, 1)`` or ``(B, A)`` -> ``(D, P)``, or ``(positives, P)``; a number stays one."""
+        """Rearrange ``(B, 1)`` or ``(B, A)`` -> ``(D, P)``, or ``(positives, P)``; a number stays a number."""
         return self.layout.per_anchor(value, self.like, self.positives)
 
     def per_sample(self, value: Tensor) -> Tensor:
-        """Undo :meth:`per_anchor`."""
+        """Invert :meth:`per_anchor`."""
         return self.layout.per_sample(value, self.like)
 
     def prototypes(self, state: State) -> Prototypes:
-        """Return the predictor of these anchors by the active prototypes of a state."""
+        """Return the predictor for these anchors with the active prototypes of a state."""
         scale = 1 / self.tau
         if isinstance(scale, Tensor) and self.positives > 1:
-            scale = scale[:1]  # the temperature is that of the sample
+            scale = scale[:1]  # all positives of an anchor have the temperature of the sample
         return Prototypes(self.anchors, scale, state["queue_active"], self.layout.ranks)
 
     def through_eps(self, weight: Tensor, relative: Tensor) -> Tensor:
-        """Turn derivatives by ``alpha`` into those by the log-partition, which differ where there is eps."""
+        """Turn derivatives by ``alpha`` into derivatives by the log-partition, which differ if eps is not 0."""
         return weight if self.exact else weight * (relative - F.add_eps(relative, self.eps)).exp_()
 
     def gradient(self, prototypes: Prototypes) -> Callable[[Tensor], Tensor]:
@@ -246,7 +246,7 @@ class NetworkBatch:
         shift = self.shift + prototypes.log_count
         goal, factor = self.target + shift, -self.weight * self.tau
         if prototypes.bounded and self.exact and self.most <= MAX_EXPONENT:
-            # expm1(gap) = exp(goal) / partition - 1: no logarithm, and two operations
+            # expm1(gap) = exp(goal) / partition - 1, two operations without a logarithm
             optimum = goal.exp_().mul_(factor)
             less = -factor if isinstance(factor, Tensor) else goal.new_full((), -factor)
 
@@ -268,7 +268,7 @@ class NetworkBatch:
 
 
 class Prediction:
-    """Log-normalizers ``alpha`` of a batch by some prototypes, ``(B, A)``."""
+    """Log-normalizers ``alpha`` of a batch predicted by prototypes, ``(B, A)``."""
 
     def __init__(self, batch: NetworkBatch, state: State, prototypes: Prototypes | None = None) -> None:
         self._batch, self._prototypes = batch, batch.prototypes(state) if prototypes is None else prototypes
@@ -281,15 +281,15 @@ class Prediction:
         return self._batch.per_sample(self._batch.target)
 
     def through_alpha(self, alpha: Tensor, slope: Tensor) -> Tensor:
-        """Return gradients of the objective that reach the features through ``alpha``, ``(V, B, d)``.
+        """Return the gradients of the objective with respect to the features through ``alpha``, ``(V, B, d)``.
 
-        ``alpha`` is this prediction's but for a constant, ``slope`` the derivative of the value by it, ``(B, A)``.
+        ``alpha`` is this prediction up to a constant, ``slope`` the derivative of the value by ``alpha``, ``(B, A)``.
         """
         batch, layout, features = self._batch, self._batch.layout, self._batch.features
         weight = self._through_alpha(alpha, slope)
         gradients = self._prototypes.feature_gradients(weight).reshape(-1, *features[0].shape).to(features[0].dtype)
         if not layout.unit_features:
-            for gradient, z in zip(gradients, features, strict=False):  # features that are no anchors have none
+            for gradient, z in zip(gradients, features, strict=False):  # features that are not anchors get none
                 norm = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_(min=NORM_MIN)
                 through_normalization(gradient, z / norm, norm)
         directions = len(gradients)
@@ -300,7 +300,7 @@ class Prediction:
         return gradients
 
     def outside_wh(self, alpha: Tensor) -> Tensor:
-        """Return the prototypes' part of ``sum w h``, ``(B, A)``: through it ``alpha`` depends on the temperature.
+        """Return the prototypes' part of ``sum w h``, ``(B, A)``, for the gradient of temperatures through ``alpha``.
 
         The weights are those of :meth:`through_alpha`, ``1 - exp(-alpha)(eps + ghat)`` times the softmax over the
         prototypes, and ``h`` is ``cos(e_i, W_j) - s_ii``.
@@ -311,23 +311,23 @@ class Prediction:
 
     def _through_alpha(self, alpha: Tensor, slope: Scalar) -> Tensor:
         """Return the derivative of ``slope (exp(-alpha)(eps + ghat) + alpha)`` by the log-partition, ``(D, P)``."""
-        # by alpha it is slope (1 - exp(-alpha)(eps + ghat)), that is slope (1 - sum_j w_ij)
+        # the derivative by alpha is slope (1 - exp(-alpha)(eps + ghat)) = slope (1 - sum_j w_ij)
         batch = self._batch
         rest = batch.per_anchor((self.target - alpha).expm1_().neg_())
         return batch.through_eps(batch.per_anchor(slope) * rest, self._relative)
 
 
 class FunctionalOptimizer:
-    """Function made of a ``torch.optim`` optimizer, from prototypes and optimizer state to new ones.
+    """Functional form of a ``torch.optim`` optimizer: maps prototypes and optimizer state to updated ones.
 
-    ``make`` is called with a list of tensors and ``lr=``. A ``TypeError`` refuses optimizers that keep something else
-    than tensors of the parameters' shapes and numbers in tensors, or that change their own options.
+    ``make`` is called with a list of tensors and ``lr=``. Raises a ``TypeError`` for optimizers with a state other than
+    tensors of the parameters' shapes and 0-d tensors, and for those that change their own options.
     """
 
     def __init__(self, make: Callable[..., torch.optim.Optimizer]) -> None:
         self.make = make
         self._made_for: tuple[str, float] = ("", 0.0)
-        self._optimizer: torch.optim.Optimizer | None = None  # lent to one batch after another, without their tensors
+        self._optimizer: torch.optim.Optimizer | None = None  # reused by all batches; keeps no tensors between them
         try:
             with HOST:
                 self._try()
@@ -338,11 +338,11 @@ class FunctionalOptimizer:
             ) from error
 
     def _try(self) -> None:
-        """Take two steps on a small tensor, to see what the optimizer keeps."""
+        """Take two steps on a small tensor to find out the state of the optimizer."""
         tensor = torch.zeros(2, 3, 4, dtype=torch.float32)
         trial = self._made(tensor, 1.0)
         self.name = type(trial).__name__
-        # made before the first step by some, such as AdaGrad
+        # some optimizers, such as AdaGrad, initialise their state before the first step
         self._initial = {key: value.flatten()[0].item() for key, value in trial.state.get(tensor, {}).items()}
         options = {key: value for key, value in trial.param_groups[0].items() if key != "params"}
         for _ in range(2):
@@ -367,11 +367,11 @@ class FunctionalOptimizer:
         return made
 
     def run(self, state: State, lr: float, updates: int, gradient: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Take steps on copies of the ``prototypes`` and the optimizer's tensors in ``state``, and return these."""
+        """Take steps on copies of the ``prototypes`` and the optimizer's tensors in ``state``; return the copies."""
         weights = state["prototypes"].clone()
         kept = {name.removeprefix(PREFIX): value.clone() for name, value in state.items() if name.startswith(PREFIX)}
         made_for = (weights.device.type, lr)
-        if self._optimizer is None or self._made_for != made_for or not kept:  # a new one makes its first state, too
+        if self._optimizer is None or self._made_for != made_for or not kept:  # a new one initialises its state
             with HOST:
                 self._optimizer, self._made_for = self._made(weights, lr), made_for
         optimizer = self._optimizer
@@ -389,12 +389,12 @@ class FunctionalOptimizer:
         return {"prototypes": weights, **{PREFIX + key: v for key, v in kept.items() if isinstance(v, Tensor)}}
 
     def expected(self, prototypes: Tensor, state: State) -> dict[str, Tensor]:
-        """Return the optimizer's tensors after a step, by name, on the meta device, to compare a saved state with."""
+        """Return the optimizer's tensors after a step, by name, on the meta device, for checks of a saved state."""
         found = {}
         for key, value in self._kept.items():
             dtype = prototypes.dtype if value.dim() and value.is_floating_point() else value.dtype
             saved = state[PREFIX + key].dtype if PREFIX + key in state else dtype
-            # a counter has the default dtype of its run
+            # a counter has the default dtype of the run that created it
             if not value.dim() and {saved, dtype} <= {torch.float32, torch.float64}:
                 dtype = saved
             shape = prototypes.shape if value.dim() else ()
@@ -402,17 +402,17 @@ class FunctionalOptimizer:
         return found
 
     def initial(self, name: str, like: Tensor) -> Tensor:
-        """Return a tensor of the optimizer before its first step."""
+        """Return the value of a tensor of the optimizer before its first step."""
         return torch.full_like(like, self._initial.get(name.removeprefix(PREFIX), 0))
 
 
 def empty_ring(networks: int, width: int, dim: int, part: range, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return a ring of the newest features, without any, as entries of a normalizer's state.
+    """Return an empty ring buffer for the newest features, as entries of a normalizer's state.
 
-    ``queue``: this rank's slots, ``(D, m_k, d)``. ``queue_active``: slots of all ranks that hold a feature, ``(m,)``.
+    ``queue``: this rank's slots, ``(D, m_k, d)``. ``queue_active``: mask of the filled slots of all ranks, ``(m,)``.
     ``queue_place``: next slot to fill, number of filled slots, and number of commits at the last restart (-1: none),
-    ``(3,)`` int64 that stay on the host. They advance even if a device finds out later that the batch is unusable;
-    the slots then keep what they held.
+    ``(3,)`` int64 on the host. These counters are incremented even if the device finds later that the batch is not
+    usable; the slots then keep their features.
     """
     return {
         "queue": torch.zeros(networks, len(part), dim, dtype=dtype, device="cpu"),
@@ -424,10 +424,10 @@ def empty_ring(networks: int, width: int, dim: int, part: range, dtype: torch.dt
 def push(
     state: State, new: Tensor, usable: Tensor, part: range, t: int, restart_every: int | None
 ) -> tuple[dict[str, Tensor], bool]:
-    """Add features ``(D, P, d)`` of a batch, if it is ``usable``, and restart the prototypes where that is due.
+    """Add features ``(D, P, d)`` of a batch, if it is ``usable``, and restart the prototypes if due.
 
-    Returns new values of ``prototypes`` and of the ring's entries, since a batch may be discarded, and True after a
-    restart: every ``restart_every`` commits, and when the ring first fills.
+    Returns new values of ``prototypes`` and of the ring's entries (copies, since a batch may be discarded), and True
+    after a restart: every ``restart_every`` commits, and when the ring is full for the first time.
     """
     queue, active, prototypes = state["queue"].clone(), state["queue_active"].clone(), state["prototypes"]
     width = len(active)
@@ -440,11 +440,11 @@ def push(
     if restart_every is not None:
         restart = restart or t // restart_every != restarted_at // restart_every
     known = state["queue_active"][part.start : part.stop]
-    # On an accelerator the host cannot know that every slot holds a feature without waiting.
+    # On an accelerator the host cannot find out without a synchronisation whether every slot is filled.
     fill = not restart and not (known.device.type == "cpu" and known.all())
     if fill:
         prototypes = prototypes.clone()
-    # slices of slots, since a selection by mask would make the host wait for the device; the second one wraps around
+    # slices of slots, since a selection by mask would synchronise the host; the second slice wraps around
     for first, stop, taken in ((start, min(start + size, width), 0), (0, start + size - width, width - start)):
         if first >= stop:
             continue
@@ -455,7 +455,7 @@ def push(
         own = slice(low - part.start, high - part.start)
         features = new[:, taken + low - first : taken + high - first].to(queue.dtype)
         torch.where(usable, features, queue[:, own], out=queue[:, own])
-        if fill:  # a slot that held nothing gets its feature as prototype
+        if fill:  # the prototype of a slot that was empty is its feature
             prototypes[:, own] = torch.where(known[own, None], prototypes[:, own], queue[:, own])
     place = [(start + size) % width, now_filled, t if restart else restarted_at]
     return {

@@ -1,4 +1,4 @@
-"""Neural normalizer of NeuCLIP: a small network, current for every sample, instead of a row per sample."""
+"""Neural normalizer of NeuCLIP: a small network instead of a row per sample."""
 
 from __future__ import annotations
 
@@ -32,66 +32,66 @@ from compopt.normalizers.network import (
     push,
 )
 
-STORED_CHUNK = 1024  # anchors at a time when a whole data set is asked for
+STORED_CHUNK = 1024  # anchors per chunk when stored() computes a whole data set
 
 
 class NeuralNormalizer(Normalizer):
-    r"""Network that predicts log-normalizers and learns from every batch, so that no sample's value is out of date.
+    r"""Network that predicts log-normalizers and learns from every batch, so that no prediction is out of date.
 
     .. math::
         \alpha_i = \log\Bigl(\epsilon + \tfrac{1}{m} \sum_{j=1}^m e^{(\cos(e_i, W_j) - s_{ii}) / \tau_i}\Bigr), \qquad
         W \text{ descends } \tfrac{1}{B} \sum_i \tau_i \bigl(e^{-\alpha_i} (\epsilon + \hat g_i) + \alpha_i\bigr)
 
-    One ``W`` per direction, ``m`` prototypes that stand for the features of the other modality. In each call in
-    training mode the batch's features enter a queue of the ``m`` newest; at every ``restart_every``-th commit (the
-    first included), and when the queue is full for the first time, ``W`` becomes that queue; then ``updates`` steps are
-    taken on this batch, and the network after them gives ``alpha``. While the queue is being filled only as many
-    prototypes are in use. A call that deposits nothing (``eval()``) drops the result of its steps.
+    There is one ``W`` per direction: ``m`` prototypes that approximate the features of the other modality. In each call
+    in training mode the features of the batch enter a queue of the ``m`` newest. At every ``restart_every``-th commit
+    (including the first), and when the queue is full for the first time, ``W`` is set to that queue. Then ``updates``
+    steps are taken on this batch, and the updated network predicts ``alpha``. While the queue is not full, only as many
+    prototypes as it has features are used. A call that deposits nothing (``eval()``) discards the result of its steps.
 
-    *Unimodal*: one network serves all views and summarises the features of all; ``alpha`` is per view, or per pair of
-    more than two (objective V1 of SogCLR).
+    *Unimodal*: all views share one network, which approximates the features of all views; ``alpha`` is computed per
+    view, or per pair of more than two (objective V1 of SogCLR).
 
     Args:
-        dim: of the features.
-        prototypes: ``m``.
+        dim: dimension of the features.
+        prototypes: number of prototypes, ``m``.
         lr: step size of the network's optimizer.
-        updates: steps per batch, ``T_u``; 0 leaves the queue of features as the network.
-        restart_every: commits between restarts, ``T_r``; ``None``: never after the queue was filled.
-        eps: inside the logarithms, >= 0.
-        optimizer: makes the network's optimizer when called with a list of tensors and ``lr=``: a class of
+        updates: steps per batch, ``T_u``; with 0 the prototypes are the features of the queue.
+        restart_every: commits between restarts, ``T_r``; ``None``: no restart after the queue was filled.
+        eps: constant inside the logarithms, >= 0.
+        optimizer: function of a list of tensors and ``lr=`` that returns the network's optimizer: a class of
             ``torch.optim``, or ``functools.partial(torch.optim.SGD, momentum=0.9)``.
-        reset_optimizer: forget the optimizer's sums at a restart. With AdaGrad and ``lr=1`` the next step then moves
-            every coordinate by 1.
-        through_alpha: gradients with respect to features and temperatures are those of eq. 12, ``alpha`` included
-            (Algorithm 1, line 11), the network held. ``False``: ``alpha`` is held too. The difference vanishes where
-            the network is exact. One more matrix product per direction.
-        seed: of the first prototypes of a network that is used alone.
+        reset_optimizer: reset the state of the optimizer at a restart. With AdaGrad and ``lr=1`` the next step then
+            changes every coordinate by 1.
+        through_alpha: compute gradients with respect to features and temperatures as in eq. 12, including those of
+            ``alpha`` (Algorithm 1, line 11), with the network constant. ``False``: ``alpha`` is constant, too. There is
+            no difference if the network is exact. Costs one more matrix product per direction.
+        seed: seed of the first prototypes of a network that is used alone.
         n: number of samples or sample groups; not needed, since nothing is kept per sample.
         process_group, offload, offload_dir, shard, dtype: placement when used alone, see
             :class:`~compopt.estimator.Component`.
 
-    Hyper-parameters ``lr``, ``updates`` and ``restart_every`` are those of the first sample group.
+    Hyper-parameters: ``lr``, ``updates`` and ``restart_every`` (the values of the first sample group), and ``eps``.
 
-    State: ``W``, the queue and the optimizer's tensors, in the rows' dtype, ``(D, m, d)`` each, ``D`` networks (1 in
-    unimodal mode and with one direction, else 2); nothing per sample. ``state_dict`` holds them whole. A call works on
-    a copy, committed by ``step()``. With ``offload=`` they stay on the device, where a step reads and writes 1.8 GB of
-    these 50 MB (m = 4096, d = 512; ``benchmarks/results/off_device.md``).
+    State: ``W``, the queue and the optimizer's tensors, in the rows' dtype, ``(D, m, d)`` each, with ``D`` networks (1
+    in unimodal mode and with one direction, else 2); nothing per sample. ``state_dict`` contains the tensors of all
+    ranks. A call modifies a copy, which ``step()`` commits. With ``offload=`` the state stays on the device, since a
+    step reads and writes 1.8 GB of these 50 MB (m = 4096, d = 512; ``benchmarks/results/off_device.md``).
 
     Metrics: ``network_gap``, the mean of ``|log(eps + ghat_i) - alpha_i|`` in nats.
 
-    Cost: ``2 updates + 1`` products of ``(B, d)`` with ``(d, m)`` per direction. With K ranks each holds ``m / K``
-    prototypes, their part of the queue and of the optimizer's sums, and does ``1 / K`` of that work for the global
-    batch.
+    Cost: ``2 updates + 1`` products of ``(B, d)`` with ``(d, m)`` per direction. With K ranks each rank has ``m / K``
+    prototypes, with their part of the queue and of the optimizer's state, and does ``1 / K`` of that work for the
+    global batch.
 
-    Communicates, with K ranks, per call: ``updates + 1`` all-reduces of ``2 B`` doubles (partial log-sum-exps; the
-    ``1/tau`` is limited to 490 by their range); with ``through_alpha`` one of ``2 B d`` floats, and one of ``2 B``
-    doubles where a temperature gets a gradient.
+    Communicates, with K ranks, per call: ``updates + 1`` all-reduces of ``2 B`` doubles (partial log-sum-exps; their
+    range limits ``1/tau`` to 490); with ``through_alpha`` one of ``2 B d`` floats, and one of ``2 B``
+    doubles if a temperature needs a gradient.
     ``state_dict`` and ``save`` are collective.
 
     Raises:
-        ValueError: dim or prototypes < 1, lr < 0, eps < 0, updates < 0, an unknown option; as a part, fewer prototypes
-            than ranks; at the call features of another dimension.
-        TypeError: a number or a flag that is none; an optimizer that cannot train a network.
+        ValueError: dim or prototypes < 1, lr < 0, eps < 0, updates < 0, an unknown option; as part of an estimator,
+            fewer prototypes than ranks; at the call features of another dimension.
+        TypeError: an argument that must be a number or a flag; an optimizer that cannot train a network.
 
     References:
         Wei et al., NeuCLIP, eq. 5 to 12, Algorithm 1, appendix B. Another objective and a perceptron (Tables
@@ -106,7 +106,7 @@ class NeuralNormalizer(Normalizer):
         >>> est.step()
     """
 
-    state_grows = True  # by the optimizer's
+    state_grows = True  # by the optimizer's tensors, at the first step
 
     @takes_options(Normalizer, PlacementOptions)
     def __init__(
@@ -143,7 +143,7 @@ class NeuralNormalizer(Normalizer):
         return {
             "dim": self.dim,
             "prototypes": self.prototypes,
-            "objective": "unified",  # of 0.2.0, which had others as well: their checkpoints are refused
+            "objective": "unified",  # checkpoints of version 0.2.0 with other objectives are refused
             "architecture": "prototype",
             "optimizer": self.optimizer.name,
             "reset_optimizer": self.reset_optimizer,
@@ -161,7 +161,7 @@ class NeuralNormalizer(Normalizer):
         self.layout = Layout(shared, setting.directions, setting.dtype, setting.normalize, ranks)
         self.state = empty_ring(self.layout.networks, self.prototypes, self.dim, self.part, setting.dtype)
         self.state["prototypes"] = self.state["queue"].clone()
-        if setting.owner is None:  # used before any features are known: uniform on the sphere, on any number of ranks
+        if setting.owner is None:  # used before any features: uniform on the sphere, equal for any number of ranks
             generator = torch.Generator().manual_seed(self.seed)
             shape = (self.layout.networks, self.prototypes, self.dim)
             drawn = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
@@ -171,7 +171,7 @@ class NeuralNormalizer(Normalizer):
 
     @property
     def part(self) -> range:
-        """Range of the prototypes of this rank."""
+        """Range of this rank's prototypes."""
         return self.layout.ranks.part(self.prototypes)
 
     def estimate(self, call: Call) -> Estimate:
@@ -185,13 +185,13 @@ class NeuralNormalizer(Normalizer):
         )
 
     def learn_from(self, call: Call, predict_first: bool = False) -> Prediction:
-        """Run queue, restart and updates on one batch, and return the prediction after them.
+        """Update queue and network with one batch, and return the prediction of the updated network.
 
         In training mode the new state is deposited. A batch with a value that is not finite does not change the
-        network; on a device the counters on the host (of the queue, of the optimizer) advance all the same.
+        network; on a device the counters on the host (of the queue, of the optimizer) are still incremented.
 
-        With ``predict_first`` the prediction is the one before the batch's features and updates reach the network;
-        for the very first batch, before the updates only.
+        With ``predict_first`` return the prediction before the queue and the network are updated with this batch;
+        for the very first batch, before the updates of the network only.
         """
         self._check_dim(call.batch.features[0])
         pairs, layout, features = call.pairs, self.layout, call.batch.features
@@ -204,7 +204,7 @@ class NeuralNormalizer(Normalizer):
     ) -> Prediction:
         device = batch.features[0].device
         state = old = self._state_on(device, self.working_state(training))
-        # On a device reading the flag would wait: the whole step is taken, and _choose undoes it.
+        # On a device, reading the flag would synchronise: the step is always taken, and _choose reverts it if needed.
         usable = device.type != "cpu" or bool(batch.finite)
         before = Prediction(batch, state) if predict_first and state["queue_place"].tolist()[1] > 0 else None
         if usable and batch.others.shape[1]:
@@ -236,7 +236,7 @@ class NeuralNormalizer(Normalizer):
     ) -> Tensor:
         self._check_dim(features[0])
         state = self._state_on(features[0].device, self.saved_state())
-        layout = replace(self.layout, ranks=Ranks.alone())  # whole on every rank, which may have other features each
+        layout = replace(self.layout, ranks=Ranks.alone())  # whole state on every rank: features may differ by rank
         eps, chunks = hyper("eps"), []
         for start in range(0, len(features[0]), STORED_CHUNK):
             at = slice(start, start + STORED_CHUNK)
@@ -257,7 +257,7 @@ class NeuralNormalizer(Normalizer):
         self.state = new if found_inf is None else self._choose(found_inf == 0, new, self.state)
 
     def _choose(self, good: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``new`` where ``good``, 0-d, else ``old``; the host's counters are the new ones."""
+        """Return ``new`` if ``good``, 0-d, else ``old``; counters on the host are always those of ``new``."""
         chosen = {}
         for name, value in new.items():
             if not on_host(name, value):
@@ -277,7 +277,7 @@ class NeuralNormalizer(Normalizer):
         ranks.barrier()
         return {
             name: (ranks.join(value, self.prototypes, 1) if _is_split(value) else value).clone()
-            for name, value in sorted(self.state.items())  # ranks that were loaded may have other orders
+            for name, value in sorted(self.state.items())  # the order may differ between ranks after loading
         }
 
     def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -291,7 +291,7 @@ class NeuralNormalizer(Normalizer):
 
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
         found = {name: FINITE for name in names if name != "queue_active"}
-        # next slot, slots filled, commits at the last restart
+        # next slot, number of filled slots, commits at the last restart
         found["queue_place"] = Range(least=(0, 0, -1), most=(self.prototypes - 1, self.prototypes, MOST))
         return found
 
@@ -307,31 +307,31 @@ class NeuralNormalizer(Normalizer):
 
     @outside_of_graphs
     def update(self, anchors: Tensor, log_g: Tensor, tau: float | Tensor, candidates: Tensor | None = None) -> Tensor:
-        r"""Train the network on observed log-normalizers, and return its prediction.
+        r"""Train the network on observed log-normalizers, and return the new prediction.
 
         .. math::
             \log g_i \approx \log \tfrac{1}{N} \sum_j e^{s_{ij} / \tau_i}, \qquad
             \alpha_i = \log\Bigl(\epsilon + \tfrac{1}{m} \sum_{j=1}^m e^{\cos(e_i, W_j) / \tau_i}\Bigr)
 
-        The steps are those of the class, with ``s_ii = 0``, on L2-normalised inputs. The network starts from prototypes
-        that are drawn uniformly from the sphere (``seed``). In training mode with gradients enabled the new network is
-        deposited and waits for :meth:`step`.
+        The steps are those of the class, with ``s_ii = 0``, on L2-normalised inputs. The initial prototypes are drawn
+        uniformly from the sphere (``seed``). In training mode with gradients enabled the new network is deposited
+        until :meth:`step`.
 
         Args:
             anchors: features, ``(B, dim)``, floating point, of this rank's samples.
             log_g: observed log-normalizers in nats, ``(B,)``, for example ``logsumexp(scores) - log(N)``.
             tau: temperature, a number or ``(B,)``.
-            candidates: features of what the sum runs over, ``(M, dim)``; another ``M`` on each rank. They fill the
-                queue from which prototypes restart; without any, prototypes never restart.
+            candidates: features ``z_j`` of the sum, ``(M, dim)``; ``M`` may differ between ranks. They fill the queue
+                from which prototypes restart; without candidates prototypes never restart.
 
         Returns:
             ``alpha_i`` after the updates, ``(B,)``, without a graph.
 
         Raises:
-            RuntimeError: this is a part of an estimator, which trains it.
-            TypeError, ValueError: bad dtypes, shapes or temperatures.
+            RuntimeError: this object is part of an estimator, which trains it.
+            TypeError, ValueError: invalid dtypes, shapes or temperatures.
 
-        Communicates, with several ranks: one all-gather of the arguments, and what the class says.
+        Communicates, with several ranks: one all-gather of the arguments, and the all-reduces of the class.
         """
         batch, tau = self._gather(anchors, tau, log_g, candidates)
         if not len(batch.rows):
@@ -348,7 +348,7 @@ class NeuralNormalizer(Normalizer):
 
     @outside_of_graphs
     def predict(self, anchors: Tensor, tau: float | Tensor) -> Tensor:
-        """Return the committed network's log-normalizers; before any update those of the seeded prototypes.
+        """Return log-normalizers from the committed network, or from the seeded prototypes before any update.
 
         Args:
             anchors: features, ``(B, dim)``, floating point.
@@ -357,7 +357,7 @@ class NeuralNormalizer(Normalizer):
         Returns:
             ``alpha_i``, ``(B,)``, without a graph.
 
-        Communicates, with several ranks: collective, as :meth:`update`.
+        Communicates, with several ranks: as :meth:`update`; it is collective.
         """
         with torch.no_grad():
             batch, tau = self._gather(anchors, tau)
@@ -401,5 +401,5 @@ class NeuralNormalizer(Normalizer):
 
 
 def _is_split(value: Tensor) -> bool:
-    """Return True for ``(D, m, d)``: prototypes, their queue, or what the optimizer keeps of them."""
+    """Return True for tensors ``(D, m, d)``: prototypes, their queue, or the optimizer's tensors for them."""
     return value.dim() == 3

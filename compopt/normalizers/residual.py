@@ -1,4 +1,4 @@
-"""Network predictions times a moving average, per sample, of the batch's estimate over the prediction."""
+"""Network predictions corrected, per sample, by a moving average of the ratio of batch estimate and prediction."""
 
 from __future__ import annotations
 
@@ -23,49 +23,52 @@ FirstVisit = Literal["one", "ratio"]
 
 
 class ResidualNormalizer(Normalizer):
-    r"""Network prediction times a moving average of the ratio by which the batches differ from it.
+    r"""Network prediction times a moving average of the ratio of the batch estimate and the prediction.
 
     .. math::
         r_i \leftarrow (1 - \gamma)\, r_i + \gamma\, (\epsilon + \hat g_i)\, e^{-\alpha_i^{net}}, \qquad
         \alpha_i = \alpha_i^{net} + \log r_i
 
-    Here the network follows the drift, and the row holds what the network cannot express:
+    The network follows the drift of the encoders, and the row stores the part that the network cannot represent:
 
     * ``r_i`` contains the batch's own estimate, so that no anchor's weights sum to more than ``1 / gamma``
-      (``2 / gamma`` where two views share a row);
+      (``2 / gamma`` if two views share a row);
     * with ``prediction="before"`` the network predicts before it learns from the batch, independently of the batch's
       estimate;
-    * with ``through_alpha=True`` of the network the remaining weight, ``1 - sum_j w_ij``, goes to the prototypes: a
-      control variate, which does not change an anchor's expected gradient; that of a learned temperature has it too.
+    * with ``through_alpha=True`` of the network the remaining weight, ``1 - sum_j w_ij``, is assigned to the
+      prototypes: a control variate, which does not change the expected gradient of an anchor. The gradient of a learned
+      temperature includes it, too.
 
-    The network need not learn: ``NeuralNormalizer(dim, prototypes, updates=0, restart_every=1, through_alpha=True)``
-    is the queue of the newest features, one product per direction and step. :class:`~compopt.ResidualEstimator` has it.
+    The network may be constant: ``NeuralNormalizer(dim, prototypes, updates=0, restart_every=1, through_alpha=True)``
+    is the queue of the newest features, with one product per direction and step; :class:`~compopt.ResidualEstimator`
+    uses it.
 
     Args:
         neural: the network; it becomes part of this normalizer.
-        n: number of samples, or a list of sample groups; ``None`` keeps nothing per sample, ``r_i`` starts from 1 at
-            every visit.
-        gamma: in (0, 1]; weight of the newest ratio. 1 is the stateless control.
-        prediction: ``"before"``, by the network before the batch's features and updates reach it (for the very first
-            batch: after its features have); ``"after"``, after the updates, which is biased to the batch's estimate.
-        first: ratio before a sample's first visit: ``"one"``, the network's prediction then has weight ``1 - gamma``;
-            ``"ratio"``, the first estimate of the batch replaces the prediction.
+        n: number of samples, or a list of sample groups; ``None`` keeps nothing per sample, and ``r_i`` starts from 1
+            at every visit.
+        gamma: in (0, 1]; weight of the newest ratio. 1 keeps no history.
+        prediction: ``"before"``: predict before the batch enters the queue and updates the network (for the very first
+            batch: after its features entered the queue). ``"after"``: predict after the updates, which is biased
+            towards the batch's estimate.
+        first: ratio before a sample's first visit. ``"one"``: 1, so that the network's prediction has weight
+            ``1 - gamma``; ``"ratio"``: the first ratio itself, so that the batch's estimate replaces the prediction.
 
     Hyper-parameters: ``gamma``, which may differ between sample groups, and those of the network.
 
     State, per sample: ``log_ratio`` (in nats, 0 before the first visit) and the number of visits, one each per
-    direction (bimodal), or one shared by both views (unimodal: the mean ratio of the views); and the network's.
+    direction (bimodal), or one shared by both views (unimodal: the mean ratio of the views); and that of the network.
 
     Metrics and communication: those of the network, see :class:`~compopt.NeuralNormalizer`.
 
     Raises:
         TypeError: neural is not a :class:`~compopt.NeuralNormalizer`.
-        ValueError: gamma outside (0, 1], an unknown option, a network that is already part of an estimator or has an
-            ``n`` of its own.
+        ValueError: gamma outside (0, 1], an unknown option, a network that is already part of an estimator or has its
+            own ``n``.
 
     References:
-        Ours; the network is that of NeuCLIP, the average that of SogCLR, the queue that of MoCo (He et al., CVPR 2020)
-        and cross-batch memory (Wang et al., CVPR 2020), where its features are further negatives.
+        This combination is ours. The network is that of NeuCLIP, the average that of SogCLR, the queue that of MoCo (He
+        et al., CVPR 2020) and cross-batch memory (Wang et al., CVPR 2020), where its features are further negatives.
 
     Example:
         >>> import torch, compopt
@@ -77,7 +80,7 @@ class ResidualNormalizer(Normalizer):
         >>> est.step()
     """
 
-    state_grows = True  # by the optimizer's
+    state_grows = True  # by the optimizer's tensors, at the first step
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Sigmoid per pair: no pair's weight depends on another pair."""
+"""Pairwise sigmoid loss: the weight of a pair does not depend on other pairs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from compopt.kernel.pairs import (
 from compopt.pairs import NO_POLICY, PairPolicy
 from compopt.stores.layout import Column
 
-BLOCK_ROWS = 1024  # where the caller has set no chunk_size
+BLOCK_ROWS = 1024  # rows of a block if chunk_size is None
 
 
 class SigmoidPairs(SampledPairs):
@@ -37,19 +37,19 @@ class SigmoidPairs(SampledPairs):
         \alpha_i = \sum_{j \in N_i} \log(1 + e^{s_{ij} / \tau_i + b}) + \log(1 + e^{-s_{ii} / \tau_i - b}), \qquad
         w_{ij} = \sigma(s_{ij} / \tau_i + b), \quad p_i = \sigma(-s_{ii} / \tau_i - b)
 
-    No weight depends on another pair, so that blocks are computed once for the sums and once for the gradients, and
-    none is kept.
+    Since no weight depends on another pair, blocks are computed once for the sums and once for the gradients, and are
+    not kept.
 
     Args:
-        pairs: of the batch: which pairs there are, and ``s_ii``.
+        pairs: statistics of the batch, which define the pairs and ``s_ii``.
         batch: the samples of all ranks.
         tau: temperatures, a number or broadcastable to ``(B, a)``.
-        bias: ``b``, the same.
+        bias: ``b``, a number or broadcastable to ``(B, a)``.
         chunk_size: rows per block.
         ranks: the ranks.
 
     Attributes:
-        alpha: ``(B, A)``.
+        alpha: losses of the anchors, ``(B, A)``.
         slope: derivative of ``alpha`` with respect to ``b``, ``(B, A)``.
         total, squares: sums of ``w_ij`` and of ``w_ij^2`` of this process's anchors, ``(b, a)``; for a metric.
 
@@ -82,16 +82,16 @@ class SigmoidPairs(SampledPairs):
         self.sum_wh = weighted - self._pull * pairs.positive
 
     def _of_anchors(self, value: Scalar) -> Tensor:
-        """A number, or a tensor, as ``(B, a)``."""
+        """Expand a number or a tensor to ``(B, a)``."""
         shape = self._z.shape[1], self._pairs.directions
         return value.to(self._z).expand(shape) if isinstance(value, Tensor) else self._z.new_full(shape, value)
 
     def _others(self, view: int) -> Sequence[int]:
-        """Views whose features are candidates of one view's."""
+        """Return the views of the candidates of a view."""
         return range(len(self._z)) if self._pairs.unimodal else (1 - view,)
 
     def _blocks(self, view: int) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Yield rows of own anchors of a view, candidates, their similarities, and where there is no pair."""
+        """Yield rows of this rank's anchors of a view, candidates, similarities, and a mask of excluded pairs."""
         y = self._z.flatten(0, 1) if self._pairs.unimodal else self._z[1 - view]
         mine, theirs = self._pairs.names((view,)), self._pairs.names(self._others(view))
         for start in range(self._own.start, self._own.stop, self._rows):
@@ -99,7 +99,7 @@ class SigmoidPairs(SampledPairs):
             yield rows, y, self._z[view, rows] @ y.T, same_sample([key[rows] for key in mine], theirs)
 
     def _sums(self, view: int) -> Tensor:
-        """Sums of losses, ``w_ij``, ``w_ij s_ij`` and ``w_ij^2`` over the negatives of the own anchors, ``(b, 4)``."""
+        """Return sums of losses, ``w_ij``, ``w_ij s_ij``, ``w_ij^2`` over the negatives of own anchors, ``(b, 4)``."""
         found = [self._z.new_empty(0, 4)]
         for rows, _, s, same in self._blocks(view):
             logits = s * self._scale[rows, view, None] + self._bias[rows, view, None]
@@ -121,7 +121,7 @@ class SigmoidPairs(SampledPairs):
         return gradient
 
     def _weighted(self, s: Tensor, view: int, rows: slice, coefficient: Tensor) -> Tensor:
-        """Return ``c_i w_ij + c_j w_ji`` of a block, as far as its rows and its columns are anchors."""
+        """Return ``c_i w_ij + c_j w_ji`` of a block; a term is left out if its side of the block has no anchors."""
         values, directions = torch.stack([self._scale, self._bias, coefficient]), self._pairs.directions
         total = torch.zeros_like(s)
         if view < directions:
@@ -142,29 +142,29 @@ class SigmoidNormalizer(Normalizer):
         \alpha_i = \log(1 + e^{-s_{ii} / \tau_i - b}) + \sum_{j \in N_i} \log(1 + e^{s_{ij} / \tau_i + b}), \qquad
         w_{ij} = \sigma(s_{ij} / \tau_i + b)
 
-    The positive is pulled with the weight ``sigma(-s_ii / tau_i - b)``. Nothing is normalised; ``alpha_i`` is what the
-    mean is over, the loss of all pairs of an anchor. ``N_i`` has the samples of other index and labels, so that known
-    duplicates are no negatives; an anchor that has none left contributes nothing, as under every normalizer. With
-    ``multiply_tau=False`` the value is that of the paper.
+    The weight of the positive is ``sigma(-s_ii / tau_i - b)``. Nothing is normalised: ``alpha_i`` is the loss of all
+    pairs of an anchor, and the value is the mean of ``alpha_i``. ``N_i`` contains the samples with another index and
+    other labels, so that known duplicates are not negatives; an anchor without negatives contributes nothing, as with
+    every normalizer. With ``multiply_tau=False`` the value is that of the paper.
 
     Args:
-        bias: ``b``; -10: few pairs of a large batch are positive.
-        learn: ``b`` is a parameter that ``est.parameters()`` hands to the user's optimizer.
-        dtype: of that parameter.
+        bias: ``b``. The default -10 takes into account that few pairs of a large batch are positive.
+        learn: make ``b`` a parameter, part of ``est.parameters()``, for the user's optimizer.
+        dtype: dtype of that parameter.
 
     Hyper-parameters: ``bias``, unless it is learned.
 
     State: the parameter ``bias``, 0-d, with ``learn=True``. Communicates one all-gather of 3 floats per sample and
-    direction; with several ranks each gets the whole gradient of a learned bias.
+    direction; every rank receives the whole gradient of a learned bias.
 
-    Metrics: ``effective_negatives``, of the weights ``w_ij`` of this rank's anchors.
+    Metrics: ``effective_negatives``, from the weights ``w_ij`` of this rank's anchors.
 
     Cost: similarities are computed once by the kernel, once per direction for the sums and twice for the gradients, in
     blocks of ``chunk_size`` rows, or 1,024.
 
     Raises:
-        TypeError: ``bias`` is no number, ``learn`` neither True nor False.
-        ValueError: a policy of pairs, a :class:`~compopt.TemperatureDual`; at the call ``extra``.
+        TypeError: ``bias`` is not a number, ``learn`` is neither True nor False.
+        ValueError: a policy of pairs, or a :class:`~compopt.TemperatureDual`; ``extra`` at the call.
 
     References:
         Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023, eq. 1 and Algorithm 1.
@@ -208,7 +208,7 @@ class SigmoidNormalizer(Normalizer):
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         temperature = getattr(setting.owner, "temperature", None)
-        if temperature is not None and temperature.learns:  # before this is a part of it
+        if temperature is not None and temperature.learns:  # checked before this object joins the estimator
             raise ValueError(
                 f"{type(temperature).__name__} bounds the divergence of weights that a normalizer divides, and a "
                 f"sigmoid per pair has none; take FixedTemperature(learn=True)"
@@ -220,7 +220,7 @@ class SigmoidNormalizer(Normalizer):
         return []
 
     def estimate(self, call: Call) -> Estimate:
-        call.pairs.release()  # its gradients are not asked for
+        call.pairs.release()  # SigmoidPairs computes the gradients
         batch, bias = call.batch, call.hyper("bias") if self.bias is None else self.bias
         weights = SigmoidPairs(call.pairs, batch, call.tau, bias, call.chunk_size, self._ranks)
         learned = [] if self.bias is None else [(self.bias, weights.slope)]

@@ -1,4 +1,4 @@
-"""Presets without rows: InfoNCE (SimCLR, CLIP), decoupled contrastive learning, a memory; and which to begin with."""
+"""Presets without rows: InfoNCE (SimCLR, CLIP), DCL, SigLIP, a memory; and a recommendation."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from compopt.temperatures import FixedTemperature
 from compopt.tiles.choice import Backend
 
 LENGTH = 128  # samples in the memory
-LARGE = 1024  # from here on so many more change little
+LARGE = 1024  # for batches of this size or more, LENGTH further negatives make little difference
 TAU, UNIMODAL_TAU = 0.07, 0.1
 
 
 def _temperature(tau: float | Tensor | None, learn: bool, options: Options) -> FixedTemperature:
-    """Return the temperature of InfoNCE and of DCL, which are compared at the same."""
+    """Return the temperature of InfoNCE and DCL; both have the same defaults, so that they can be compared."""
     shared = by_mode(None, options, TAU, UNIMODAL_TAU) if tau is None else tau
     return FixedTemperature(shared, learn, options.get("dtype", torch.float32))
 
@@ -40,11 +40,11 @@ class InfoNCEEstimator(ContrastiveEstimator):
         tau: temperature, a number or a 0-d tensor; ``None``: 0.1 in unimodal mode (SimCLR's, according to section 5.1
             of SogCLR), 0.07 in bimodal mode (CLIP's, section 5.2).
         include_positive: keep the positive in the denominator (the usual loss). ``False`` is decoupled contrastive
-            learning, :class:`~compopt.DCLEstimator`, the control that a stateful method must beat.
-        learn_tau: learn ``log(1/tau)`` by the user's optimizer: give it ``est.parameters()``.
+            learning, :class:`~compopt.DCLEstimator`, the baseline for stateful methods.
+        learn_tau: learn ``log(1/tau)``; pass ``est.parameters()`` to the optimizer.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
-    State: none per sample, so ``index`` may be left out when no sample repeats.
+    State: none per sample, so that ``index`` is optional if no sample repeats.
 
     References:
         van den Oord et al., 2018; Chen et al., SimCLR, 2020; Radford et al., CLIP, 2021.
@@ -74,21 +74,21 @@ class DCLEstimator(ContrastiveEstimator):
         -s_{ii} + \tau \log \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{s_{ij}/\tau}, \qquad
         w_{ij} = \frac{e^{s_{ij}/\tau}}{\sum_{k \in N_i} e^{s_{ik}/\tau}}
 
-    With the positive in the denominator all weights of an anchor shrink together once its positive is easy, the more
-    so the fewer negatives the batch holds; without it they sum to one. What a stateful method gains should be stated
-    against this. The same as ``InfoNCEEstimator(include_positive=False)``.
+    With the positive in the denominator, all weights of an anchor shrink once its positive is easy, and the more so the
+    fewer negatives the batch contains; without the positive the weights sum to one. This loss is the baseline against
+    which stateful methods should be compared. Equivalent to ``InfoNCEEstimator(include_positive=False)``.
 
     Args:
         tau: temperature, a number or a 0-d tensor; ``None``: 0.1 in unimodal mode (SimCLR's, according to section 5.1
             of SogCLR), 0.07 in bimodal mode (CLIP's, section 5.2).
-        learn_tau: learn ``log(1/tau)`` by the user's optimizer: give it ``est.parameters()``.
+        learn_tau: learn ``log(1/tau)``; pass ``est.parameters()`` to the optimizer.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
-    State: none per sample, so ``index`` may be left out when no sample repeats.
+    State: none per sample, so that ``index`` is optional if no sample repeats.
 
     References:
-        Yeh et al., Decoupled Contrastive Learning, ECCV 2022: DCL. DCLW, which weights the positives too, is
-        ``pairs=PairPolicy(mises_fisher=0.5)``.
+        Yeh et al., Decoupled Contrastive Learning, ECCV 2022: DCL. ``pairs=PairPolicy(mises_fisher=0.5)`` is DCLW,
+        which also weights the positives.
 
     Example:
         >>> import torch, compopt
@@ -103,23 +103,23 @@ class DCLEstimator(ContrastiveEstimator):
 
 
 class SigLIPEstimator(ContrastiveEstimator):
-    r"""Pairwise sigmoid loss: no softmax, so that the value needs no normalizer.
+    r"""Pairwise sigmoid loss (SigLIP): a binary classification per pair instead of a softmax, without a normalizer.
 
     .. math::
         -\frac{1}{B} \sum_{i, j} \log \sigma\bigl(y_{ij} (s_{ij} / \tau + b)\bigr), \qquad
         y_{ij} = 1 \text{ for the positive, else } -1
 
-    The two directions of bimodal mode have the same terms: ``directions="forward"`` has the same value and gradients
+    In bimodal mode both directions have the same terms: ``directions="forward"`` computes the same value and gradients
     at a lower cost. See :class:`~compopt.SigmoidNormalizer`.
 
     Args:
-        tau: temperature at the start, ``1 / t`` of the paper.
-        bias: ``b`` at the start.
-        learn: learn ``log(1/tau)`` and ``b`` by the user's optimizer: give it ``est.parameters()``.
+        tau: initial temperature, ``1 / t`` of the paper.
+        bias: initial value of ``b``.
+        learn: learn ``log(1/tau)`` and ``b``; pass ``est.parameters()`` to the optimizer.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
-            ``mode="unimodal"`` has both views of the other samples as negatives.
+            With ``mode="unimodal"`` both views of the other samples are negatives.
 
-    State: the two parameters; nothing per sample, so ``index`` may be left out when no sample repeats.
+    State: the two parameters; none per sample, so that ``index`` is optional if no sample repeats.
 
     References:
         Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023, Algorithm 1 (initial values too).
@@ -143,23 +143,24 @@ class SigLIPEstimator(ContrastiveEstimator):
 
 
 class MemoryEstimator(ContrastiveEstimator):
-    r"""DCL whose negatives are the batch's and the newest features of past batches, which follow the encoders' drift.
+    r"""DCL with a queue: negatives from the batch and from past batches, corrected for the drift of the encoders.
 
     .. math::
         \nabla F_i = \sum_{j \in N_i} w_{ij} \nabla h_{ij} + \sum_q w_{iq} \nabla_{z_i} h_{iq}, \qquad
         w \propto e^{h / \tau}, \quad \sum_j w_{ij} + \sum_q w_{iq} = 1
 
-    The second sum moves the anchor only. See :class:`~compopt.MemoryNormalizer` for the queue, why, and the sources.
+    The second sum has a gradient with respect to the anchor only. :class:`~compopt.MemoryNormalizer` describes the
+    queue, its motivation and the sources.
 
     Args:
-        dim: of the features.
-        length: samples whose features are kept.
-        tau: temperature, a number or a 0-d tensor. ``benchmarks/results/default.md`` is with 0.07.
-        momentum: every call must bring ``momentum_features=``, see :class:`~compopt.MemoryNormalizer`.
+        dim: dimension of the features.
+        length: number of samples in the queue.
+        tau: temperature, a number or a 0-d tensor. ``benchmarks/results/default.md`` was measured at 0.07.
+        momentum: require ``momentum_features=`` in every call, see :class:`~compopt.MemoryNormalizer`.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
-    State: the queue, ``(2, length, dim)``, and three integers and a flag per slot; nothing per sample, so ``index``
-    may be left out when no sample repeats within a batch or the queue.
+    State: the queue, ``(2, length, dim)``, and three integers and a flag per slot; none per sample, so that ``index``
+    is optional if no sample repeats within a batch or the queue.
 
     Example:
         >>> import torch, compopt
@@ -195,37 +196,38 @@ def recommended(
     momentum: bool = False,
     backend: Backend = "auto",
 ) -> ContrastiveEstimator:
-    """Return the estimator to begin with, which needs no tuning.
+    """Return the recommended estimator, which needs no tuning.
 
-    A :class:`~compopt.MemoryEstimator` of 128 samples at temperature 0.07; for calls of 1,024 samples and more, and
+    A :class:`~compopt.MemoryEstimator` of 128 samples at temperature 0.07; for calls of 1,024 samples or more, and
     with ``directions="forward"``, a :class:`~compopt.DCLEstimator`. Nothing is kept per sample without ``keep_scores``.
-    Why: ``docs/which.md``.
+    ``docs/which.md`` gives the reasons.
 
-    With ``momentum=True`` it is the memory at all batch sizes, of as many samples and at the same temperature. At batch
-    16 and its best learning rate, up to eight times as large, such a loss is better by 3 points on three of four data
-    sets (``docs/guides/momentum.md``), for a third more forward passes and a second copy of the weights.
+    With ``momentum=True`` the memory is used at all batch sizes, with the same length and temperature. At batch
+    16 and its best learning rate, up to eight times as large, this loss is better by 3 points on three of four data
+    sets (``docs/guides/momentum.md``); it needs a third more forward passes and a second copy of the weights.
 
     Args:
-        dim: of the features.
-        n: number of training samples, if it is known. Of a small data set the memory holds at most a quarter. Like
-            ``batch_size`` it decides what is built: give both as before to resume from a checkpoint.
-        batch_size: samples of a call, of all ranks together; with gradient accumulation those of one micro-batch.
-            ``None``: not known, taken to be small.
+        dim: dimension of the features.
+        n: number of training samples, if known. The memory contains at most a quarter of the data set. ``n`` and
+            ``batch_size`` decide what is built: to resume from a checkpoint, pass the same values as before.
+        batch_size: number of samples of a call over all ranks; with gradient accumulation, of one micro-batch.
+            ``None``: unknown, assumed to be small.
         mode: ``"bimodal"`` or ``"unimodal"``.
         directions, chunk_size, process_group, pairs, backend: see :class:`~compopt.ContrastiveEstimator`.
-        keep_scores: keep a row of 48 bytes per sample beside the loss (:class:`~compopt.ScoreKeeper`), from which
-            :mod:`compopt.curation` tells wrong pairs; needs ``n``, and ``index`` in every call. No gradient changes.
-        momentum: every call has ``momentum_features=``, those of a :class:`~compopt.MomentumEncoder`, and one without
-            them is a ``ValueError``. The encoder's own ``decay`` goes with it. Not with ``directions="forward"``, where
-            nothing would train the candidates' encoder.
+        keep_scores: keep a row of 48 bytes per sample in addition to the loss (:class:`~compopt.ScoreKeeper`), from
+            which :mod:`compopt.curation` finds wrong pairs; needs ``n``, and ``index`` in every call. No gradient
+            changes.
+        momentum: require ``momentum_features=`` from a :class:`~compopt.MomentumEncoder` in every call; a call without
+            them raises a ``ValueError``. The default ``decay`` of that encoder is meant for it. Not supported with
+            ``directions="forward"``, where the encoder of the candidates would not be trained.
 
     Returns:
-        The estimator. Communicates nothing here; what its calls do, see there.
+        The estimator. This function communicates nothing; for the calls see the class of the estimator.
 
     Raises:
         ValueError: dim, n or batch_size < 1, an unknown mode, ``keep_scores`` without ``n``, ``momentum`` with
             ``directions="forward"``, a policy of pairs that the estimator refuses.
-        TypeError: dim, n or batch_size is no integer.
+        TypeError: dim, n or batch_size is not an integer.
 
     Example:
         >>> import compopt

@@ -1,4 +1,4 @@
-"""Options that presets pass on to ContrastiveEstimator, spelled once for type checkers."""
+"""Options that presets pass on to ContrastiveEstimator, defined once for type checkers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compopt.tiles.choice import Backend
 
 
 class CommonOptions(PlacementOptions, total=False):
-    """Keywords of :class:`~compopt.ContrastiveEstimator` that every preset takes; type checkers read them here."""
+    """Keywords of :class:`~compopt.ContrastiveEstimator` that every preset accepts, for type checkers."""
 
     mode: Mode
     directions: Directions
@@ -22,6 +22,6 @@ class CommonOptions(PlacementOptions, total=False):
 
 
 class Options(CommonOptions, total=False):
-    """Keywords of presets that leave the form of the objective to the user."""
+    """Keywords of presets that let the user choose the form of the objective."""
 
     multiply_tau: bool

@@ -1,4 +1,4 @@
-"""Values that papers and their public code print: defaults by mode, and the settings of their experiments."""
+"""Published hyper-parameters from papers and their code: defaults by mode, and the settings of their experiments."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from compopt import checks
 
 
 def by_mode(given: float | None, options: Mapping[str, Any], bimodal: float, unimodal: float) -> float:
-    """Return the ``given`` hyper-parameter; ``None`` is the value of the ``mode`` in a preset's options."""
+    """Return the ``given`` hyper-parameter, or the default for the ``mode`` in a preset's options if it is ``None``."""
     if given is not None:
         return given
     return unimodal if options.get("mode") == "unimodal" else bimodal
 
 
 def as_logarithm(parametrization: str, switch: bool = True) -> dict[str, Any]:
-    """Return how FastCLIP's code moves a learned global temperature, as arguments of ``TemperatureDual``."""
+    """Return the arguments of ``TemperatureDual`` for a learned global temperature as in FastCLIP's code."""
     slows = switch and parametrization == "log"
     return {"parametrization": parametrization, "lr_switch": (0.03, 1 / 3) if slows else None}
 
 
 class Settings(dict[str, Any]):
-    """Keyword arguments of a preset, or of a sampler of batches, as one experiment has them.
+    """Keyword arguments of a preset, or of a sampler of batches, for one published experiment.
 
     Attributes:
-        source: where they are printed.
-        schedule: keyword arguments of :class:`~compopt.schedules.CosineGamma` beside ``decay_steps``; empty if gamma is
-            constant or, of FastCLIP on DFN, not printed: use the schedule's default there, since the preset's gamma of
-            1 keeps no history.
+        source: section, table or code that states the values.
+        schedule: keyword arguments of :class:`~compopt.schedules.CosineGamma` other than ``decay_steps``; empty if
+            gamma is constant or, for FastCLIP on DFN, not published: use the schedule's default there, since the
+            preset's gamma of 1 keeps no history.
     """
 
     def __init__(
@@ -45,9 +45,12 @@ _FALLS = {"gamma_min": 0.2}
 
 
 def _isogclr(mode: str, values: tuple[float, ...], bounds: tuple[float, ...], source: str) -> Settings:
-    """``values``: gamma, rho, lr, beta; ``bounds``: tau_init, tau_min, tau_max and perhaps max_grad."""
+    """Return settings of iSogCLR.
+
+    ``values`` are gamma, rho, lr, beta; ``bounds`` are tau_init, tau_min, tau_max and optionally max_grad.
+    """
     names = ("gamma", "rho", "lr", "beta", "tau_init", "tau_min", "tau_max", "max_grad")
-    # their unimodal code has s_ij where the paper has h_ij
+    # the authors' unimodal code uses s_ij, the paper h_ij
     start = {"mode": mode, "reference": "none" if mode == "unimodal" else "positive"}
     return Settings({**start, **dict(zip(names, (*values, *bounds), strict=False))}, source)
 
@@ -110,20 +113,20 @@ SETTINGS: dict[str, dict[str, Settings]] = {
 
 
 def settings(name: str, scale: str | None = None) -> Settings:
-    """Return the keyword arguments that a paper's experiment gives to a preset.
+    """Return the keyword arguments of a preset for a paper's experiment.
 
     Args:
-        name: ``"sogclr"``, ``"isogclr"``, ``"fastclip-v0"`` to ``"fastclip-v3"``, ``"neuclip"``, ``"emc2"``; of
+        name: ``"sogclr"``, ``"isogclr"``, ``"fastclip-v0"`` to ``"fastclip-v3"``, ``"neuclip"``, ``"emc2"``; for
             samplers of batches ``"osgd"`` (:class:`~compopt.samplers.OrderedBatchSampler`) and ``"spectral"``.
-        scale: the experiment, mostly by its data set; ``None`` is the first in the table of the paper's page.
+        scale: name of the experiment, usually its data set; ``None``: the first one in the table of the paper's page.
 
     Returns:
-        A dict, with the attributes ``source`` and ``schedule`` (of :class:`~compopt.schedules.CosineGamma`). What it
-        leaves out, ``n`` or ``dim``, is the data's. Batches of the papers are large: a ``rho`` must stay below
-        ``log |N_i|`` of yours.
+        A dict with the attributes ``source`` and ``schedule`` (for :class:`~compopt.schedules.CosineGamma`). ``n`` and
+        ``dim`` are not included, since they depend on the data. The papers use large batches: ``rho`` must stay below
+        ``log |N_i|`` of your batches.
 
     Raises:
-        ValueError: an unknown name or scale; the message has the known ones.
+        ValueError: an unknown name or scale; the message lists the known ones.
 
     Example:
         >>> import compopt

@@ -31,16 +31,16 @@ class SogCLREstimator(ContrastiveEstimator):
         w_{ij} = \frac{e^{s_{ij}/\tau}}{|N_i|\, u_i}
 
     The gradient of an anchor is ``-grad s_ii + sum_j w_ij grad s_ij`` (eq. 10): the positive has weight 1. With
-    ``reference="positive"`` it has ``sum_j w_ij``, as in iSogCLR.
+    ``reference="positive"`` its weight is ``sum_j w_ij``, as in iSogCLR.
 
     Args:
         n: number of samples, or a list of sample groups such as ``[{"n": 1000, "gamma": 0.5}, {"n": 500}]``.
-        gamma: in (0, 1]; weight of the newest value. 1 is the stateless control. ``None``: 0.8 in unimodal mode
-            (section 5.3; Table 8 has 0.7 to 0.8 best), 0.9 in bimodal mode (LibAUC's; section 5.2 tunes it in 0.6 to
-            0.99 and prints none; in ``benchmarks/results/glyphs.md`` 0.95 is the best of 0.5, 0.8 and 0.95 at batch 64,
-            0.8 that of 0.3 and 0.8 at 16 and 32).
+        gamma: in (0, 1]; weight of the newest value. 1 keeps no history. ``None``: 0.8 in unimodal mode
+            (section 5.3; the best values of Table 8 are 0.7 and 0.8), 0.9 in bimodal mode (LibAUC's; section 5.2 tunes
+            gamma in 0.6 to 0.99 and states no value; in ``benchmarks/results/glyphs.md`` 0.95 is the best of 0.5, 0.8
+            and 0.95 at batch 64, and 0.8 the better of 0.3 and 0.8 at 16 and 32).
         tau: temperature, > 0. ``None``: 0.1 in unimodal mode (section 5.1), 0.07 in bimodal mode (section 5.2).
-        reference: see :class:`~compopt.MovingAverageEstimator`; ``"none"`` is the paper's.
+        reference: see :class:`~compopt.MovingAverageEstimator`; ``"none"`` is the form of the paper.
         eps: added to the inner function, >= 0.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
@@ -87,13 +87,13 @@ class ISogCLREstimator(ContrastiveEstimator):
         \tau_i \leftarrow \Pi\,(\tau_i - \text{lr}\; m_i)
 
     Args:
-        n, gamma, reference: see :class:`~compopt.MovingAverageEstimator`. A ``gamma`` of ``None`` is as of
+        n, gamma, reference: see :class:`~compopt.MovingAverageEstimator`. The default of ``gamma`` is that of
             :class:`SogCLREstimator`; the paper tunes 0.7 to 0.9.
-        rho, tau_init, tau_min, tau_max, max_grad, optimizer: see :class:`~compopt.TemperatureDual`, also for what
-            ``None`` is and from where.
-        lr, beta: see there; ``None``: 0.03 and 0.5 in unimodal mode (the authors' code), 0.01 and 0.9 in bimodal mode
-            (LibAUC's). The authors' bimodal code has ``lr`` 0.03; in ``benchmarks/results/glyphs.md`` 0.002 is better
-            than 0.01.
+        rho, tau_init, tau_min, tau_max, max_grad, optimizer: see :class:`~compopt.TemperatureDual`, also for the
+            values of ``None`` and their sources.
+        lr, beta: see :class:`~compopt.TemperatureDual`; ``None``: 0.03 and 0.5 in unimodal mode (the authors' code),
+            0.01 and 0.9 in bimodal mode (LibAUC's). The authors' bimodal code uses ``lr`` 0.03; in
+            ``benchmarks/results/glyphs.md`` 0.002 is better than 0.01.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: ``log_u``, ``tau``, ``tau_exp_avg``, ``count`` per sample and direction: 32 bytes a sample in
@@ -150,30 +150,33 @@ class FastCLIPEstimator(ContrastiveEstimator):
     ``v3``    one, learned (global dual)                      ``tau (alpha + rho)``
     ========  ==============================================  ======================
 
-    All versions use ``compopt.schedules.CosineGamma(est, decay_steps)``, stepped once per update (by the authors' code
+    All versions use ``compopt.schedules.CosineGamma(est, decay_steps)``, stepped once per update (in the authors' code
     once per epoch).
 
     Args:
         n: number of samples, or a list of sample groups.
         version: ``"v0"`` to ``"v3"``.
-        gamma: start value; the schedule begins at 1.
-        tau: the constant, or the initial value of a learned temperature; ``None``: 0.07, v2 0.03.
+        gamma: initial value; the schedule begins at 1.
+        tau: the constant temperature, or the initial value of a learned temperature; ``None``: 0.07, v2 0.03.
         rho: radius of the KL constraint (v2, v3); ``None``: v3 6.5, v2 7. The authors use 6.5 to 16 at batches of 1,024
-            to 5,120; with weights that sum to one it must stay below ``log |N_i|``.
+            to 5,120; with weights that sum to one ``rho`` must stay below ``log |N_i|``.
         lr: step size of the learned temperature (Adam); ``None``: v0 1e-3, v2 0.0133, v3 2e-4. These and the other
-            defaults are of the authors' code and its script for CC3M; see :func:`compopt.presets.settings` for others.
-        tau_min, tau_max: bounds; ``None`` is filled by mode.
-        max_grad: ``None``: no limit of a logarithm's gradient (v0, v3), else filled by mode (v2: 5, as the authors).
-        betas: of Adam.
-        parametrization: of the learned temperature of v0 and v3, see :class:`~compopt.TemperatureDual`. ``"log"`` is
-            the authors' AdamW on ``log(1/tau)``, of v3 with a third of the rate while ``tau <= 0.03``; ``"linear"`` is
-            what earlier versions of this library did, whose ``lr`` means a ``1 / tau`` times larger step.
+            defaults are those of the authors' code and its script for CC3M; for others see
+            :func:`compopt.presets.settings`.
+        tau_min, tau_max: bounds of the temperature; ``None``: a default that depends on the mode.
+        max_grad: bound of the gradient of a learned temperature. ``None``: no bound with ``parametrization="log"``
+            (v0, v3), otherwise a default that depends on the mode (v2: 5 in bimodal mode, as the authors).
+        betas: decay rates of Adam.
+        parametrization: variable of the learned temperature of v0 and v3, see :class:`~compopt.TemperatureDual`.
+            ``"log"`` is the authors' AdamW on ``log(1/tau)``, for v3 with a third of the rate while ``tau <= 0.03``;
+            ``"linear"`` is the form of earlier versions of this library, where the same ``lr`` means a ``1 / tau``
+            times larger step.
         reference, eps: see :class:`~compopt.MovingAverageEstimator`.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: ``log_u`` and ``count`` per sample and direction; v2 also ``tau`` and Adam's two moments; v0 and v3
     four numbers: ``tau``, Adam's moments and the number of updates. Checkpoints of ``parametrization="linear"``
-    load, see :class:`~compopt.TemperatureDual`; their ``lr`` and bounds come with them.
+    can be loaded, see :class:`~compopt.TemperatureDual`; their ``lr`` and bounds are loaded with them.
 
     References:
         Wei et al., FastCLIP, 2024; NeuCLIP, eq. 3, 4 and 13, Algorithm 2.
@@ -209,7 +212,7 @@ class FastCLIPEstimator(ContrastiveEstimator):
         known = SETTINGS[f"fastclip-{version}"]["cc3m"]
         given = {"tau": tau, "rho": rho, "lr": lr}
         tau, rho, lr = (known.get(key, 0.0) if value is None else value for key, value in given.items())
-        checks.non_negative("rho", rho)  # of the versions that have none, too
+        checks.non_negative("rho", rho)  # also for versions that do not use it
         temperature: FixedTemperature | TemperatureDual = FixedTemperature(tau)
         if version != "v1":
             mode: Literal["individual", "global"] = "individual" if version == "v2" else "global"
@@ -223,17 +226,17 @@ class FastCLIPEstimator(ContrastiveEstimator):
 
 
 class EMC2Estimator(ContrastiveEstimator):
-    r"""EMC2: negatives from the softmax of the whole data set, by a Markov chain per sample.
+    r"""EMC2: negatives sampled from the softmax over the whole data set, by a Markov chain per sample.
 
     .. math::
         w_{ij} = \frac{\text{visits of chain } i \text{ to } j}{R - P}
 
     Args:
         n: number of samples, or a list of sample groups such as ``[{"n": 1000, "burn_in": 0.9}, {"n": 500}]``.
-        burn_in: ``P``, a count, or a fraction of the ``R`` proposals. Half of them: Table 3 has ``P = b - 1`` of
-            ``R = 2b - 2`` proposals.
-        tau: temperature, ``1 / beta`` of the paper. 0.2: Table 3, STL-10 at batch 256; the other runs have 1 / 14.28.
-            The paper has no bimodal run.
+        burn_in: ``P``, a count, or a fraction of the ``R`` proposals. The default is half of them: Table 3 uses
+            ``P = b - 1`` of ``R = 2b - 2`` proposals.
+        tau: temperature, ``1 / beta`` of the paper. The default is that of Table 3, STL-10 at batch 256; other runs use
+            1 / 14.28. The paper has no bimodal run.
         proposals, rescore, seed, draws: see :class:`~compopt.MCMCNegativeSampler`.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
@@ -275,38 +278,38 @@ class EMC2Estimator(ContrastiveEstimator):
 
 
 class NeuCLIPEstimator(ContrastiveEstimator):
-    r"""NeuCLIP: a network predicts every sample's normalizer; nothing is stored per sample.
+    r"""NeuCLIP: a network predicts the normalizer of every sample; nothing is stored per sample.
 
     .. math::
         \alpha_i = \log\Bigl(\epsilon + \tfrac{1}{m} \sum_{j=1}^m e^{(\cos(e_i, W_j) - s_{ii}) / \tau}\Bigr), \qquad
         w_{ij} = \tfrac{1}{|N_i|}\, e^{h_{ij} / \tau - \alpha_i}
 
     Args:
-        dim: of the features.
+        dim: dimension of the features.
         n: number of samples, or a list of sample groups; needed only for individual temperatures or for groups.
-        tau: temperature, the first one where it is learned; 0.07 as in FastCLIP's code, the paper prints none.
-        prototypes, lr, updates, restart_every: of the network, see :class:`~compopt.NeuralNormalizer`; the defaults are
-            those of Table 4.
-        eps: see there.
-        optimizer, reset_optimizer, seed: of the network, too.
-        through_alpha: of the network, too. ``True`` is Algorithm 1, line 11; against ``False`` it was level or better
-            at batch 64 and better at 8 and 16 (``benchmarks/results/neuclip.md``, ``glyphs.jsonl``). Checkpoints of
-            0.2.0's default need ``False``.
-        rho: radius of the KL constraint of a learned temperature; must stay below ``log |N_i|``. Table 3 has 6.5 for
+        tau: temperature, or its initial value if learned; 0.07 as in FastCLIP's code, since the paper states none.
+        prototypes, lr, updates, restart_every: options of the network, see :class:`~compopt.NeuralNormalizer`; the
+            defaults are those of Table 4.
+        eps, optimizer, reset_optimizer, seed: further options of the network, see :class:`~compopt.NeuralNormalizer`.
+        through_alpha: option of the network. ``True`` is Algorithm 1, line 11; compared with ``False`` it was equal or
+            better at batch 64 and better at 8 and 16 (``benchmarks/results/neuclip.md``, ``glyphs.jsonl``). Checkpoints
+            with the default of version 0.2.0 need ``False``.
+        rho: radius of the KL constraint of a learned temperature; must stay below ``log |N_i|``. Table 3 uses 6.5 for
             CC3M and up to 11, see :func:`compopt.presets.settings`.
-        tau_lr: step size of a learned temperature (Adam). Table 3 has 1.25e-4 for CC3M, 3.9e-5 to 6.25e-5 for others.
-        learn_tau: ``False``; ``True`` or ``"global"``, one dual for all (Algorithm 1); ``"individual"``, one per sample
-            and direction. The default is not the paper's, since ``rho`` must be chosen for data and batch: at batch
-            64 on glyphs 6.5 took the temperature from 0.07 to 0.01 and R@1 from 52 to 36 %, while 3.0 left both; on
-            words 3.0 took it there (``benchmarks/results/neuclip.md``).
-        tau_min, tau_max, max_grad, betas: of a learned temperature, see :class:`~compopt.TemperatureDual`. 0.01 and 1
-            are the bounds of FastCLIP's code.
-        parametrization: of the global one: ``"log"`` is AdamW on ``log(1/tau)``, with a third of the rate while
-            ``tau <= 0.03``, as in FastCLIP's code; ``"linear"`` is what earlier versions of this library did.
+        tau_lr: step size of a learned temperature (Adam). Table 3 uses 1.25e-4 for CC3M, 3.9e-5 to 6.25e-5 for others.
+        learn_tau: ``False``; ``True`` or ``"global"``, one dual for all samples (Algorithm 1); ``"individual"``, one
+            per sample and direction. The default differs from the paper, since ``rho`` must be chosen for data and
+            batch: at batch 64 on glyphs, 6.5 changed the temperature from 0.07 to 0.01 and R@1 from 52 to 36 %, while
+            3.0 changed neither; on words 3.0 also changed it to 0.01 (``benchmarks/results/neuclip.md``).
+        tau_min, tau_max, max_grad, betas: options of a learned temperature, see :class:`~compopt.TemperatureDual`.
+            0.01 and 1 are the bounds of FastCLIP's code.
+        parametrization: variable of a global learned temperature. ``"log"`` is AdamW on ``log(1/tau)``, with a third of
+            the rate while ``tau <= 0.03``, as in FastCLIP's code; ``"linear"`` is the form of earlier versions of this
+            library.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: ``W``, the queue of the newest features and AdaGrad's sums, ``(2, m, d)`` each (``(1, m, d)`` in unimodal
-    mode and with one direction); a learned temperature adds its own.
+    mode and with one direction), and the state of a learned temperature.
 
     References:
         Wei et al., NeuCLIP, eq. 10 to 12, Algorithm 1, Table 4.
@@ -363,18 +366,18 @@ class NeuCLIPEstimator(ContrastiveEstimator):
 
 
 class ResidualEstimator(ContrastiveEstimator):
-    r"""Large-batch gradients from batches of 8 to 64: the newest features predict, the batch and the row correct.
+    r"""Large-batch gradients from batches of 8 to 64, by a queue of features corrected by the batch and a row.
 
     .. math::
         \alpha_i = \log \Bigl( \tfrac{1}{m} \sum_{j \in \text{queue}} e^{h_{ij} / \tau} \Bigr) + \log r_i, \qquad
         \nabla F_i = \sum_{j \in N_i} w_{ij} \nabla h_{ij}
         + \Bigl(1 - \sum_{j \in N_i} w_{ij}\Bigr) \sum_{j \in \text{queue}} p_{ij} \nabla h_{ij}
 
-    with ``p_ij`` the softmax over the queue, whose features carry no gradient: every anchor's weights sum to one. See
-    :class:`~compopt.ResidualNormalizer` for ``r_i``, why, and the sources.
+    where ``p_ij`` is the softmax over the queue, and the features of the queue carry no gradient. Every anchor's
+    weights sum to one. :class:`~compopt.ResidualNormalizer` describes ``r_i``, the motivation and the sources.
 
     Args:
-        dim: of the features.
+        dim: dimension of the features.
         n: number of samples, or a list of sample groups; ``None`` keeps nothing per sample.
         gamma: in (0, 1]; weight of the batch's own estimate.
         tau: temperature.

@@ -23,7 +23,7 @@ from compopt.estimator.state_dict import part_state_dict
 from compopt.stores.layout import Column
 
 # tau_init, tau_min (the paper's tau_0) and rho: iSogCLR, sections 6.1 and 6.2. tau_max and max_grad: its authors' code
-# (LibAUC has other tau_max, 0.7 and 0.05). The paper bounds tau from above in its analysis only (Lemma 1), without a
+# (LibAUC uses other tau_max, 0.7 and 0.05). The paper bounds tau from above only in its analysis (Lemma 1), without a
 # value.
 DEFAULTS_BY_MODE: dict[str, dict[str, float]] = {
     "unimodal": {"tau_init": 0.7, "tau_min": 0.05, "tau_max": 1.0, "rho": 0.3, "max_grad": 3.0},
@@ -32,11 +32,11 @@ DEFAULTS_BY_MODE: dict[str, dict[str, float]] = {
 Mode = Literal["individual", "global"]
 Rule = Literal["momentum", "adam"]
 Parametrization = Literal["linear", "log"]
-# names of the moments in the state of a global temperature: of the derivative by tau, and by log(tau)
+# Names of the moments in the state of a global temperature: moments of the derivative by tau -> by log(tau).
 LOG_NAMES = {"exp_avg": "log_exp_avg", "exp_avg_sq": "log_exp_avg_sq"}
 OTHER = {**LOG_NAMES, **{log: name for name, log in LOG_NAMES.items()}}
-POWERS = {"exp_avg": 1, "exp_avg_sq": 2, "log_exp_avg": 1, "log_exp_avg_sq": 2}  # of that derivative
-# of saved values; tau_min and tau_max may have been others when a tau was written
+POWERS = {"exp_avg": 1, "exp_avg_sq": 2, "log_exp_avg": 1, "log_exp_avg_sq": 2}  # of the derivative in each moment
+# Ranges of saved values; tau is not checked against tau_min and tau_max, which may have changed since.
 VALUES = {"tau": Range(above=0), "exp_avg": FINITE, "exp_avg_sq": Range(least=0), "updates": Range(least=0)}
 VALUES |= {log: VALUES[name] for name, log in LOG_NAMES.items()}
 
@@ -47,7 +47,7 @@ def _check_pair(name: str, value: Any) -> None:
 
 
 def _check_individual(n: Any, parametrization: str, lr_switch: Any) -> None:
-    """Refuse what serves one temperature only."""
+    """Refuse options that individual temperatures do not support."""
     if n is None:
         raise ValueError("n is None; individual temperatures need the number of samples")
     for name, value, usual in (("parametrization", parametrization, "linear"), ("lr_switch", lr_switch, None)):
@@ -56,50 +56,51 @@ def _check_individual(n: Any, parametrization: str, lr_switch: Any) -> None:
 
 
 class TemperatureDual(Temperature):
-    r"""Temperatures ``tau_i`` as multipliers of a KL constraint on each sample's pair weights, learned on the side.
+    r"""Temperatures ``tau_i`` as learned multipliers of a KL constraint on each sample's pair weights.
 
     .. math::
         G(\tau_i) &= \alpha_i + \rho - \sum_j w_{ij} h_{ij} / \tau_i \qquad\text{clipped to } \pm\text{max\_grad}\\
         m_i &\leftarrow (1 - \beta)\, m_i + \beta\, G(\tau_i), \qquad
         \tau_i \leftarrow \Pi_{[\tau_{min}, \tau_{max}]}\, (\tau_i - \text{lr}\; m_i)
 
-    With a normalizer of ``reference="none"`` (SogCLR) the positive has weight 1, and ``G`` gains
-    ``(1 - sum_j w_ij) s_ii / tau_i``. With a :class:`~compopt.NeuralNormalizer` it gains
+    With a normalizer of ``reference="none"`` (SogCLR) the positive has weight 1, and ``G`` has the additional term
+    ``(1 - sum_j w_ij) s_ii / tau_i``. With a :class:`~compopt.NeuralNormalizer` the additional term is
     ``exp(-alpha_i) (eps + ghat_i) - 1`` (eq. 12 of NeuCLIP), and with ``through_alpha`` the sum includes prototypes.
-    With ``multiply_tau=False`` it is ``-sum_j w_ij h_ij / tau_i^2``.
+    With ``multiply_tau=False``, ``G = -sum_j w_ij h_ij / tau_i^2``.
 
-    ``parametrization="log"`` moves ``log(1/tau)``, as FastCLIP's authors do: ``lr`` is then a relative step,
+    ``parametrization="log"`` updates ``log(1/tau)``, as FastCLIP's authors do, so that ``lr`` is a relative step:
 
     .. math::
         m \leftarrow (1 - \beta)\, m + \beta\, \tau\, G(\tau), \qquad
         \tau \leftarrow \Pi_{[\tau_{min}, \tau_{max}]}\, (\tau\, e^{-\text{lr}\; m})
 
-    with Adam the steps of ``torch.optim.AdamW([log(1/tau)], weight_decay=0)``. At a temperature of 0.07 a linear step
-    with the same ``lr`` is ``1 / 0.07`` times as far.
+    With Adam the steps are those of ``torch.optim.AdamW([log(1/tau)], weight_decay=0)``. At a temperature of 0.07 a
+    linear step with the same ``lr`` is ``1 / 0.07`` times as large.
 
-    Alone it serves any objective with a temperature, or another positive dual variable, per sample: see :meth:`update`.
-    A sample with many near neighbours gets a larger ``tau`` (flatter weights), an isolated one a smaller. Eq. 13 of
-    iSogCLR has the previous moving average in ``G``; here ``alpha_i`` and ``w_ij`` are those of the updated one, as in
-    its authors' code.
+    Used alone, it updates a temperature, or another positive dual variable, per sample in any objective, see
+    :meth:`update`. A sample with many near neighbours gets a larger ``tau`` (flatter weights), an isolated one a
+    smaller ``tau``. Eq. 13 of iSogCLR uses the previous moving average in ``G``; here ``alpha_i`` and ``w_ij`` are
+    computed from the updated one, as in its authors' code.
 
     Args:
-        n: number of samples, or a list of sample groups; ``None`` is enough for ``mode="global"``.
+        n: number of samples, or a list of sample groups; may be ``None`` for ``mode="global"``.
         rho: radius of the constraint, >= 0. With weights that sum to one, ``G >= rho - log |N_i|``: a rho above
-            ``log |N_i|`` can only push every ``tau`` to ``tau_min`` (a warning says so once).
-        lr: step size; the 1/n of the paper's eq. 13 is folded into it.
-        tau_init, tau_min, tau_max, max_grad: ``None`` is filled by mode: unimodal 0.7, 0.05, 1, 3 and bimodal
-            0.01, 0.005, 1, 5 (rho: 0.3 and 6), from iSogCLR, sections 6.1 and 6.2, and its authors' code. With
-            ``parametrization="log"`` a ``max_grad`` of ``None`` is no limit.
-        mode: ``"individual"``, a ``tau`` per sample (and direction, in bimodal mode); ``"global"``, one
-            ``tau`` that follows the mean of ``G`` over the batch (FastCLIP v3). A global dual takes its
-            hyper-parameters other than rho from the first sample group.
-        optimizer: ``"momentum"`` as above, ``m`` starting at 0; or ``"adam"`` with ``betas``, whose bias is
+            ``log |N_i|`` only pushes every ``tau`` to ``tau_min`` (with a warning, once).
+        lr: step size; includes the factor 1/n of the paper's eq. 13.
+        tau_init, tau_min, tau_max, max_grad: initial value, bounds, and bound of ``G``. ``None``: a default that
+            depends on the mode, 0.7, 0.05, 1, 3 (unimodal) or 0.01, 0.005, 1, 5 (bimodal; rho: 0.3 and 6), from
+            iSogCLR, sections 6.1 and 6.2, and its authors' code. With ``parametrization="log"`` a ``max_grad`` of
+            ``None`` is no bound.
+        mode: ``"individual"``: a ``tau`` per sample (and direction, in bimodal mode). ``"global"``: one
+            ``tau``, updated with the mean of ``G`` over the batch (FastCLIP v3); its hyper-parameters other than rho
+            are those of the first sample group.
+        optimizer: ``"momentum"`` as above, with ``m`` initially 0; or ``"adam"`` with ``betas``, with the bias
             corrected by the row's own number of visits.
         beta: weight of the newest gradient in ``m``, in (0, 1].
-        betas: of Adam, each in [0, 1).
-        parametrization: ``"linear"`` or ``"log"``, see above; the latter for ``mode="global"``.
+        betas: decay rates of Adam, each in [0, 1).
+        parametrization: ``"linear"`` or ``"log"``, see above; ``"log"`` requires ``mode="global"``.
         lr_switch: a pair ``(at, factor)``, for ``mode="global"``: while ``tau <= at`` the step size is ``factor lr``.
-            FastCLIP's authors have ``(0.03, 1/3)``. It is no part of a checkpoint.
+            FastCLIP's authors use ``(0.03, 1/3)``. It is not saved in checkpoints.
         process_group, offload, offload_dir, shard, dtype: placement when used alone, see
             :class:`~compopt.estimator.Component`.
 
@@ -107,17 +108,18 @@ class TemperatureDual(Temperature):
     may differ between sample groups.
 
     State: individual, per sample ``tau``, ``tau_exp_avg`` (``m``) and, with Adam, ``tau_exp_avg_sq``, ``(n, 2)`` or
-    ``(n, 1)`` each in the rows' dtype; a row never visited shows ``tau_init``. Global: ``tau``, ``exp_avg``, with Adam
-    ``exp_avg_sq``, and the number of ``updates``, 0-d float64. In unimodal mode both views share a row and ``G`` is
-    their mean. As a part it communicates nothing of its own. With ``parametrization="log"`` the moments are
-    ``log_exp_avg`` and ``log_exp_avg_sq``. A checkpoint of the other parametrization is converted: ``tau`` is kept, and
-    moments change their unit by ``tau`` and ``tau^2``, as if ``tau`` had been constant while they were averaged. The
-    hyper-parameters are the checkpoint's, ``lr`` too.
+    ``(n, 1)`` each in the rows' dtype; a row that was never visited contains ``tau_init``. Global: ``tau``,
+    ``exp_avg``, with Adam ``exp_avg_sq``, and the number of ``updates``, 0-d float64. In unimodal mode both views share
+    a row and ``G`` is their mean. As part of an estimator it communicates nothing itself. With
+    ``parametrization="log"`` the moments are ``log_exp_avg`` and ``log_exp_avg_sq``. A checkpoint of the other
+    parametrization is converted: ``tau`` is kept, and moments are scaled by powers of ``tau`` (1 and 2, or -1 and -2),
+    as if ``tau`` had been constant while they were averaged. Hyper-parameters, including ``lr``, are loaded from the
+    checkpoint.
 
     Raises:
-        ValueError: rho < 0, lr < 0, tau_min <= 0, tau_min > tau_max, tau_init outside them, bad beta or option; no
-            ``n`` for individual temperatures, or an option that they do not have.
-        TypeError: a hyper-parameter that is no number, ``betas`` or ``lr_switch`` that are no pair.
+        ValueError: rho < 0, lr < 0, tau_min <= 0, tau_min > tau_max, tau_init outside the bounds, an invalid beta or
+            option; no ``n`` for individual temperatures, or an option that they do not support.
+        TypeError: a hyper-parameter that is not a number, ``betas`` or ``lr_switch`` that is not a pair.
 
     References:
         Qiu et al., iSogCLR, ICML 2023, eq. 12-14, Algorithms 1 and 2; Wei et al., FastCLIP, 2024 (global), and
@@ -165,7 +167,7 @@ class TemperatureDual(Temperature):
         self.parametrization, self.lr_switch = parametrization, lr_switch
         self._moments = ("exp_avg", "exp_avg_sq") if optimizer == "adam" else ("exp_avg",)
         self._log = parametrization == "log"
-        self._warned = False  # of a rho that is too large
+        self._warned = False  # about a rho that is too large
         self._names = [LOG_NAMES[name] if self._log else name for name in self._moments]  # in the state
         defaults = {"tau_init": tau_init, "tau_min": tau_min, "tau_max": tau_max, "max_grad": max_grad}
         super().__init__(n, {"rho": rho, "lr": lr, **defaults, "beta": beta, "betas": betas}, **placement)
@@ -203,7 +205,7 @@ class TemperatureDual(Temperature):
             del filled["max_grad"]
         unset = group["tau_init"] is None
         group.update({key: value for key, value in filled.items() if group[key] is None})
-        if unset:  # stay inside bounds the user narrowed
+        if unset:  # keep the default inside bounds that the user narrowed
             group["tau_init"] = min(max(group["tau_init"], group["tau_min"]), group["tau_max"])
         self.check(group)
 
@@ -211,7 +213,7 @@ class TemperatureDual(Temperature):
         super().joined(groups, setting)
         if self.mode == "individual":
             return
-        # float64: one number, and its steps may be far below float32's resolution of tau
+        # float64, since steps may be far below the resolution of tau in float32
         start = {**dict.fromkeys((*self._names, "updates"), 0.0), "tau": groups.groups[0]["tau_init"]}
         self.state = {name: torch.tensor(x, dtype=torch.float64, device="cpu") for name, x in start.items()}
 
@@ -220,12 +222,12 @@ class TemperatureDual(Temperature):
         """Committed global temperature, 0-d float64.
 
         Raises:
-            AttributeError: temperatures are individual, which are rows.
+            AttributeError: temperatures are individual; they are stored in rows.
         """
         if self.mode != "global":
             raise AttributeError("individual temperatures are rows: est.read(index)['tau']")
         if self._owner is None:
-            _ = self._facts  # used alone, it makes its state now
+            _ = self._facts  # creates the state when used alone
         return self.state["tau"]
 
     def constants(self) -> list[float] | None:
@@ -235,7 +237,7 @@ class TemperatureDual(Temperature):
         if self.mode == "global":
             return super().check_same(given, visits)
         starts = [group["tau_init"] for group in self.sample_groups]
-        if given == starts:  # every sample starts where the rows were averaged
+        if given == starts:  # every temperature starts at the value with which the rows were averaged
             return
         if given is not None:
             raise other_temperature(given, f"tau_init={', '.join(map(str, starts))}")
@@ -256,7 +258,7 @@ class TemperatureDual(Temperature):
         ]
 
     def saved_state(self) -> dict[str, Tensor]:
-        """Return the state in float64, also from a device that has none."""
+        """Return the state in float64, also from a device without float64."""
         return {name: v if v.dtype == torch.float64 else v.cpu().double() for name, v in super().saved_state().items()}
 
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
@@ -268,7 +270,7 @@ class TemperatureDual(Temperature):
         return other if other.keys() == state.keys() else own
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
-        if state.keys() != self.state.keys():  # of the other parametrization; d/dlog(tau) = tau d/dtau
+        if state.keys() != self.state.keys():  # the other parametrization: d/dlog(tau) = tau d/dtau
             tau = state["tau"]
             unit = tau if self._log else 1 / tau
             state = {OTHER.get(name, name): value * unit ** POWERS.get(name, 0) for name, value in state.items()}
@@ -303,7 +305,7 @@ class TemperatureDual(Temperature):
         new, steps = batch.blank.get("tau"), None
         if self.optimizer == "adam":
             steps = batch.count.to(gradient.dtype) + 1
-            if new is not None:  # other parts have met the sample before, this one has not
+            if new is not None:  # the sample was visited before by other parts, but not by this one
                 steps = steps.masked_fill(new, 1)
         moved = self._move(hyper, batch.columns, [f"tau_{name}" for name in self._moments], gradient, steps)
         if steps is not None and new is not None:  # stored as if all visits of the sample had been steps
@@ -311,7 +313,7 @@ class TemperatureDual(Temperature):
         return moved
 
     def _rescale(self, rows: Mapping[str, Tensor], hyper: Hyper, steps: Tensor, visits: Tensor) -> None:
-        """Change moments of Adam, in place, so that corrected for ``visits`` they are what they were for ``steps``."""
+        """Scale moments of Adam, in place, so that the bias correction for ``visits`` equals that for ``steps``."""
         for name, item in (("tau_exp_avg", 0), ("tau_exp_avg_sq", 1)):
             beta, dtype = hyper("betas", item), rows[name].dtype
             rows[name].mul_((1 - beta ** visits.to(dtype)) / (1 - beta ** steps.to(dtype)))
@@ -329,10 +331,10 @@ class TemperatureDual(Temperature):
     def _move(
         self, hyper: Hyper, old: Mapping[str, Tensor], names: Sequence[str], gradient: Tensor, steps: Tensor | None
     ) -> dict[str, Tensor]:
-        """Return ``tau`` and its moments, called ``names``, after a step."""
+        """Return ``tau`` and its moments, with the keys ``names``, after a step."""
         tau, moments, limit = old["tau"], [old[name] for name in names], hyper("max_grad")
         gradient = gradient.to(tau.dtype)
-        if limit is not None:  # clipped before it enters m, as in the code of iSogCLR's authors
+        if limit is not None:  # clipped before m is updated, as in the code of iSogCLR's authors
             gradient = F.clip(gradient, -limit, limit)
         start, gradient = (tau.log(), tau * gradient) if self._log else (tau, gradient)
         end, *moments = self._step(hyper, start, moments, gradient, steps, self._rate(hyper("lr"), tau))
@@ -349,7 +351,7 @@ class TemperatureDual(Temperature):
     def _step(
         self, hyper: Hyper, x: Tensor, moments: Sequence[Tensor], gradient: Tensor, steps: Tensor | None, lr: Any
     ) -> Sequence[Tensor]:
-        """Return ``x`` and its moments after a step of the optimizer, without projection."""
+        """Return ``x`` and its moments after a step of the optimizer, before the projection."""
         if self.optimizer == "adam" and steps is not None:
             m, v = moments
             return F.adam(x, m, v, gradient, steps, lr, (hyper("betas", 0), hyper("betas", 1)))
@@ -364,22 +366,22 @@ class TemperatureDual(Temperature):
             m_i \leftarrow (1 - \beta)\, m_i + \beta\, \text{clip}(g_i), \qquad
             \tau_i \leftarrow \Pi_{[\tau_{min}, \tau_{max}]}\, (\tau_i - \text{lr}\; m_i)
 
-        With ``parametrization="log"`` as the class says. In training mode with gradients enabled the result is
-        deposited and waits for :meth:`step`. A sample whose gradient is not finite keeps its temperature. Used alone,
-        bounds that were not given are those of bimodal mode.
+        See the class for ``parametrization="log"``. In training mode with gradients enabled the result is deposited
+        until :meth:`step`. A sample keeps its temperature if its gradient is not finite. Used alone, bounds that were
+        not passed are those of bimodal mode.
 
         Args:
-            gradient: the complete derivative of the objective with respect to each ``tau_i`` (rho is not added;
-                ``max_grad`` clips it), ``(B,)`` or ``(B, 1)``, floating point. With several ranks, of this rank's
-                samples. A global dual takes the mean over all ranks.
+            gradient: complete derivative of the objective with respect to each ``tau_i`` (rho is not added;
+                ``max_grad`` clips it), ``(B,)`` or ``(B, 1)``, floating point; with several ranks, for this rank's
+                samples. A global dual uses the mean over all ranks.
             index: data-set positions, ``(B,)`` integers; not needed by a global dual.
 
         Returns:
-            The proposed ``tau``, in the shape of ``gradient``, without a graph; 0-d of a global dual.
+            The proposed ``tau``, in the shape of ``gradient``, without a graph; 0-d for a global dual.
 
         Raises:
-            RuntimeError: this is a part of an estimator, which updates it.
-            TypeError, ValueError, IndexError: as of :meth:`MovingAverageEstimator.update`.
+            RuntimeError: this object is part of an estimator, which updates it.
+            TypeError, ValueError, IndexError: as in :meth:`MovingAverageEstimator.update`.
 
         Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
         """
@@ -407,15 +409,15 @@ class TemperatureDual(Temperature):
         return batch.nan_if_bad(moved["tau"])[batch.own].view(gradient.shape)
 
     def value(self, index: Tensor | None = None) -> Tensor:
-        """Return committed temperatures; ``tau_init`` where a sample was never visited.
+        """Return committed temperatures; ``tau_init`` for samples that were never visited.
 
         Args:
             index: data-set positions, ``(B,)`` integers; not needed by a global dual.
 
         Returns:
-            ``(B,)``; as part of an estimator ``(B, D)``; 0-d of a global dual.
+            ``(B,)``; as part of an estimator ``(B, D)``; 0-d for a global dual.
 
-        Communicates: nothing; on shards as :meth:`read`.
+        Communicates: nothing; with shards, as :meth:`read`.
         """
         if self.mode == "global":
             return self.tau.clone()

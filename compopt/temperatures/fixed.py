@@ -1,4 +1,4 @@
-"""Temperature that all anchors share: a constant, a tensor of the user's, or CLIP's learned scale."""
+"""Temperature that all anchors share: a constant, a tensor of the user, or CLIP's learned scale."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ LEARNED_TAU_MIN = 0.01  # CLIP caps its scale at 100
 
 
 class FixedTemperature(Temperature):
-    r"""Temperature ``tau`` of every anchor.
+    r"""Temperature ``tau`` shared by all anchors.
 
     Args:
-        tau: a number, which every sample group may override; or a 0-d tensor, used as it is: if it requires
-            grad it receives the derivative of the returned objective with ``alpha`` and ``w`` held as estimated
-            (the mean of ``G`` with ``rho = 0``).
-        learn: keep ``log(1/tau)`` as a parameter that ``est.parameters()`` hands to the user's optimizer, as CLIP
-            does; ``tau`` is clamped to at least 0.01 where it is used (and can return from below).
-        dtype: of that parameter.
+        tau: a number, which every sample group may override; or a 0-d tensor. If the tensor requires grad, it receives
+            the derivative of the returned objective with ``alpha`` and ``w`` held constant (the mean of ``G`` with
+            ``rho = 0``).
+        learn: make ``log(1/tau)`` a parameter, part of ``est.parameters()``, for the user's optimizer, as in CLIP.
+            ``tau`` is clamped to at least 0.01 when used; gradients that increase ``tau`` still pass below this bound.
+        dtype: dtype of that parameter.
 
     Hyper-parameters: ``tau``, if it is a number and not learned.
 
-    State: nothing per sample; the parameter ``log_inverse``, 0-d, when ``learn=True`` (part of ``state_dict``). Nothing
-    is communicated: with several ranks each gets the whole gradient of a learned or 0-d ``tau``.
+    State: nothing per sample; the parameter ``log_inverse``, 0-d, with ``learn=True`` (part of ``state_dict``). Nothing
+    is communicated: every rank receives the whole gradient of a learned or 0-d ``tau``.
 
     Raises:
         ValueError: tau <= 0, a tensor that is not 0-d, or a tensor together with ``learn=True``.
-        TypeError: tau is no number and no floating-point tensor; ``learn`` is neither True nor False.
+        TypeError: tau is neither a number nor a floating-point tensor; ``learn`` is neither True nor False.
 
     References:
         Radford et al., CLIP, 2021 (the learned scale).
@@ -104,9 +104,9 @@ class FixedTemperature(Temperature):
 
 
 class _LowerBound(torch.autograd.Function):
-    """``max(x, low)`` whose gradient still passes where descent would raise ``x`` back above ``low``.
+    """Lower bound ``max(x, low)`` whose gradient below ``low`` still passes if a descent step would increase ``x``.
 
-    Autograd differentiates that rule once more.
+    The backward pass is itself differentiable by autograd.
     """
 
     @staticmethod
@@ -121,5 +121,5 @@ class _LowerBound(torch.autograd.Function):
 
 
 def lower_bound(x: Tensor, low: float) -> Tensor:
-    """``max(x, low)`` for a learned quantity: unlike ``clamp``, it can find its way back from below."""
+    """Return ``max(x, low)`` for a learned quantity; unlike with ``clamp``, ``x`` can return from below ``low``."""
     return _LowerBound.apply(x, low)

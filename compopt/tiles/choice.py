@@ -1,4 +1,4 @@
-"""The rule that decides between plain torch and the kernels in Triton, and the precision of their products."""
+"""Selection of plain torch or the kernels in Triton, and of the precision of their products."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ BACKENDS = ("auto", "torch", "triton")
 Precision = Literal["tf32", "bf16", "tf32x3", "ieee"]
 PRECISIONS = ("tf32", "bf16", "tf32x3", "ieee")
 
-# What "auto" means. No GPU has run the kernels yet; `make gpu` measures them.
+# The backend for "auto". No GPU has run the kernels yet; `make gpu` measures them.
 AUTO = "torch"
-# The value 0 of this variable of the environment turns the kernels off.
+# Environment variable; the value 0 disables the kernels.
 SWITCH = "COMPOPT_TRITON"
-# In bfloat16 the gradient's relative error is 4e-3 at tau 0.07 and 6e-3 at this tau, where a sum is off by up to 0.03
-# nats; at tau 0.005 by 0.2 (benchmarks/results/fused.md).
+# In bfloat16 the relative error of the gradient is 4e-3 at tau 0.07 and 6e-3 at this tau. The error of a sum is up to
+# 0.03 nats at this tau, and 0.2 at tau 0.005 (benchmarks/results/fused.md).
 BF16_MIN_TAU = 0.02
 
 _log = logging.getLogger(__name__)
 
 
 def reason_for_torch(backend: Backend, z: Tensor, policy: str | None = None) -> str | None:
-    """Return why plain torch computes a call, or ``None`` if the kernels in Triton do; it is logged at debug level.
+    """Return the reason to use plain torch for a call, or ``None`` for the kernels in Triton; logged at debug level.
 
     Args:
-        backend: ``"auto"`` means :data:`AUTO`.
+        backend: requested backend; ``"auto"`` is :data:`AUTO`.
         z: features, in the dtype of the computation.
-        policy: an argument of the call, or an option of a policy of pairs, that the kernels do not take.
+        policy: an argument of the call, or an option of a policy of pairs, that the kernels do not support.
     """
     reason = _reason(AUTO if backend == "auto" else backend, z, policy)
     if not torch.compiler.is_compiling():  # a graph cannot log
@@ -67,21 +67,21 @@ def _installed() -> bool:
 
 
 def interpreted() -> bool:
-    """Return True if Triton's interpreter runs the kernels, on the CPU."""
+    """Return whether Triton's interpreter runs the kernels, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def precision_of(tau: float | Tensor) -> Precision:
-    """Return TF32, or bfloat16 where ``torch.set_float32_matmul_precision("medium")`` allows it and ``tau`` is large.
+    """Return TF32, or bfloat16 if ``torch.set_float32_matmul_precision("medium")`` allows it and ``tau`` is large.
 
-    A tensor may be anywhere, and is not looked at: TF32.
+    For a tensor the result is TF32, since reading its value may synchronise.
     """
     allowed = isinstance(tau, float) and tau >= BF16_MIN_TAU
     return "bf16" if allowed and _float32_precision() == "medium" else "tf32"
 
 
 def _float32_precision() -> str:
-    """Return the precision that products of float32 may have: ``"highest"``, ``"high"`` or ``"medium"``."""
+    """Return the allowed precision of float32 products: ``"highest"``, ``"high"`` or ``"medium"``."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch.backends.cuda.matmul.fp32_precision alone allows TF32, and the older setting differs
@@ -90,7 +90,7 @@ def _float32_precision() -> str:
 
 @contextlib.contextmanager
 def tf32_allowed() -> Iterator[None]:
-    """Let products of float32 use TF32, as those in Triton do; the setting is the process's, and restored."""
+    """Allow TF32 in float32 products, as in the Triton kernels; changes a setting of the process and restores it."""
     if _float32_precision() != "highest":
         yield
         return

@@ -1,20 +1,20 @@
-"""Kernels in Triton's language, one tile of the matrix of similarities each; no other module imports it at the top.
+"""Triton kernels for tiles of the matrix of similarities; imported only inside functions, since Triton is optional.
 
-Names, in capitals what is known when a kernel is compiled:
+Names; compile-time constants are in capitals:
 
 ==================  =================================================================================================
 ``P, Q, d``         rows of the wave, columns, dimension of the features
-``BM, BN, BK``      rows and columns of a tile, and the part of ``d`` that one step of the product takes
+``BM, BN, BK``      rows and columns of a tile, and the part of ``d`` in one step of the product
 ``EVEN``            ``d`` is a multiple of ``BK``
-``KEYS, WITHIN``    number of keys that leave pairs out where equal; one more key leaves pairs out where different
-``AXIS``            of the candidates: 1 where anchors are along the rows, 0 where they are along the columns
-``SHIFTED``         exponents have a maximum subtracted; otherwise all anchors have the scale ``shared``
-``THRESHOLD``       anchors have a similarity above which candidates are left out; ``SPARED``: not further candidates
+``KEYS, WITHIN``    number of keys that exclude pairs if equal; one more key that excludes pairs if different
+``AXIS``            axis of the candidates: 1 if anchors are along the rows, 0 if they are along the columns
+``SHIFTED``         a maximum is subtracted from the exponents; otherwise all anchors have the scale ``shared``
+``THRESHOLD``       candidates above a similarity are excluded; ``SPARED``: except further candidates
 ``HARD``            candidates have a ``beta``
-``UPCAST``          multiply in float32: the interpreter multiplies bfloat16 as if it were integers
+``UPCAST``          multiply in float32, since the interpreter multiplies bfloat16 as integers
 ==================  =================================================================================================
 
-Exponents are in units of ``log 2`` inside. Rows and columns beyond the matrix read row and column 0, and are no pairs.
+Exponents are in units of ``log 2``. Rows and columns outside the matrix read row and column 0 and are not pairs.
 """
 
 import triton
@@ -27,7 +27,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tile_of(P, Q, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Number of the tile's row and column; programs that run together share rows and columns in the cache."""
+    """Return the row and the column of the tile; programs that run together share rows and columns in the cache."""
     number = tl.program_id(0)
     down = tl.cdiv(P, BM)
     across = tl.cdiv(Q, BN)
@@ -39,7 +39,7 @@ def tile_of(P, Q, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def along(values, AXIS: tl.constexpr):
-    """Values of anchors, or of candidates with the other axis, as a column or as a row."""
+    """Return values of anchors, or of candidates for the other axis, as a column or as a row."""
     if AXIS == 1:
         return values[:, None]
     else:
@@ -52,7 +52,7 @@ def similarities(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``X Y^T`` in float32."""
+    """Return one tile of ``X Y^T`` in float32."""
     part = tl.arange(0, BK)
     left = x + row.to(tl.int64)[:, None] * d + part[None, :]
     right = y + column.to(tl.int64)[None, :] * d + part[:, None]
@@ -77,7 +77,7 @@ def apart(
     row_keys, column_keys, row_stride, column_stride, row, column, inside_rows, inside_columns,
     KEYS: tl.constexpr, WITHIN: tl.constexpr,
 ):  # fmt: skip
-    """True where a row and a column are no pair."""
+    """Return a mask that is True if a row and a column are not a pair."""
     found = (inside_rows == 0)[:, None] | (inside_columns == 0)[None, :]
     for key in tl.static_range(KEYS):
         of_rows = tl.load(row_keys + key * row_stride + row)
@@ -95,7 +95,7 @@ def exponents(
     s, found, scale, threshold, anchor, further, shared, beta, beta_further,
     AXIS: tl.constexpr, SHIFTED: tl.constexpr, THRESHOLD: tl.constexpr, SPARED: tl.constexpr, HARD: tl.constexpr,
 ):  # fmt: skip
-    """``s_ij (1 / tau_i + beta_j)`` in units of ``log 2``, and where there is no pair."""
+    """Return ``s_ij (1 / tau_i + beta_j)`` in units of ``log 2``, and the mask of excluded pairs."""
     if THRESHOLD:
         above = s > along(tl.load(threshold + anchor), AXIS)
         if SPARED:
@@ -116,7 +116,7 @@ def write_sums(
     AXIS: tl.constexpr, SHIFTED: tl.constexpr, MOMENTS: tl.constexpr, COUNTED: tl.constexpr,
     THRESHOLD: tl.constexpr, SPARED: tl.constexpr, HARD: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the anchors of one axis over a tile: total, squares and, if asked for, top, dot and count."""
+    """Write sums of the anchors of one axis over a tile: total, squares and optionally top, dot and count."""
     z, found = exponents(
         s, found, scale, threshold, anchor, further, shared, beta, beta_further, AXIS, SHIFTED, THRESHOLD, SPARED, HARD
     )
@@ -125,14 +125,14 @@ def write_sums(
         top = tl.max(z, AXIS)
         z = z - along(top, AXIS)
     e = tl.where(found, 0.0, tl.exp2(z))
-    at = out + anchor  # one plane further each time: a multiple of `plane` may leave 32 bits
+    at = out + anchor  # incremented by one plane each time, since a multiple of `plane` may overflow 32 bits
     tl.store(at, tl.sum(e, AXIS), mask=inside)
     at += plane
     tl.store(at, tl.sum(e * e, AXIS), mask=inside)
     if SHIFTED:
         at += plane
         tl.store(at, tl.where(top > NO_PAIR, top * LN2, NO_PAIR), mask=inside)
-    if MOMENTS:  # s may be NaN where there is no pair
+    if MOMENTS:  # s may be NaN for excluded pairs
         at += plane
         tl.store(at, tl.sum(tl.where(found, 0.0, e * s), AXIS), mask=inside)
     if COUNTED:
@@ -149,7 +149,7 @@ def sums(
     EVEN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the anchors along both axes over one tile.
+    """Write sums of the anchors along both axes over one tile.
 
     ``row_out`` is ``(planes, tiles across, P)`` and ``column_out`` ``(planes, tiles down, Q)``, float32.
     """
@@ -179,7 +179,7 @@ def weighed(
     s, found, scale, threshold, factor, top, anchor, further, shared, beta, beta_further,
     AXIS: tl.constexpr, SHIFTED: tl.constexpr, THRESHOLD: tl.constexpr, SPARED: tl.constexpr, HARD: tl.constexpr,
 ):  # fmt: skip
-    """``factor_i exp(z_ij - top_i)`` of the anchors of one axis."""
+    """Return ``factor_i exp(z_ij - top_i)`` for the anchors of one axis."""
     z, found = exponents(
         s, found, scale, threshold, anchor, further, shared, beta, beta_further, AXIS, SHIFTED, THRESHOLD, SPARED, HARD
     )
@@ -198,7 +198,7 @@ def coefficients(
     EVEN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``A``, ``(P, Q)`` in the dtype of ``out``."""
+    """Write one tile of ``A``, ``(P, Q)`` in the dtype of ``out``."""
     down, across = tile_of(P, Q, BM, BN, GROUP)
     row = down * BM + tl.arange(0, BM)
     column = across * BN + tl.arange(0, BN)

@@ -1,10 +1,10 @@
-r"""A matrix of similarities ``S = X Y^T`` in waves of rows: sums of its anchors, products of its coefficients.
+r"""Matrix of similarities ``S = X Y^T`` in waves of rows: sums of its anchors, and products with its coefficients.
 
-Anchors are along the rows, along the columns, or along both axes. An anchor ``i`` has the sum
+Anchors are along the rows, along the columns, or along both axes. The sum of an anchor ``i`` is
 
 .. math:: \sum_{j \in N_i} e^{s_{ij} (1/\tau_i + \beta_j)}
 
-over its candidates ``N_i``, along the other axis. A pair of a row and a column is left out if their keys are equal.
+over its candidates ``N_i`` along the other axis. A pair of a row and a column is left out if their keys are equal.
 
 A wave is computed in plain torch, in any dtype on any device (``torch_sums``, ``torch_coefficients``), or in tiles by
 the kernels of :mod:`compopt.tiles.language` (``triton_sums``, ``triton_coefficients``).
@@ -22,13 +22,13 @@ from torch import Tensor
 
 from compopt.tiles.choice import tf32_allowed
 
-# Exponent of what is no pair, and maximum of an anchor without candidates. Finite: the difference of two is 0, not NaN.
+# Exponent of excluded pairs, and maximum of an anchor without candidates. Finite, so that differences are 0, not NaN.
 NO_PAIR = -1e30
-# Entries of the matrix that a wave of rows has. In Triton the buffer of coefficients takes 1 GiB in float32. In
-# plain torch there are several matrices of a wave, and small ones are faster on a CPU.
+# Entries of a wave of rows. In Triton the buffer of coefficients needs 1 GiB in float32. Plain torch holds several
+# matrices per wave, and small ones are faster on a CPU.
 WAVE_ENTRIES = 2**28
 TORCH_WAVE_ENTRIES, CPU_WAVE_ENTRIES = 2**25, 2**21
-# Rows of a wave are a multiple of this, so that the rows of each begin at an aligned address.
+# The number of rows of a wave is a multiple of this number, so that every wave begins at an aligned address.
 ROWS_MULTIPLE = 128
 
 
@@ -37,9 +37,9 @@ class Anchors(NamedTuple):
 
     Attributes:
         scale: ``1 / tau_i``, ``(P,)`` float32 (float64 with features in float64).
-        threshold: similarity above which a candidate is left out, ``(P,)``; ``None``: there is none.
-        factor: takes exponentials to coefficients ``factor_i exp(z_ij - top_i)``, ``(P,)``; ``None``: they have none.
-        top: subtracted from the exponent there, ``(P,)``; ``None``: nothing is.
+        threshold: similarity above which a candidate is left out, ``(P,)``; ``None``: no candidate is.
+        factor: factor of the coefficients ``factor_i exp(z_ij - top_i)``, ``(P,)``; ``None``: no coefficients.
+        top: number subtracted from the exponents of the coefficients, ``(P,)``; ``None``: 0.
     """
 
     scale: Tensor
@@ -48,23 +48,23 @@ class Anchors(NamedTuple):
     top: Tensor | None = None
 
     def part(self, anchors: slice) -> Anchors:
-        """Some of the anchors."""
+        """Return some of the anchors."""
         return Anchors(self.scale[anchors], *(None if value is None else value[anchors] for value in self[1:]))
 
     def contiguous(self) -> Anchors:
-        """The same in memory without gaps, which the kernels read."""
+        """Return a contiguous copy, which the kernels require."""
         return Anchors(self.scale.contiguous(), *(None if value is None else value.contiguous() for value in self[1:]))
 
 
 class AnchorSums(NamedTuple):
-    """Sums of the anchors along one axis, ``(P,)`` each; of several parts of their candidates ``(parts, P)``.
+    """Sums of the anchors along one axis, ``(P,)`` each, or ``(parts, P)`` for several parts of their candidates.
 
     Attributes:
-        total: sum of ``exp(z_ij - top_i)`` over the candidates, ``z_ij`` being the exponent.
+        total: sum of ``exp(z_ij - top_i)`` over the candidates, with the exponent ``z_ij``.
         squares: sum of ``exp(z_ij - top_i)^2``.
         top: largest exponent, :data:`NO_PAIR` without candidates; ``None``: 0.
         dot: sum of ``s_ij exp(z_ij - top_i)``, or ``None``.
-        number: of candidates, or ``None``.
+        number: number of candidates, or ``None``.
     """
 
     total: Tensor
@@ -85,35 +85,36 @@ class AnchorSums(NamedTuple):
 
     @classmethod
     def together(cls, parts: Sequence[AnchorSums], make: Callable[..., Tensor]) -> AnchorSums:
-        """``make=torch.cat``: the sums of different anchors; ``torch.stack``: parts of the sums of the same anchors."""
+        """Join sums of different anchors (``make=torch.cat``), or parts of the same anchors (``torch.stack``)."""
         fields: list[Any] = [None if values[0] is None else make(values) for values in zip(*parts, strict=True)]
         return cls(*fields)
 
     def log_total(self) -> Tensor:
-        """``log sum_j exp(z_ij)``; ``-inf`` without candidates."""
+        """Return ``log sum_j exp(z_ij)``; ``-inf`` without candidates."""
         log_total = self.total.log()
         return log_total if self.top is None else log_total + self.top
 
 
 @dataclass(frozen=True)
 class Operands:
-    """A matrix of similarities, its anchors and its pairs.
+    """Matrix of similarities with its anchors and pairs, the arguments of a sweep.
 
     Attributes:
         x, y: features along the rows ``(P, d)`` and along the columns ``(Q, d)``, contiguous, of one dtype: float64,
             float32 or, for products in bf16, bfloat16.
-        rows, columns: the anchors along each axis; ``None``: there are none.
-        row_keys, column_keys: ``(k, P)`` and ``(k, Q)`` int32; a row and a column with equal keys are no pair.
-            See :func:`ranked`.
-        within: the last key has the opposite meaning: a row and a column with different keys are no pair.
-        shared: ``1 / tau`` of all anchors, so small that no maximum need be subtracted; ``None``: there is none.
-        strengths: ``beta`` of the candidates of the batch, and of the further ones among the columns.
-        inside: how many columns are of the batch, the first ones.
-        spared: further columns have no threshold.
-        moments: also sum ``s_ij``, weighted.
+        rows, columns: the anchors along each axis; ``None``: no anchors.
+        row_keys, column_keys: ``(k, P)`` and ``(k, Q)`` int32; a row and a column with equal values of any key are not
+            a pair. See :func:`ranked`.
+        within: the last key has the opposite meaning: a row and a column with different values are not a pair.
+        shared: ``1 / tau`` of all anchors, if it is so small that no maximum must be subtracted; otherwise ``None``.
+        strengths: ``beta`` of the candidates of the batch, and of the further candidates among the columns.
+        inside: number of columns of the batch, which come first.
+        spared: thresholds do not apply to further candidates.
+        moments: also compute ``dot``.
         counted: also count the candidates.
-        precision: of the product in Triton, ``"tf32"``, ``"bf16"``, ``"tf32x3"`` or ``"ieee"``; ``None``: plain torch.
-        wave: rows that are swept together, or ``None``: as many as have :data:`WAVE_ENTRIES`, in plain torch fewer.
+        precision: precision of the product in Triton, ``"tf32"``, ``"bf16"``, ``"tf32x3"`` or ``"ieee"``; ``None``: use
+            plain torch.
+        wave: number of rows per wave; ``None``: so many that a wave has :data:`WAVE_ENTRIES`, in plain torch fewer.
     """
 
     x: Tensor
@@ -134,7 +135,7 @@ class Operands:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(P, Q)``."""
+        """Shape of the matrix, ``(P, Q)``."""
         return len(self.x), len(self.y)
 
     @property
@@ -143,7 +144,7 @@ class Operands:
         return torch.float64 if self.x.dtype == torch.float64 else torch.float32
 
     def waves(self) -> Iterator[slice]:
-        """Rows that are swept together, one part after the other."""
+        """Yield slices of rows that are computed together."""
         rows, columns = self.shape
         entries = WAVE_ENTRIES
         if self.precision is None:
@@ -153,15 +154,15 @@ class Operands:
             yield slice(start, min(start + step, rows))
 
     def part(self, wave: slice) -> Operands:
-        """Some of the rows."""
+        """Return the operands of some of the rows."""
         rows = None if self.rows is None else self.rows.part(wave)
         return replace(self, x=self.x[wave], rows=rows, row_keys=self.row_keys[:, wave])
 
 
 def ranked(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int32 keys >= 0 that are equal where the given ones are, ``(P,)`` and ``(Q,)``, without a host sync.
+    """Return int32 keys >= 0 that are equal if the given keys are, ``(P,)`` and ``(Q,)``, without a host sync.
 
-    Narrow keys keep registers of the kernels free, and numbers below 0 stay free for what has no key.
+    Narrow keys need fewer registers in the kernels, and negative numbers remain available for entries without a key.
     """
     ordered, order = torch.cat([rows, columns]).sort()
     new = torch.diff(ordered, prepend=ordered[:1]) != 0
@@ -173,7 +174,7 @@ def ranked(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def torch_sums(o: Operands) -> tuple[AnchorSums | None, AnchorSums | None]:
-    """Return sums of the anchors along the rows, and of those along the columns, of one part each, ``(1, P)``."""
+    """Return sums of the anchors along the rows and along the columns, in one part, ``(1, P)`` and ``(1, Q)``."""
     s, apart = o.x @ o.y.T, _apart(o)
     rows = None if o.rows is None else _side_sums(o, s, apart, o.rows, 1)
     columns = None if o.columns is None else _side_sums(o, s, apart, o.columns, 0)
@@ -181,7 +182,7 @@ def torch_sums(o: Operands) -> tuple[AnchorSums | None, AnchorSums | None]:
 
 
 def torch_coefficients(o: Operands, out: Tensor) -> None:
-    """Write ``A_ij``, the sum of what the anchors of both axes give to a pair, ``(P, Q)``."""
+    """Write ``A_ij``, the sum of the coefficients of a pair from the anchors of both axes, ``(P, Q)``."""
     s, apart = o.x @ o.y.T, _apart(o)
     out.zero_()
     for anchors, dim in ((o.rows, 1), (o.columns, 0)):
@@ -193,14 +194,14 @@ def torch_coefficients(o: Operands, out: Tensor) -> None:
 
 
 def _apart(o: Operands) -> Tensor:
-    """True where a row and a column are no pair, ``(P, Q)``."""
+    """Return a mask that is True if a row and a column are not a pair, ``(P, Q)``."""
     count = len(o.row_keys) - o.within
     apart = (o.row_keys[:count, :, None] == o.column_keys[:count, None, :]).any(0)
     return apart | (o.row_keys[-1, :, None] != o.column_keys[-1]) if o.within else apart
 
 
 def _exponents(o: Operands, s: Tensor, apart: Tensor, anchors: Anchors, dim: int) -> tuple[Tensor, Tensor]:
-    """Return ``s_ij (1 / tau_i + beta_j)``, and where there is no pair; ``dim`` is the axis of the candidates."""
+    """Return ``s_ij (1 / tau_i + beta_j)``, and the mask of excluded pairs; ``dim`` is the axis of the candidates."""
     further = torch.arange(s.shape[dim], device=s.device) >= o.inside if dim == 1 else s.new_zeros(len(s)).bool()
     if anchors.threshold is not None:
         found = s > anchors.threshold.unsqueeze(dim)
@@ -217,7 +218,7 @@ def _side_sums(o: Operands, s: Tensor, apart: Tensor, anchors: Anchors, dim: int
     z.masked_fill_(apart, NO_PAIR)
     top = None if o.shared is not None else z.amax(dim)
     e = (z if top is None else z.sub_(top.unsqueeze(dim))).exp_().masked_fill_(apart, 0)
-    dot = (e * s).masked_fill_(apart, 0).sum(dim)[None] if o.moments else None  # s may be NaN where there is no pair
+    dot = (e * s).masked_fill_(apart, 0).sum(dim)[None] if o.moments else None  # s may be NaN for excluded pairs
     number = (~apart).sum(dim, dtype=s.dtype)[None] if o.counted else None
     return AnchorSums(e.sum(dim)[None], e.square().sum(dim)[None], None if top is None else top[None], dot, number)
 
@@ -226,7 +227,7 @@ def _side_sums(o: Operands, s: Tensor, apart: Tensor, anchors: Anchors, dim: int
 
 
 class Tile(NamedTuple):
-    """Shape of a tile, and how its product is pipelined."""
+    """Shape of a tile, and pipelining options of its product."""
 
     BM: int
     BN: int
@@ -235,8 +236,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-# One tile for each precision and kernel, so that sums are added in the same order in every run. The wide ones are of
-# kernels that compile for every target without spilled registers, the narrow ones of the others (benchmarks/fused.py).
+# One tile for each precision and kernel, so that sums are added in the same order in every run. Wide tiles are for
+# kernels that compile for every target without spilled registers, narrow tiles for the others (benchmarks/fused.py).
 WIDE = {"bf16": Tile(128, 128, 64, 8, 3), "tf32": Tile(128, 128, 32, 8, 3)}
 NARROW = {"bf16": Tile(128, 64, 64, 8, 3), "tf32": Tile(128, 64, 32, 8, 3)}
 SMALL = {"tf32x3": Tile(64, 64, 32, 4, 2), "ieee": Tile(32, 32, 32, 4, 2)}
@@ -247,15 +248,15 @@ def tile_of(precision: str, maxima: bool, policy: bool) -> Tile:
     """Return the tile of a kernel.
 
     Args:
-        precision: of the product.
-        maxima: it finds the maximum of each anchor.
-        policy: it knows thresholds or strengths.
+        precision: precision of the product.
+        maxima: the kernel computes the maximum of each anchor.
+        policy: the kernel uses thresholds or strengths.
     """
     return {**(NARROW if maxima or policy else WIDE), **SMALL}[precision]
 
 
 def constants(o: Operands, tile: Tile) -> dict[str, Any]:
-    """Return what both kernels know when they are compiled, and how they are launched."""
+    """Return the compile-time constants and the launch options of both kernels."""
     return {
         "ROWS": o.rows is not None,
         "COLUMNS": o.columns is not None,
@@ -278,13 +279,13 @@ def _has_threshold(o: Operands) -> bool:
 
 
 def _tile(o: Operands, maxima: bool) -> tuple[Tile, int, int]:
-    """Return the tile of a kernel, and how many are down and across."""
+    """Return the tile of a kernel, and the numbers of tiles down and across."""
     tile = tile_of(o.precision or "ieee", maxima, policy=_has_threshold(o) or any(o.strengths))
     return tile, -(-len(o.x) // tile.BM), -(-len(o.y) // tile.BN)
 
 
 def triton_sums(o: Operands) -> tuple[AnchorSums | None, AnchorSums | None]:
-    """Return sums of the anchors along the rows, and of those along the columns, by tile."""
+    """Return sums of the anchors along the rows and along the columns, one part per tile."""
     from compopt.tiles import language
 
     tile, down, across = _tile(o, maxima=o.shared is None)
@@ -300,7 +301,7 @@ def triton_sums(o: Operands) -> tuple[AnchorSums | None, AnchorSums | None]:
 
 
 def triton_coefficients(o: Operands, out: Tensor) -> None:
-    """Write ``A_ij``, ``(P, Q)``; all anchors have factors."""
+    """Write ``A_ij``, ``(P, Q)``; all anchors must have factors."""
     from compopt.tiles import language
 
     tile, down, across = _tile(o, maxima=False)
@@ -313,13 +314,13 @@ def triton_coefficients(o: Operands, out: Tensor) -> None:
 
 
 def _given(o: Operands, name: str) -> list[Tensor]:
-    """Return a field of the anchors along the rows and along the columns; without an entry where there is none."""
+    """Return a field of the anchors along the rows and along the columns; an empty tensor replaces ``None``."""
     values = [None if anchors is None else getattr(anchors, name) for anchors in (o.rows, o.columns)]
     return [o.x.new_empty(0, dtype=torch.float32) if value is None else value for value in values]
 
 
 def _features(o: Operands) -> list[Tensor]:
-    """Features, keys, scales and thresholds."""
+    """Return features, keys, scales and thresholds, in the order of the kernels' arguments."""
     return [o.x, o.y, o.row_keys, o.column_keys, *_given(o, "scale"), *_given(o, "threshold")]
 
 
@@ -332,7 +333,7 @@ def _numbers(o: Operands) -> list[float]:
 
 
 def _read(o: Operands, written: Tensor) -> AnchorSums | None:
-    """Name the planes, ``(tiles, anchors)`` each."""
+    """Return the planes that a kernel wrote, ``(tiles, anchors)`` each, as named sums."""
     if not len(written):
         return None
     total, squares, *rest = written
@@ -344,10 +345,10 @@ def _read(o: Operands, written: Tensor) -> AnchorSums | None:
 
 
 def sums(o: Operands) -> tuple[AnchorSums | None, AnchorSums | None]:
-    """Return the sums of the anchors along the rows ``(P,)``, and of those along the columns ``(Q,)``.
+    """Return the sums of the anchors along the rows ``(P,)`` and along the columns ``(Q,)``.
 
-    Memory beyond the operands, of one wave at a time: in torch some matrices ``(wave, Q)``; in Triton a few sums per
-    tile and anchor. The result is the same in every run: nothing is added atomically.
+    Memory in addition to the operands, for one wave at a time: in torch some matrices ``(wave, Q)``; in Triton a few
+    sums per tile and anchor. The result is deterministic, since there are no atomic additions.
     """
     one_wave = torch_sums if o.precision is None else triton_sums
     rows: list[AnchorSums] = []
@@ -363,15 +364,15 @@ def sums(o: Operands) -> tuple[AnchorSums | None, AnchorSums | None]:
 
 
 def products(o: Operands, transposed: bool) -> tuple[Tensor, Tensor]:
-    """``A Y``, ``(P, d)``, and ``A^T X``, ``(Q, d)``, of ``A_ij = f_i exp(z_ij - top_i) + f_j exp(z_ji - top_j)``.
+    """Return ``A Y``, ``(P, d)``, and ``A^T X``, ``(Q, d)``.
 
-    The product ``S`` is computed a second time, wave by wave, into one buffer ``(wave, Q)`` of the dtype of the
-    features; two ordinary products read it.
+    ``A_ij = f_i exp(z_ij - top_i) + f_j exp(z_ji - top_j)``. ``A`` is computed from a recomputed ``S``, wave by wave,
+    in one buffer ``(wave, Q)`` of the dtype of the features, and used in two ordinary products.
 
     Args:
-        o: operands of the sweep whose sums the factors ``f`` of the anchors follow from; anchors without them have no
-            part in ``A``.
-        transposed: compute ``A^T X``; otherwise it is zero.
+        o: operands of the sweep, with the factors ``f`` of the anchors; anchors without factors do not contribute to
+            ``A``.
+        transposed: compute ``A^T X``; otherwise zeros are returned for it.
     """
     rows, columns = (None if side is None or side.factor is None else side for side in (o.rows, o.columns))
     o = replace(o, rows=rows, columns=columns)
@@ -381,7 +382,7 @@ def products(o: Operands, transposed: bool) -> tuple[Tensor, Tensor]:
     with tf32_allowed() if o.precision == "tf32" and o.x.is_cuda else contextlib.nullcontext():
         for wave in o.waves():
             if buffer is None:
-                width = -(-len(o.y) // 16) * 16  # rows begin at aligned addresses, for the kernel and for the products
+                width = -(-len(o.y) // 16) * 16  # aligns the rows for the kernel and for the products
                 buffer = o.x.new_empty(wave.stop - wave.start, width)[:, : len(o.y)]
             a = buffer[: wave.stop - wave.start]
             one_wave(o.part(wave), a)
@@ -392,7 +393,7 @@ def products(o: Operands, transposed: bool) -> tuple[Tensor, Tensor]:
 
 
 def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """``into += a b``; a product in bfloat16 is added in float32."""
+    """Add ``a b`` to ``into``; a product in bfloat16 is added in float32."""
     if into.dtype == a.dtype:
         into.addmm_(a, b)
     else:
@@ -400,18 +401,18 @@ def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def log_sums(x: Tensor, y: Tensor, scale: Tensor, facts: dict[str, Any]) -> Tensor:
-    """``log sum_j exp(scale_i s_ij)`` of the anchors of both axes, ``(B, 2)``, differentiable once.
+    """Return ``log sum_j exp(scale_i s_ij)`` for the anchors of both axes, ``(B, 2)``, differentiable once.
 
     Args:
         x, y: features along the rows and along the columns, ``(B, d)``, float32 or float64.
         scale: ``1 / tau_i`` of the anchors along the rows and along the columns, ``(B, 2)``.
-        facts: fields of :class:`Operands` beside features and anchors.
+        facts: fields of :class:`Operands` other than features and anchors.
     """
     return _LogSums.apply(x, y, scale, facts)
 
 
 class _LogSums(torch.autograd.Function):
-    """The sums as a node of the graph, which stores the features and a few numbers per anchor."""
+    """Autograd function of the sums, which stores the features and a few numbers per anchor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, facts: dict[str, Any]) -> Tensor:
@@ -437,6 +438,6 @@ class _LogSums(torch.autograd.Function):
         sides = zip(scale.unbind(1), (grad * scale).unbind(1), log_sums.unbind(1), strict=True)
         rows, columns = (Anchors(of_side, None, factor, top).contiguous() for of_side, factor, top in sides)
         operands, transposed = Operands(x, y, rows, columns, **ctx.facts), ctx.needs_input_grad[1]
-        with torch.autocast(x.device.type, enabled=False):  # backward() may be called where it is on
+        with torch.autocast(x.device.type, enabled=False):  # autocast may be enabled around backward()
             of_x, of_y = products(operands, transposed)
         return of_x, of_y if transposed else None, of_scale, None
