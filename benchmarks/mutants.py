@@ -1,21 +1,22 @@
-"""Mistakes put into the library one at a time, and the tests that notice them: the daily ones, the full suite, none.
+"""Mutation testing: how many small wrong changes of the library the daily tests and the full suite notice.
 
     python -m benchmarks.mutants --list                 what would be changed
     python -m benchmarks.mutants                        run what is not in the results yet (hours), write the report
     python -m benchmarks.mutants --only kernel --limit 5
     python -m benchmarks.mutants --report               write the report alone
 
-The mutants are chosen from all mutations of the library's rooms (benchmarks/mutations.py): as many from each room,
-from its files in turn, of every kind in turn; the choice depends on the source and --seed alone. Each is put into a
-copy of the checkout, where the tests run with -x: first those that run its line, the quickest first, for LIKELY
-seconds, then the whole daily selection; the rest of the suite is asked about those that survive it, after all others,
-except for those that no test on a CPU can notice (BY_READING). The lines that a test runs are measured once, with
-pytest-cov, on the unchanged library, which must pass. What the daily tests notice, the full suite notices as well: it
-has them all. A test that hangs, and a library that cannot be imported, count as noticed: run nothing else meanwhile,
-since tests of several processes have time limits of their own. --lanes mutants are tried at a time.
+The mutants are chosen from all mutations of the library (benchmarks/mutations.py): an equal number from each room, from
+its files and the kinds of mutation in turn. The choice depends only on the source and --seed. Each mutant is tried in a
+copy of the checkout, where the tests run with -x in stages: the daily tests that run the changed line, the quickest
+first, for LIKELY seconds; all daily tests; for fused.py the tests with Triton (only if `make .venv-triton/.triton` was
+run); and, after all other mutants, the rest of the suite. Mutants that no test on a CPU can notice (BY_READING) skip the
+last stage. The lines that a test runs are measured once, with pytest-cov, on the unchanged library, which must pass.
+The full suite contains the daily tests and notices what they notice. A test that hangs and a library that cannot be
+imported count as noticed. Run nothing else meanwhile, since tests of several processes have time limits of their own.
+--lanes mutants are tried at a time.
 
-Results are appended to results/mutants.jsonl one by one, so that a run may be stopped and continued; a mutant of a
-file that was changed since is run again. The unchanged library must pass first.
+Each result is appended to results/mutants.jsonl, so that a run can be interrupted and continued. The mutants of a
+file that has changed since are run again.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ BY_READING = {
     ("compopt/stores/write_behind.py", "WriteBehind._to_host", "keyword"): ACCELERATOR,
     ("compopt/distributed/ranks.py", "Ranks.blank", "function"): f"{EQUAL}: integers that nobody reads",
 }
-LIMITS = {"first": 600, "daily": 1500, "rest": 3600}  # seconds, after which a stage hangs
+LIMITS = {"first": 600, "daily": 1500, "triton": 1500, "rest": 3600}  # seconds, after which a stage hangs
+TRITON = ROOT / ".venv-triton/bin/python"  # make .venv-triton/.triton
 HANGS = 120  # seconds, after which one test does
 LIKELY = 60  # seconds of the tests that run a mutant's line, before all are asked
 
@@ -136,10 +138,10 @@ def copy_of_checkout(folder: Path) -> Path:
     return folder
 
 
-def run_tests(folder: Path, stage: str, *arguments: str) -> str | None:
-    """The test that failed first, or None."""
-    expression = selection("REST" if stage == "rest" else "DAILY")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", f"--timeout={HANGS}"]
+def run_tests(folder: Path, stage: str, *arguments: str, python: Path = Path(sys.executable)) -> str | None:
+    """Return the test that failed first, or None."""
+    expression = {"rest": selection("REST"), "triton": ""}.get(stage, selection("DAILY"))
+    command = [str(python), "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", f"--timeout={HANGS}"]
     command += ["-p", "no:cacheprovider", "-p", "no:xdist", "-m", expression, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -191,9 +193,15 @@ def measured(folder: Path) -> Callable[[Mutation], list[str]]:
 
 
 def rest(folder: Path, _: Mutation) -> dict:
-    """Verdict of the other tests on what the daily ones let pass."""
+    """Return the verdict of the other tests on a mutant that the daily ones did not notice."""
     failed = run_tests(folder, "rest")
     return {"noticed": "test-full" if failed else "nobody", "test": failed}
+
+
+def in_triton(folder: Path, _: Mutation) -> dict:
+    """Return the verdict of the tests that need Triton, which `make test-full` runs in an environment of its own."""
+    failed = run_tests(folder, "triton", "tests/triton", python=TRITON)
+    return {"noticed": "test-full" if failed else LATER, "test": failed}
 
 
 def daily(tests_of: Callable[[Mutation], list[str]]) -> Verdict:
@@ -320,6 +328,10 @@ def main() -> None:
             folders = [copy_of_checkout(Path(name) / str(lane)) for lane in range(options.lanes)]
             if todo := waiting(mine, options.records, None)[: options.limit]:
                 run(todo, daily(measured(folders[0])), folders, options.records)
+            fused = [(room, m) for room, m in mine if m.path == "compopt/kernel/fused.py" and TRITON.exists()]
+            if todo := waiting(fused, options.records, LATER)[: options.limit]:
+                must_pass(folders[0], "triton", "tests/triton")
+                run(todo, in_triton, folders, options.records)
             if todo := waiting(mine, options.records, LATER)[: options.limit]:
                 must_pass(folders[0], "rest")
                 run(todo, rest, folders, options.records)

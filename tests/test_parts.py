@@ -340,6 +340,12 @@ def test_edits_survive_adoption_and_defaults_are_those_of_the_mode():
     assert [(g["n"], g["gamma"]) for g in est.sample_groups] == [(N, 0.9), (4, 0.2)]
 
 
+def test_equal_bounds_fix_a_temperature():
+    dual = compopt.TemperatureDual(N, tau_init=0.2, tau_min=0.2, tau_max=0.2, lr=0.5)
+    dual.update(torch.linspace(-3, 3, N), torch.arange(N)), dual.step()
+    torch.testing.assert_close(dual.read(torch.arange(N))["tau"], torch.full((N, 1), 0.2))
+
+
 def test_a_network_in_a_residual_normalizer():
     net = compopt.NeuralNormalizer(DIM, prototypes=9, dtype=torch.float64)
     net.sample_groups[0]["lr"] = 0.3
