@@ -8,9 +8,9 @@
 The mutants are chosen from all mutations of the library (benchmarks/mutations.py): an equal number from each room, from
 its files and the kinds of mutation in turn. The choice depends only on the source and --seed. Each mutant is tried in a
 copy of the checkout, where the tests run with -x in stages: the daily tests that run the changed line, the quickest
-first, for LIKELY seconds; all daily tests; for fused.py the tests with Triton (only if `make .venv-triton/.triton` was
-run); and, after all other mutants, the rest of the suite. Mutants that no test on a CPU can notice (BY_READING) skip the
-last stage. The lines that a test runs are measured once, with pytest-cov, on the unchanged library, which must pass.
+first, for LIKELY seconds; all daily tests; for fused.py the tests with Triton (where `make .venv-triton/.triton` was
+run); and, after all other mutants, the rest of the suite. Mutants that no test on a CPU can notice (BY_READING) skip
+the last stage. The lines that a test runs are measured once, with pytest-cov, on the unchanged library, which must pass.
 The full suite contains the daily tests and notices what they notice. A test that hangs and a library that cannot be
 imported count as noticed. Run nothing else meanwhile, since tests of several processes have time limits of their own.
 --lanes mutants are tried at a time.
@@ -72,6 +72,11 @@ BY_READING = {
     ("compopt/stores/write_behind.py", "WriteBehind._read_ahead", "statement"): ACCELERATOR,
     ("compopt/stores/base.py", "RowStore._zeros", "keyword"): ACCELERATOR,
     ("compopt/stores/write_behind.py", "WriteBehind._to_host", "keyword"): ACCELERATOR,
+    ("compopt/normalizers/residual.py", "ResidualNormalizer.move", "statement"): ACCELERATOR,
+    ("compopt/normalizers/neural.py", "NeuralNormalizer._state_on", "branches"): ACCELERATOR,
+    ("compopt/temperatures/dual.py", "TemperatureDual.saved_state", "branches"): ACCELERATOR,
+    ("compopt/stores/snapshot.py", "Snapshot.__init__", "statement"): ACCELERATOR,
+    ("compopt/stores/disk.py", "DiskStore.scatter", "function"): f"{EQUAL}: a row on a hole was never written",
     ("compopt/distributed/ranks.py", "Ranks.blank", "function"): f"{EQUAL}: integers that nobody reads",
 }
 LIMITS = {"first": 600, "daily": 1500, "triton": 1500, "rest": 3600}  # seconds, after which a stage hangs
