@@ -10,10 +10,10 @@ its files and the kinds of mutation in turn. The choice depends only on the sour
 copy of the checkout, where the tests run with -x in stages: the daily tests that run the changed line, the quickest
 first, for LIKELY seconds; all daily tests; for fused.py the tests with Triton (where `make .venv-triton/.triton` was
 run); and, after all other mutants, the rest of the suite. Mutants that no test on a CPU can notice (BY_READING) skip
-the last stage. The lines that a test runs are measured once, with pytest-cov, on the unchanged library, which must pass.
-The full suite contains the daily tests and notices what they notice. A test that hangs and a library that cannot be
-imported count as noticed. Run nothing else meanwhile, since tests of several processes have time limits of their own.
---lanes mutants are tried at a time.
+the last stage. The lines that a test runs are measured once, with pytest-cov, on the unchanged library, which must
+pass. The full suite contains the daily tests and notices what they notice. A test that hangs and a library that cannot
+be imported count as noticed. Run nothing else meanwhile, since tests of several processes have time limits of their
+own. --lanes mutants are tried at a time.
 
 Each result is appended to results/mutants.jsonl, so that a run can be interrupted and continued. The mutants of a
 file that has changed since are run again.
