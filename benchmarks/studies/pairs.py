@@ -1,22 +1,22 @@
-"""Policies of pairs: what each option is worth to DCL and to the default, where negatives are false on purpose.
+"""Study of pair policies: the gain of each option for DCL and for the default, on data with false negatives.
 
     python -m benchmarks.studies.pairs tune  --wordnet FOLDER [--arms "repeats, glyphs: *"]   # rates, then strengths
     python -m benchmarks.studies.pairs final --wordnet FOLDER    # three other seeds, test half
     python -m benchmarks.studies.pairs report                    # results/pairs_quality.md
 
-Data, FOLDER, encoders and training are those of ``benchmarks.studies.default`` at batch 64, with fewer samples:
+The data, FOLDER, encoders and training are those of ``benchmarks.studies.default`` at batch 64, with fewer samples:
 
-- ``repeats``: four samples of each frequent caption (words: definition), which share a batch: every anchor has three
+- ``repeats``: four samples of each frequent caption (words: definition) in one batch, so that every anchor has three
   false negatives.
-- ``duplicates``: a tenth of the samples is in the data once more, under another index and in the same batch.
-- ``mined`` (words): every definition has four words, and at each visit a further negative, one of the 4 words that a
-  teacher finds nearest to it; some of these are right. Batches are random.
+- ``duplicates``: a tenth of the samples is in the data a second time, under another index and in the same batch.
+- ``mined`` (words): every definition has four words. At each visit it gets a further negative, one of the 4 words that
+  are nearest to it by a teacher's features; some of these are correct answers. Batches are random.
 
-The teacher, also the guide, is a model that DCL has trained on the same data four times as long, in random batches.
-The learning rate is chosen for DCL and for the default, without a policy and ``told`` which samples have one caption;
-then each option's strength at the rate without a policy.
-Each finished run is a line of ``results/pairs_quality.jsonl``; it is not run again. There are 502 runs (and more
-where the best rate is at an end of its grid) of 15 to 25 seconds of one core: some 175 core-minutes in all.
+The teacher, which is also the guide, is trained by DCL on the same data four times as long, in random batches. The
+learning rate is tuned for DCL and for the default without a policy, for ``told`` (known samples of one caption) and for
+the loss with the positive included. The strength of each other option is tuned at the rate without a policy.
+Each finished run is a line of ``results/pairs_quality.jsonl`` and is not run again. There are @RUNS@ runs of 15 to 40
+seconds of one core, @MINUTES@ core-minutes in all.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ TEACHER_RATE, TEACHER_SEED, TEACHER_PASSES = 8e-3, 99, 16
 
 @dataclass(frozen=True)
 class Option:
-    """A policy, and what its calls take.
+    """A policy, and the further arguments of its calls.
 
     Attributes:
-        policy: from its strength.
-        strengths: that are tried; none if it has none, or takes another option's.
-        told: samples of one caption are not each other's negatives.
-        mined: with the mined negatives, where there are any.
-        include_positive: the base is InfoNCE, whose sum contains the positive, in place of DCL.
-        takes: the option whose settings it begins with; ``None``: its own learning rate is chosen.
-        situations, bases: that have it.
+        policy: function from a strength to the policy.
+        strengths: grid of strengths; empty if there is nothing to tune, or if ``takes`` gives the strength.
+        told: samples of one caption are excluded from each other's negatives.
+        mined: use the mined negatives, where there are any.
+        include_positive: the base is InfoNCE, whose denominator contains the positive, in place of DCL.
+        takes: option whose tuned settings are used; ``None``: the learning rate is tuned.
+        situations, bases: situations and bases in which the option is run.
     """
 
     policy: Callable[[float], PairPolicy | None] = lambda strength: None
@@ -146,7 +146,7 @@ STUDY = Search(ARMS, RESULTS / "pairs_quality.jsonl", score)
 
 
 def load(situation: str, data: str, part: str, wordnet: Path | None) -> tuple[Any, Tensor]:
-    """Return the task, and the clusters of samples that share a batch, ``(n,)``."""
+    """Return the task, and the number of each sample's cluster, ``(n,)``; the samples of a cluster share a batch."""
     if data == "words":
         task, chosen = _words(situation, part, wordnet)
     else:
@@ -158,7 +158,7 @@ def load(situation: str, data: str, part: str, wordnet: Path | None) -> tuple[An
 
 
 def _words(situation: str, part: str, wordnet: Path | None) -> tuple[Words, Tensor]:
-    """Definitions are the anchors of the first direction, and words their candidates."""
+    """Return the words task with definitions as the anchors of direction 1, and the positions of its samples."""
     pairs = text.load(wordnet, held_out=4096, each=situation != DUPLICATES)
     pairs = replace(pairs, queries=pairs.documents, documents=pairs.queries)
     number: dict[str, int] = {}
@@ -170,7 +170,7 @@ def _words(situation: str, part: str, wordnet: Path | None) -> tuple[Words, Tens
 
 
 def choose(caption: Tensor, situation: str, n: int) -> Tensor:
-    """Return positions of ``n`` training samples: some twice, or ``TIMES`` of each frequent caption."""
+    """Return positions of ``n`` training samples: a tenth twice, or ``TIMES`` of each frequent caption."""
     order = torch.randperm(len(caption), generator=torch.Generator().manual_seed(0))
     if situation == DUPLICATES:
         copies = n // COPIED
@@ -182,7 +182,7 @@ def choose(caption: Tensor, situation: str, n: int) -> Tensor:
 
 
 def taught(arm: PairArm, policy: PairPolicy | None, task: Any) -> tuple[list[Tensor], Tensor | None]:
-    """Return a teacher's features of both sides, and the words that it mines, ``(n, NEAREST)``, if they are used."""
+    """Return a teacher's features of both sides, and mined words ``(n, NEAREST)``; empty and ``None`` if not used."""
     mines = arm.situation == MINED and OPTIONS[arm.option].mined
     if not mines and not (policy and policy.guided):
         return [], None
@@ -198,13 +198,13 @@ def taught(arm: PairArm, policy: PairPolicy | None, task: Any) -> tuple[list[Ten
 
 
 class Policed:
-    """An estimator with a policy, and the arguments that its calls take beside the features.
+    """An estimator with a policy, which adds the further arguments to each call.
 
     Args:
-        arm: of the study.
-        policy: of its option, at a strength.
-        task: the data.
-        teacher, nearest: what :func:`taught` gives.
+        arm: arm of the study.
+        policy: policy of its option at the tuned strength.
+        task: data set.
+        teacher, nearest: results of :func:`taught`.
     """
 
     def __init__(
@@ -219,11 +219,11 @@ class Policed:
             self.est = compopt.recommended(DIM, task.n, BATCH, pairs=policy)
 
     def watch(self, model: nn.Module) -> None:
-        """See the encoders, which mined negatives need too."""
+        """Keep the encoders, which also encode the mined negatives."""
         self.model: Any = model
 
     def __call__(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
-        """Return the loss of a batch; the mined negatives are drawn here."""
+        """Draw the mined negatives and return the loss of a batch."""
         group, given, guide = self.task.group, dict[str, Any](), [side[index] for side in self.teacher]
         if self.told:
             given["index2"] = group[index]
@@ -246,7 +246,7 @@ class Policed:
 
 
 def run_one(job: Job, wordnet: Path | None) -> dict[str, Any]:
-    """Train and evaluate, in this process."""
+    """Train and evaluate in this process."""
     arm, part = ARMS[job.arm], "test" if job.final else "validation"
     task, clusters = load(arm.situation, arm.data, part, wordnet)
     policy = OPTIONS[arm.option].policy(job.options.get("strength", 0.0))
@@ -267,29 +267,31 @@ ABOUT = (
     "among 500 names), in per cent on the test half, mean ± standard deviation of the seeds "
     f"{', '.join(map(str, SEEDS))}; in brackets the gain over the same estimator without a policy, mean of the "
     "differences by seed ± their standard error. `recommended` is a `MemoryEstimator` here. Empty cells are options "
-    "that a memory refuses, or have not been run. *Told*: `index2=` says which samples have one caption. *Guided*: by "
-    "a teacher that DCL has trained on these data four times as long, in random batches. *Positives by label*: "
-    '`positives="labels"`, all samples of the caption.'
+    "that a memory refuses, or have not been run. *Told*: `index2=` identifies the samples of one caption. *Guided*: "
+    "by the features of a teacher that DCL has trained on these data four times as long, in random batches. *Positives by "
+    'label*: `positives="labels"`, all samples of the caption are positives. *Positive included*: InfoNCE, whose '
+    "denominator contains the positive, in place of DCL."
 )
 LIMITS = (
-    "Limits: small data, small encoders, few passes; only about a thousand icons are judged. Batches are made so that "
-    "false negatives meet; in random batches of these data duplicates hardly ever do. The learning rate is the best "
-    "one without a policy (*told*: its own). The temperature is fixed; hardness acts like a smaller one of the "
-    "negatives. Strengths are chosen from two or three values, on one seed."
+    "Limits: small data, small encoders, few passes; the icons have only about a thousand test samples. The batches "
+    "are composed so that false negatives share a batch, which is rare in random batches of these data. The learning rate "
+    "is the best one without a policy (*told*, *positive included*: their own). The temperature is fixed; `hardness` "
+    "has the effect of a smaller temperature of the negatives. Strengths are chosen from two or three values, on one "
+    "seed."
 )
 TITLES = {
-    REPEATS: f"Captions that repeat: {TIMES} samples of each, in one batch",
-    DUPLICATES: "Duplicates: a tenth of the samples once more, in the same batch",
-    MINED: f"Mined negatives: one of the {NEAREST} nearest words, {{right}} % of them right answers",
+    REPEATS: f"Captions that repeat: {TIMES} samples of each in one batch",
+    DUPLICATES: "Duplicates: a tenth of the samples a second time, in the same batch",
+    MINED: f"Mined negatives: one of the {NEAREST} nearest words, {{right}} % of them correct answers",
 }
-CHOSEN = "Chosen on seed 100 by recall on the validation half, in per cent; the chosen ones are bold."
+CHOSEN = "Settings are chosen on seed 100 by recall on the validation half, in per cent; the chosen ones are bold."
 
 
 def page(results: Results) -> str:
-    """The page from the finished runs."""
+    """Return the page of the finished runs."""
     finals, runs = STUDY.finals(results), list(results.values())
     right = mean_spread([run["right_mined"] for run in runs if run["right_mined"]][:1], 100)
-    parts = ["# What policies of pairs are worth", provenance(runs, "benchmarks/studies/pairs.py"), ABOUT, LIMITS]
+    parts = ["# Pair policies: gain of each option", provenance(runs, "benchmarks/studies/pairs.py"), ABOUT, LIMITS]
     for situation in SITUATIONS:
         if any(ARMS[arm].situation == situation for arm in finals):
             parts += [f"## {TITLES[situation].format(right=right)}", _of_situation(finals, situation)]
