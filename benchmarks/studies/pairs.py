@@ -268,13 +268,13 @@ ABOUT = (
     f"{', '.join(map(str, SEEDS))}; in brackets the gain over the same estimator without a policy, mean of the "
     "differences by seed ± their standard error. `recommended` is a `MemoryEstimator` here. Empty cells are options "
     "that a memory refuses, or have not been run. *Told*: `index2=` identifies the samples of one caption. *Guided*: "
-    "by the features of a teacher that DCL has trained on these data four times as long, in random batches. *Positives by "
-    'label*: `positives="labels"`, all samples of the caption are positives. *Positive included*: InfoNCE, whose '
-    "denominator contains the positive, in place of DCL."
+    "by the features of a teacher that DCL has trained on these data four times as long, in random batches. "
+    '*Positives by label*: `positives="labels"`, all samples of the caption are positives. *Positive included*: '
+    "InfoNCE, whose denominator contains the positive, in place of DCL."
 )
 LIMITS = (
     "Limits: small data, small encoders, few passes; the icons have only about a thousand test samples. The batches "
-    "are composed so that false negatives share a batch, which is rare in random batches of these data. The learning rate "
+    "are composed so that false negatives share one, which is rare in random batches of these data. The learning rate "
     "is the best one without a policy (*told*, *positive included*: their own). The temperature is fixed; `hardness` "
     "has the effect of a smaller temperature of the negatives. Strengths are chosen from two or three values, on one "
     "seed."
