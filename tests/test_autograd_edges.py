@@ -83,7 +83,7 @@ def test_two_losses_of_one_estimator_before_one_backward():
 
 
 def test_a_backward_after_the_step():
-    """step() may run before backward (accelerate with DeepSpeed commits inside it): the gradient is that of the forward."""
+    """step() may run before backward (accelerate with DeepSpeed commits in it): the gradient is that of the forward."""
     z1, z2, index = batches(N, 1, seed=7)[0]
     want = run(make(BY_NAME["isogclr"], "bimodal", N)[0], z1, z2, index)
     z1.requires_grad_()

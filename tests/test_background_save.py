@@ -1,4 +1,4 @@
-"""save(blocking=False): a checkpoint written during training has the state at the call, and does not affect training."""
+"""save(blocking=False): a checkpoint written during training has the state at the call; training is unaffected."""
 
 import copy
 import os
