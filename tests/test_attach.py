@@ -482,7 +482,7 @@ def test_torch_distributed_would_drop_the_entry():
 
 
 def test_the_state_travels_through_accelerate(accelerator, tmp_path):
-    """The state is in the optimizer file of save_state; prepare(), which reloads the optimizer's state, keeps it too."""
+    """The state is in the optimizer file of save_state; prepare() reloads the optimizer's state and preserves it."""
 
     def prepared():
         model, groups = tower()

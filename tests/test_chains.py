@@ -25,7 +25,7 @@ from tests.reference.mcmc import kernel
 def test_one_proposal_has_the_probabilities_of_metropolis_and_hastings(where, monkeypatch):
     """Enumerate all slots of the pool and a grid of uniform numbers."""
     negatives, grid, tau = 5, 2000, 0.3
-    scores = torch.tensor([0.9, -0.4, 0.1, 0.55, 0.3, 0.35, -torch.inf], dtype=torch.float64) / tau  # last slot: nowhere
+    scores = torch.tensor([0.9, -0.4, 0.1, 0.55, 0.3, 0.35, -torch.inf], dtype=torch.float64) / tau  # last: nowhere
     start = negatives if where == "outside" else 2
     pool = negatives + (where == "outside")
     number = torch.arange(pool).repeat_interleave(grid)
@@ -81,7 +81,7 @@ def targets(z1, z2, tau):
 
 
 def started(est, z1, z2, tau, seed, t=0):
-    """Set every chain to an independent draw from its softmax; ``t`` selects the random numbers of the next proposals."""
+    """Set every chain to an independent draw from its softmax; ``t`` selects the following random numbers."""
     s, p = targets(z1, z2, tau)
     generator = torch.Generator().manual_seed(seed)
     chain = torch.stack([torch.multinomial(p[d], 1, generator=generator)[:, 0] for d in (0, 1)], dim=1)
@@ -194,7 +194,7 @@ def test_the_softmax_of_the_data_set_is_invariant(tau):
 
 @pytest.mark.parametrize("proposals, biased", [("pool", False), ("sweep", True)])
 def test_the_sweep_is_biased_even_on_the_full_data_set(proposals, biased):
-    """Test the same statistic for stationary chains after three epochs, in which the sweep proposes all negatives once."""
+    """Test the same statistic for stationary chains after three epochs, where a sweep proposes all negatives once."""
     n, tau = 24, 0.1
     z1, z2 = data_set(n, seed=3)
     generator = torch.Generator().manual_seed(3)

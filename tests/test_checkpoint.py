@@ -1,4 +1,4 @@
-"""state_dict and load_state_dict: complete, independent of the estimator, bit-identical, and strict about mismatches."""
+"""state_dict and load_state_dict: complete, independent copies, bit-identical, and strict about mismatches."""
 
 import math
 

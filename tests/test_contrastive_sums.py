@@ -36,7 +36,7 @@ def test_features_that_change_before_the_backward_pass_are_refused():
 
 
 def test_a_second_derivative_is_refused_whatever_the_first_is_of():
-    """A plain sum is refused too: its gradient would not require grad, and a penalty on it would be ignored silently."""
+    """A plain sum is refused too: its gradient would not require grad, and a penalty would be ignored silently."""
     z1, z2 = features()
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(functional.contrastive_sums(z1, z2, TAU).sum(), z1, create_graph=True)

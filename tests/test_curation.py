@@ -308,7 +308,7 @@ def test_a_keeper_that_joins_a_run_tells_what_it_has_met():
 
 
 def test_uncertainty_is_the_standard_error_of_the_score():
-    """Scores of 2,048 samples, seen five times with independent features, have the standard deviation that they report."""
+    """Scores of 2,048 samples seen five times with independent features have the standard deviation they report."""
     est = compopt.DCLEstimator(0.5, directions="forward", scores=compopt.ScoreKeeper(2048, rank=False))
     g = torch.Generator().manual_seed(3)
     for _ in range(5):
