@@ -282,7 +282,7 @@ def test_each_rank_writes_a_part(options):
 
 
 def save_beside_training(group, directory, options):
-    """Save over a separate group while training continues; return the states at the call, at the end, and after a load."""
+    """Save over a separate group during training; return the states at the call, at the end, and after a load."""
     apart = dist.new_group(backend="gloo")
     est = build(group, directory, "save", options)
     train_on_ranks(est, group, 8)

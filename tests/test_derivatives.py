@@ -45,7 +45,7 @@ def chains_outside():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_a_graph_of_the_gradient_is_refused(info, mode):
-    """alpha and w are constants of the closed form: the graph would be empty, and the penalty would have no gradient."""
+    """alpha and w are constants of the closed form: the graph would be empty and the penalty would have no gradient."""
     z1, z2, index = batch()
     est, _ = make(info, mode, N)
     loss = est(z1, z2, index)
