@@ -116,7 +116,7 @@ def test_the_gradient_cache(backend):
 
 @pytest.mark.parametrize("kind", four.KINDS)
 def test_an_object_alone(kind):
-    """In a compiled loss the operations stay outside the graph, and read what was committed."""
+    """In a compiled loss the operations stay outside the graph, and reads return committed values."""
     results = []
     for make in (lambda function: function, compiled("aot_eager")):
         model, obj = Encoders(), four.KINDS[kind](dtype=torch.float64)

@@ -42,7 +42,7 @@ def test_the_sample_has_the_pairs_that_the_daily_cases_leave_out():
         assert met([*daily, *more], a, b) == set(product(AXES[a], AXES[b]))
     few = sample(CASES, daily, most=24)
     assert len(few) == 24 and few == more[:24]
-    assert len(met(few, "entry")) > 6 and len(met(few, "mode", "ranks", "dtype")) > 8  # no corner of the product
+    assert len(met(few, "entry")) > 6 and len(met(few, "mode", "ranks", "dtype")) > 8  # spread over the product
 
 
 def test_after_all_pairs_come_triples():

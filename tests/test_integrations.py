@@ -271,7 +271,7 @@ def test_batches_from_the_main_process_are_refused():
 
 
 def test_accelerate_without_a_group_is_told(monkeypatch):
-    """Warn for torchrun on a machine without accelerators, without ``cpu=True`` and ``accelerate launch --cpu``."""
+    """Warn for torchrun on a machine without accelerators, if neither ``cpu=True`` nor ``--cpu`` is given."""
     from compopt.integrations import accelerate as integration
 
     monkeypatch.setenv("WORLD_SIZE", "2")
