@@ -71,7 +71,10 @@ def cover(cases: list[dict[str, str]], pairs: list[tuple[str, str]] | None = Non
 
 
 def sample(cases: list[dict[str, str]], chosen: list[int], most: int) -> list[int]:
-    """Return positions of at most ``most`` further cases: first with uncovered pairs of values, then with triples."""
+    """Return positions of at most ``most`` further cases: first with uncovered pairs of values, then with triples.
+
+    One pass over the cases in pseudo-random order for each size; a case that covers nothing new is skipped.
+    """
     rest = set(range(len(cases))) - set(chosen)
     found: list[int] = []
     for size in (2, 3):

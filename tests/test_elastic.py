@@ -22,7 +22,7 @@ def undisturbed(cache, tmp_path_factory):
 
 
 def test_a_killed_rank_restarts_the_run_from_its_last_checkpoint(cache, undisturbed, tmp_path):
-    """Kill a rank twice, at different times and without --resume: the program detects the restart by torchrun."""
+    """Kill a rank twice, at different times and without --resume: torchrun's environment announces the restart."""
     with Elastic(cache, tmp_path / "run", 2) as run:
         saved = 0
         for which in (1, 0):
