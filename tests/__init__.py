@@ -1,1 +1,1 @@
-"""Tests of compopt; `tests/reference` holds the naive twins, `tests/database.py` the configurations."""
+"""Tests of compopt; `tests/reference` holds naive reference implementations, `tests/database.py` the configurations."""

@@ -1,4 +1,4 @@
-"""Every estimator, small, to be run on an accelerator and on the CPU."""
+"""Small configurations of every estimator, which tests run on an accelerator and on the CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BUILD = {**STATELESS, **WITH_ROWS}
 
 
 def batch(seed, device="cpu", size=B):
-    """Features on a device, and an index on the CPU, as loaders give it."""
+    """Return features on a device and an index on the CPU, as data loaders return it."""
     generator = torch.Generator().manual_seed(seed)
     z1, z2 = torch.randn(2, size, D, generator=generator)
     index = torch.randperm(N, generator=generator)[:size]
@@ -44,7 +44,7 @@ def batch(seed, device="cpu", size=B):
 
 
 def one_step(est, z1, z2, index, **options):
-    """Forward, backward, step; loss and gradients, where they are."""
+    """Run forward, backward and step; return loss and gradients on their own device."""
     loss = est(z1, z2, index, **options)
     loss.backward()
     est.step()
@@ -52,20 +52,20 @@ def one_step(est, z1, z2, index, **options):
 
 
 def train(est, device="cpu", seeds=range(5), **options):
-    """Some steps; losses and gradients on the CPU."""
+    """Train for some steps; return losses and gradients on the CPU."""
     results = [one_step(est, *batch(seed, device), **options) for seed in seeds]
     return [[x.cpu() for x in result] for result in results]
 
 
 def same(actual, expected, rtol=1e-4, atol=1e-5):
-    """Two lists of lists of tensors, of which the first may be on a device."""
+    """Assert that two nested lists of tensors are close; the first may be on a device."""
     for results, wanted in zip(actual, expected, strict=True):
         for a, b in zip(results, wanted, strict=True):
             torch.testing.assert_close(a.cpu(), b.cpu(), rtol=rtol, atol=atol)
 
 
 def same_rows(one, other):
-    """Both estimators have committed the same."""
+    """Assert that both estimators have committed the same rows."""
     everything = torch.arange(N)
     columns = other.read(everything)
     for name, value in one.read(everything).items():

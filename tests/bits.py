@@ -1,11 +1,11 @@
-"""Losses, gradients and states of every entry of the database, to the bit: for changes that must not change them.
+"""Record and compare losses, gradients and states of every entry of the database bit for bit, around a refactoring.
 
 python -m tests.bits record before.pt    # at the commit before
 python -m tests.bits compare before.pt   # at the commit after, on the same machine
 
 Each entry runs in both modes and both dtypes: whole and in chunks, with rows in memory, in host memory and on disk,
-with two calls to a commit, some of them with ``group`` or ``index2``, alone and on two ranks. What is recorded is the
-loss, both gradients, the gradient of a learned temperature, and all of ``state_dict()``.
+with two calls per commit, some of them with ``group`` or ``index2``, on one process and on two ranks. The recorded
+values are the loss, both gradients, the gradient of a learned temperature, and all of ``state_dict()``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CALLS: list[dict[str, Any]] = [{}, {"chunk_size": 2}, {"offload": "cpu"}, {"offl
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, bytes]]:
-    """Every tensor and number of a nested state, by its path."""
+    """Yield every tensor and number of a nested state with its path."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from leaves(inner, f"{name}.{key}")
@@ -41,7 +41,7 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, bytes]]:
 
 
 def trace(name: str, mode: str, dtype: torch.dtype, rank: int = 0, ranks: int = 1, **options: Any) -> dict[str, bytes]:
-    """Return what one configuration computes in a few commits."""
+    """Return the results of one configuration over a few commits."""
     info = BY_NAME[name]
     est, _ = make(info, mode, N, dtype, **options)
     found: dict[str, bytes] = {}
@@ -61,7 +61,7 @@ def trace(name: str, mode: str, dtype: torch.dtype, rank: int = 0, ranks: int = 
 
 
 def everything() -> dict[str, dict[str, bytes]]:
-    """By configuration."""
+    """Return the results by configuration."""
     found = {}
     for info in DATABASE:
         for mode in MODES:
@@ -78,7 +78,7 @@ def everything() -> dict[str, dict[str, bytes]]:
 
 
 def on_rank(group: Any, name: str, mode: str, shard: bool) -> dict[str, bytes]:
-    """One rank of two."""
+    """Return the results of one of two ranks."""
     rank = torch.distributed.get_rank(group)
     return trace(name, mode, torch.float32, rank, RANKS, shard=shard, process_group=group)
 

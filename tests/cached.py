@@ -1,4 +1,4 @@
-"""Models, ways to call and frameworks for the tests of the gradient cache, and the gradients that they must give."""
+"""Models, call variants and frameworks for the tests of the gradient cache, and the expected gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import compopt
 from tests.trainers import fresh_accelerate
 
-N, D, LR = 60, 6, 64.0  # a large rate: gradients are read from what a step has changed
+N, D, LR = 60, 6, 64.0  # a large learning rate: gradients are computed from the change of the weights in a step
 
 
 ESTIMATORS = {
@@ -45,10 +45,10 @@ class Encoders(nn.Module):
     def __init__(self, dtype):
         super().__init__()
         self.first, self.second = tower(5, dtype), tower(4, dtype)
-        self.scale = nn.Parameter(torch.tensor([3.0], dtype=dtype))  # FSDP2 refuses 0-d ones
+        self.scale = nn.Parameter(torch.tensor([3.0], dtype=dtype))  # FSDP2 does not support 0-d parameters
 
     def forward(self, x1, x2, x3=None):
-        z1, z2 = self.first(x1), self.second(x2) + 0 * self.scale.squeeze()  # DDP wants every parameter to be used
+        z1, z2 = self.first(x1), self.second(x2) + 0 * self.scale.squeeze()  # DDP requires that every parameter is used
         return (z1, z2, 1 / self.scale.squeeze()) if x3 is None else (z1, z2, self.second(x3))
 
 
@@ -74,7 +74,7 @@ class Adapted(nn.Module):
 
 
 class Checkpointed(nn.Sequential):
-    """Layers that are computed again in the backward pass."""
+    """Layers with activation checkpointing: the backward pass computes them again."""
 
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -93,7 +93,7 @@ CHANGES = {"adapters": with_adapters, "checkpointed": lambda tower: Checkpointed
 
 
 def changed(model, feature):
-    """The model with other towers, for a feature that is one of the model."""
+    """Return the model, with other towers if the feature is a property of the model."""
     if feature in CHANGES:
         model.first, model.second = map(CHANGES[feature], (model.first, model.second))
     return model
@@ -115,7 +115,7 @@ def stacked(model, part):
     return torch.stack(two(model, part))
 
 
-# The arguments of a call for each way to call; `model` is "model" or names of towers.
+# The arguments of a call for each call variant; `model` is "model" or names of towers.
 FEATURES = {
     "pair": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2), "encode": two},
     "mapping": lambda x1, x2, x3, i: {"model": "model", "batch": {"x1": x1, "nested": ([*x2], "a")}, "encode": named},
@@ -134,7 +134,7 @@ FEATURES = {
 
 
 def data(rank, shares, dtype):
-    """Inputs of one rank, whose samples follow those of the ranks before it."""
+    """Return the inputs of one rank; its samples follow those of the lower ranks."""
     g = torch.Generator().manual_seed(1)
     at = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
     inputs = (torch.randn(sum(shares), k, generator=g, dtype=torch.float64).to(dtype)[at] for k in (5, 4, 4))
@@ -142,7 +142,7 @@ def data(rank, shares, dtype):
 
 
 def whole(est, model, batch, index, encode=None, backward=None, micro_batch_size=None, **call):
-    """One forward and one backward through everything."""
+    """Run one forward and one backward pass through the whole batch."""
     if isinstance(model, tuple):
         outputs = [own(part) for own, part in zip(model, batch, strict=True)]
     else:
@@ -169,7 +169,7 @@ class Plain:
         self.optimizers = []
 
     def wrap(self, module):
-        """Return what the trainer calls."""
+        """Return the module that the trainer calls."""
         wrapped = self.distribute(module)
         self.optimizers.append(torch.optim.SGD(module.parameters(), lr=LR))
         return wrapped
@@ -186,12 +186,12 @@ class Plain:
 
     @contextmanager
     def accumulate(self, model, last):
-        """Take part in an update of two calls; yield this call's reduce=."""
+        """Accumulate over the two calls of an update; yield this call's reduce=."""
         yield last
 
 
 class ByHand(Plain):
-    """No wrapper: gradients are averaged before the step."""
+    """Data parallelism without a wrapper: gradients are averaged before the step."""
 
     def step(self):
         for p in (p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]):
@@ -238,7 +238,7 @@ class Accelerate(Plain):
 
 
 class Accumulating(Accelerate):
-    """Accumulation by accelerate, whose backward() divides by the number of calls."""
+    """Gradient accumulation by accelerate, whose backward() divides by the number of calls."""
 
     def __init__(self):
         super().__init__()
@@ -252,7 +252,7 @@ class Accumulating(Accelerate):
 
 
 class Scaler(DDP):
-    """Mixed precision's scaled gradients."""
+    """Gradients scaled by a GradScaler, as in mixed precision."""
 
     scale = 1024.0
 
@@ -268,12 +268,12 @@ class Scaler(DDP):
             self.scaler.step(optimizer)
 
 
-# ZeRO 3 would keep parameters as small as these on all ranks
+# by default ZeRO 3 keeps parameters as small as these on all ranks
 RELEASED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 
 
 class ZeRO1(Plain):
-    """DeepSpeed, an engine for every wrapped module. It reduces gradients and takes its steps in single precision."""
+    """DeepSpeed with one engine per wrapped module. It reduces gradients and takes its steps in single precision."""
 
     def __init__(self):
         super().__init__()
@@ -307,7 +307,7 @@ class ZeRO1(Plain):
 
 
 class ZeRO0(ZeRO1):
-    """Its reduction refuses double precision on a CPU, so that the model computes in single precision too."""
+    """ZeRO 0, whose reduction does not support double precision on a CPU: the model uses single precision too."""
 
     dtype = torch.float32
 
@@ -321,7 +321,7 @@ class ZeRO3(ZeRO1):
 
 
 class AccelerateZeRO2(ZeRO1):
-    """The step happens inside of accelerator.backward."""
+    """DeepSpeed through accelerate: the step happens inside accelerator.backward."""
 
     def wrap(self, module):
         from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
@@ -352,7 +352,7 @@ SHARES = {1: (16,), 2: (11, 5), 3: (9, 5, 2)}
 
 
 def outcome(framework, kind, feature, ranks, run=compopt.gradient_cache, calls=1):
-    """Loss, gradients of all parameters, committed rows, and how often gradients were reduced."""
+    """Return the loss, gradients of all parameters, committed rows, and the number of gradient reductions."""
     made, rank = FRAMEWORKS[framework](), dist.get_rank() if ranks > 1 else 0
     model = changed(Encoders(made.dtype), feature)
     *inputs, index = data(rank, SHARES[ranks], made.dtype)
@@ -378,7 +378,7 @@ def outcome(framework, kind, feature, ranks, run=compopt.gradient_cache, calls=1
 
 
 def undivided(est, model, **call):
-    """One micro-batch."""
+    """Run the gradient cache with one micro-batch."""
     return compopt.gradient_cache(est, model, **{**call, "micro_batch_size": N})
 
 
@@ -388,7 +388,7 @@ def on_ranks(group, *case):
 
 
 def assert_close(found, expected, tolerance):
-    """Losses, gradients and rows are equal."""
+    """Assert that losses, gradients and rows are close."""
     torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=tolerance, atol=tolerance)
     for a, b in zip(found[1], expected[1], strict=True):
         assert (a - b).norm() <= tolerance * b.norm() + 1e-14
@@ -397,14 +397,14 @@ def assert_close(found, expected, tolerance):
 
 
 def assert_like_one_process(results, case, tolerance):
-    """Everything equals one process without a cache."""
+    """Assert that all results are close to those of one process without a cache."""
     expected = outcome("Plain", *case, 1, run=whole)
     for found in results:
         assert_close(found, expected, tolerance)
 
 
 class Held:
-    """Bytes of the activations that graphs hold, now and at most."""
+    """Count the bytes of activations that autograd graphs hold: current and peak."""
 
     def __init__(self, model):
         self.now = self.most = 0
@@ -426,7 +426,7 @@ class Saved:
 
 
 def most_held(framework, batch, run, size=None):
-    """Return the most bytes of activations that graphs hold at a time, here or on this rank."""
+    """Return the peak bytes of activations that autograd graphs hold, on one process or on this rank."""
     made, rank = FRAMEWORKS[framework](), dist.get_rank() if dist.is_initialized() else 0
     module = Encoders(made.dtype)
     model, held = made.wrap(module), Held(module)
@@ -438,7 +438,7 @@ def most_held(framework, batch, run, size=None):
 
 
 class Scarce(nn.Module):
-    """A layer without memory for more than so many samples, in its forward or backward pass."""
+    """A layer that runs out of memory for more than ``room`` samples, in its forward or backward pass."""
 
     def __init__(self, room, when):
         super().__init__()
@@ -458,7 +458,7 @@ class Scarce(nn.Module):
 
 @fresh_accelerate()
 def run_windows(group, framework, scarce=None):
-    """Two calls for one update, of which the second reduces; perhaps one rank has less memory."""
+    """Run two calls for one update, the second of which reduces; with ``scarce``, rank 1 has less memory."""
     made, est = FRAMEWORKS[framework](), compopt.SogCLREstimator(N, tau=0.3)
     if framework.startswith("ZeRO"):
         made.config["gradient_accumulation_steps"] = 2
@@ -479,7 +479,7 @@ def run_windows(group, framework, scarce=None):
 
 
 def two_windows():
-    """The gradients of one process that encodes both batches at once."""
+    """Return the gradients of one process that encodes both batches at once."""
     model, est = Encoders(torch.float64), compopt.SogCLREstimator(N, tau=0.3)
     *inputs, index = data(0, SHARES[1], torch.float64)
     for last in (False, True):
@@ -488,7 +488,7 @@ def two_windows():
 
 
 def tolerance_of(framework):
-    """Return the largest relative distance of gradients from those of the whole batch in double precision."""
+    """Return the largest relative error of gradients against those of the whole batch in double precision."""
     return {"ZeRO0": 2e-6}.get(framework, 1e-6 if "ZeRO" in framework else 1e-10)
 
 
@@ -499,7 +499,7 @@ def assert_like_two_windows(framework, gradients):
 
 
 class Noisy(nn.Module):
-    """A tower with dropout, and perhaps layers that are checkpointed or normalise by their batch."""
+    """A tower with dropout, and optionally with checkpointed or batch-normalised layers."""
 
     def __init__(self, checkpointed=None, norm=None):
         super().__init__()

@@ -1,16 +1,16 @@
-"""Choice of the cases of a product that run: every day, in `make test-rest`, and only in `make test-full`.
+"""Selection of the cases of a product that run in `make test`, in `make test-rest`, and only in `make test-full`.
 
-A test over 48 configurations, 2 modes, 4 numbers of ranks and 2 dtypes has 768 cases. Nearly every mistake shows in
-one value or in a pair of them, so `make test` runs a covering array of the product:
+A test over 48 configurations, 2 modes, 4 numbers of ranks and 2 dtypes has 768 cases. Nearly every bug shows in one
+value or in a pair of values, so `make test` runs a covering array of the product:
 
-    every test with more than SMALL cases      each pair of values of any two axes, as often as needed: once
-    @pytest.mark.covering()                    each value of each axis once; the pairs rotate
-    @pytest.mark.covering("info mode", ...)    the same, and each pair of these two axes
+    every test with more than SMALL cases      each pair of values of any two axes at least once
+    @pytest.mark.covering()                    each value of each axis at least once, with varying pairs
+    @pytest.mark.covering("info mode", ...)    the same, and each pair of values of these two axes
     @pytest.mark.covering(all=True)            every case
 
-The other cases get the mark `full`. `make test-rest` runs a sample of them, which has the pairs of values that the
-daily cases leave out, then triples: at most MORE times as many cases as run daily. What remains has the mark `every`
-too, and runs in `make test-full` alone. Both choices depend on the cases alone, so that every worker makes the same.
+The other cases get the mark `full`. `make test-rest` runs a sample of them: first cases with pairs of values that the
+daily cases leave out, then with new triples, at most MORE times as many cases as run daily. The remaining cases get the
+mark `every` too, and run only in `make test-full`. Both selections depend only on the cases, so that all workers agree.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import torch
 
 from tests.database import EstimatorInfo
 
-SMALL = 12  # a test with no more cases is not worth a choice
+SMALL = 12  # tests with at most this many cases run all of them
 MORE = 2  # cases of `make test-rest` for each daily one
 PLAIN = (bool, int, float, str, torch.dtype, type(None), EstimatorInfo)
 
 
 def axes_of(items: list[pytest.Function]) -> list[dict[str, str]]:
-    """The value of every axis of every case, as text; what has no short text gets a number."""
+    """Return the value of every axis of every case as text; a value without a short text gets a number."""
     numbers: dict[tuple[str, int], int] = {}
 
     def text(axis: str, value: object) -> str:
@@ -42,15 +42,15 @@ def axes_of(items: list[pytest.Function]) -> list[dict[str, str]]:
 
 
 def met_by(case: dict[str, str], groups: list[tuple[str, ...]]) -> set[tuple]:
-    """Return what one case covers: its values, and its values in groups of axes."""
+    """Return the values of one case, and its combinations of values for groups of axes."""
     return set(case.items()) | {(*axes, *(case[axis] for axis in axes)) for axes in groups}
 
 
 def cover(cases: list[dict[str, str]], pairs: list[tuple[str, str]] | None = None) -> list[int]:
-    """Places of the cases that cover every value, and every pair of values of these axes (None: of any two).
+    """Return positions of cases that cover every value, and every pair of values of these axes (None: of any two).
 
-    Greedy: the next case is the one that meets most of what is missing. Among equals it is the one with the
-    rarest values and pairs so far, then the first.
+    Greedy: the next case is the one that covers most of the missing values and pairs. Ties are resolved in favour of
+    the case with the rarest values and pairs so far, then of the first.
     """
     every = list(combinations(sorted(cases[0]), 2))
     wanted = [met_by(case, every if pairs is None else pairs) for case in cases]
@@ -71,9 +71,9 @@ def cover(cases: list[dict[str, str]], pairs: list[tuple[str, str]] | None = Non
 
 
 def sample(cases: list[dict[str, str]], chosen: list[int], most: int) -> list[int]:
-    """Places of at most ``most`` further cases: those with pairs of values that nobody has met, then with triples.
+    """Return positions of at most ``most`` further cases: first with uncovered pairs of values, then with triples.
 
-    One pass over the cases in an order without a pattern, for each size; a case that brings nothing new waits.
+    One pass over the cases in pseudo-random order for each size; a case that covers nothing new is skipped.
     """
     rest = set(range(len(cases))) - set(chosen)
     found: list[int] = []
@@ -89,7 +89,7 @@ def sample(cases: list[dict[str, str]], chosen: list[int], most: int) -> list[in
 
 
 def choice(items: list[pytest.Function], axes: list[dict[str, str]]) -> list[int]:
-    """Places of the daily cases of one test."""
+    """Return the positions of the daily cases of one test."""
     mark = items[0].get_closest_marker("covering")
     if mark is None and len(items) <= SMALL or mark and mark.kwargs.get("all"):
         return list(range(len(items)))
@@ -98,7 +98,7 @@ def choice(items: list[pytest.Function], axes: list[dict[str, str]]) -> list[int
 
 
 def mark_the_rest(items: list[pytest.Item]) -> None:
-    """Give `full` to every case that does not run daily, and `every` to those that are in no sample either."""
+    """Mark cases that do not run daily as `full`, and those that are in no sample either as `every`."""
     tests: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec"):

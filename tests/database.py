@@ -1,4 +1,4 @@
-"""Every estimator configuration the generic tests run over; a new method is one new entry.
+"""Every estimator configuration that the generic tests run over; a new method needs one new entry.
 
 `build(mode, n, dtype, tau, gamma)` makes the library object, `twin(mode, n, tau, gamma)` its naive reference.
 Duals start at tau and move a few percent per step, between bounds that are sometimes reached.
@@ -32,7 +32,7 @@ MODES = ("bimodal", "unimodal")
 
 @dataclass(frozen=True)
 class EstimatorInfo:
-    """One configuration: how to build it, how to build its twin, and what it keeps."""
+    """One configuration: how to build the estimator and its twin, and its properties."""
 
     name: str
     build: Callable  # (mode, n, dtype, tau, gamma, **options) -> estimator
@@ -45,10 +45,10 @@ class EstimatorInfo:
     exact_at_gamma_1: bool = True  # gamma = 1, batch = data set: the gradient of the global objective
     views: str = "averaged"  # which unimodal objective it estimates
     network: bool = False  # whether a network learns from every batch
-    restarts: bool = False  # whether what it does depends on the number of commits
+    restarts: bool = False  # whether its results depend on the number of commits
     takes_extra: bool = True  # whether extra= may be further candidates
     has_policy: bool = False  # whether it has a policy of pairs
-    draws: bool = False  # whether it draws: from the number of commits, of calls since, and places in the batch
+    draws: bool = False  # whether it draws: from the number of commits, of calls since, and positions in the batch
 
     def __str__(self):
         return self.name
@@ -65,17 +65,17 @@ class EstimatorInfo:
 
 
 def dual_options(tau: float) -> dict:
-    """Hyper-parameters of a dual that starts at tau and visibly moves."""
+    """Return hyper-parameters of a dual that starts at tau and changes noticeably."""
     return {"rho": 0.4, "lr": 0.04 * tau, "tau_init": tau, "tau_min": 0.8 * tau, "tau_max": 1.1 * tau, "max_grad": 2.5}
 
 
 def group(n, tau, gamma, **more) -> list[dict]:
-    """The reference's single sample group."""
+    """Return the reference's single sample group."""
     return [{"n": n, "tau": tau, "gamma": gamma, **dual_options(tau), **more}]
 
 
 def log_inverse(est):
-    """The learned log(1/tau)."""
+    """Return the learned log(1/tau)."""
     return est.temperature.log_inverse
 
 
@@ -83,7 +83,7 @@ LEARNED = {"tau_leaf": log_inverse, "tau_chain": lambda tau: -tau, "min_tau": 0.
 
 
 def preset(make, name, normalizer, temperature=FixedReference, multiply_tau=True, **facts):
-    """A preset beside the twin of its normalizer and temperature; `make(n, tau, gamma)` returns it with arguments."""
+    """Return the entry of a preset and the twin of its parts; `make(n, tau, gamma)` returns preset and arguments."""
 
     def build(mode, n, dtype, tau, gamma, **o):
         kind, options = make(n, tau, gamma)
@@ -107,7 +107,7 @@ def composed(
     with_n=True,
     **facts,
 ):
-    """`normalizer(n, gamma)` x a temperature: fixed, individual, or global."""
+    """Return the entry of `normalizer(n, gamma)` with a temperature: fixed, individual, or global."""
     options = {"optimizer": optimizer, **(options or {})}
 
     def temperature(n, tau):
@@ -134,7 +134,7 @@ def composed(
 
 
 def tensor_tau(name, normalizer, twin, multiply_tau=True, **facts):
-    """A tensor temperature that requires grad."""
+    """Return an entry with a tensor temperature that requires grad."""
 
     def build(mode, n, dtype, tau, gamma, **o):
         tau = torch.tensor(tau, dtype=dtype, requires_grad=True)
@@ -175,7 +175,7 @@ def dcl(learn_tau):
         lambda n, tau, gamma: (compopt.DCLEstimator, {"tau": tau, "learn_tau": learn_tau}),
         "dcl" + ("-learned" if learn_tau else ""),
         lambda: BatchReference(False),
-        exact_at_gamma_1=not learn_tau,  # a learned one is clamped
+        exact_at_gamma_1=not learn_tau,  # a learned tau is clamped
         views="separate",
         **(LEARNED if learn_tau else {}),
     )
@@ -207,7 +207,7 @@ def batch_tensor_tau(include_positive):
 
 
 def batch_dual(name, include_positive, optimizer):
-    """BatchNormalizer x an individual dual: rows without log_u."""
+    """BatchNormalizer x an individual dual: rows without a log_u column."""
     return composed(
         name,
         lambda n, gamma: compopt.BatchNormalizer(include_positive=include_positive),
@@ -279,7 +279,7 @@ def global_dual(name, optimizer, normalizer="moving-average", multiply_tau=True,
 
 # networks, memories, chains -----------------------------------------------------------------------
 
-DIM = 4  # of the features that the generic tests make
+DIM = 4  # dimension of the features that the generic tests make
 ALONE = {"views": "separate", "network": True}
 
 
@@ -294,7 +294,7 @@ def neural(name, dual=None, multiply_tau=True, prototypes=6, **network):
         multiply_tau,
         options={"beta": 0.7} if dual == "global" else {},
         with_n=dual != "global",
-        min_tau=0.07,  # below, gradients that cancel to rounding steer the network
+        min_tau=0.07,  # at lower tau, gradients that cancel up to rounding errors determine the network
         restarts=network["restart_every"] is not None,
         **ALONE,
     )
@@ -355,7 +355,7 @@ def emc2(name, dual=None, multiply_tau=True, **options):
 
 
 def with_policy(info, **policy):
-    """The same with a policy that needs nothing at the call."""
+    """Return the entry with a policy of pairs that needs no arguments in the call."""
 
     def build(*args, **options):
         return info.build(*args, **options, pairs=compopt.PairPolicy(**policy))
@@ -443,6 +443,6 @@ assert len(BY_NAME) == len(DATABASE), "names must be distinct"
 
 STATEFUL = [info for info in DATABASE if info.has_state]
 GLOBAL = [info for info in DATABASE if info.global_tau]
-# what is not a row continues within a window
+# state that is not in rows changes with every call of a window
 NO_GLOBAL = [info for info in DATABASE if not (info.global_tau or info.network)]
 WITH_ROWS = [info for info in DATABASE if info.has_rows]

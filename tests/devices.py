@@ -1,6 +1,6 @@
-"""The accelerator that tests marked `accelerator` run on: this machine's, or the pretend one of tests/pretend.
+"""The accelerator that tests marked `accelerator` run on: that of this machine, or the one simulated by tests/pretend.
 
-COMPOPT_PRETEND=cuda or mps makes a process pretend: tests/test_pretend.py starts such processes.
+COMPOPT_PRETEND=cuda or mps makes a process simulate it: tests/test_pretend.py starts such processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ needs_accelerator = [
 
 
 def marked(marks: list[pytest.MarkDecorator]):
-    """A test with several marks."""
+    """Return a decorator that applies several marks to a test."""
 
     def mark(test):
         for one in marks:
@@ -42,7 +42,7 @@ def synchronize() -> None:
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[pretend.Wait]]:
-    """The waits inside, but for those of the library's threads; only the pretend device can tell, with streams."""
+    """Collect host waits, except those of library threads; only the pretend device with streams records them."""
     found: list[pretend.Wait] = []
     pretend.LEDGER.clear()
     yield found
@@ -53,10 +53,10 @@ def counted() -> Iterator[list[pretend.Wait]]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Nothing inside may wait for the device, but for threads of the library.
+    """Assert that the code inside the context does not wait for the device, except in threads of the library.
 
-    A real CUDA device raises at what waits. The pretend one lists it, and what would be a race; copies must go through
-    pinned memory, and be foreseen.
+    A real CUDA device raises at operations that synchronize. The pretend one records waits and races; copies must use
+    pinned memory and come from the lines of the library that are known to copy.
     """
     synchronize()
     if PRETEND == "cuda":
@@ -71,5 +71,5 @@ def quiet() -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    else:  # no such mode, or no streams
+    else:  # no synchronization debug mode, or no streams
         yield

@@ -1,4 +1,4 @@
-"""Disks that are full or read-only: real ones where this process may mount them, else what their errors look like."""
+"""Full and read-only disks: real ones where this process may mount file systems, otherwise simulated errors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 
 
 class CannotMount(OSError):
-    """This process may not, or the machine has no mkfs."""
+    """Raised if this process may not mount a file system, or if the machine has no mkfs."""
 
 
 @contextlib.contextmanager
 def mounted(path: Path, size: int, *options: str) -> Iterator[Path]:
-    """A file system of so many bytes in a file.
+    """Mount a file system of ``size`` bytes in a file.
 
     Raises:
-        CannotMount: none may be mounted here.
+        CannotMount: file systems cannot be mounted here.
     """
     path.mkdir()
     image = path.with_suffix(".image")
@@ -41,10 +41,10 @@ def mounted(path: Path, size: int, *options: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def mounted_in_memory(path: Path, size: int) -> Iterator[Path]:
-    """A tmpfs of so many bytes.
+    """Mount a tmpfs of ``size`` bytes.
 
     Raises:
-        CannotMount: none may be mounted here.
+        CannotMount: file systems cannot be mounted here.
     """
     path.mkdir()
     try:
@@ -58,14 +58,14 @@ def mounted_in_memory(path: Path, size: int) -> Iterator[Path]:
 
 
 def fill(path: Path, left: int = 0) -> Path:
-    """Take all the room of a file system but so many bytes, called again also what has become free since.
+    """Fill a file system up to ``left`` bytes; a repeated call also takes the space that was freed since.
 
-    Removing the file gives it back.
+    Removing the returned file frees the space.
     """
     balloon = path / "balloon"
     usage = os.statvfs(path)
     with open(balloon, "ab", buffering=0) as file, contextlib.suppress(OSError):
-        with contextlib.suppress(OSError):  # at once; what the file system's own records then take is not left
+        with contextlib.suppress(OSError):  # in one call; the file system's metadata may take some of the rest
             os.posix_fallocate(file.fileno(), file.tell(), max(0, usage.f_bavail - 64) * usage.f_frsize)
         file.seek(0, os.SEEK_END)
         while file.write(b"x" * 4096):
@@ -75,7 +75,7 @@ def fill(path: Path, left: int = 0) -> Path:
 
 
 def full_after(monkeypatch: pytest.MonkeyPatch, name: str, calls: int) -> None:
-    """``os.NAME`` finds the disk full from its so many-th call on."""
+    """Make ``os.NAME`` raise ENOSPC from call number ``calls`` on."""
     real, count = getattr(os, name), [0]
 
     def full(*args, **options):

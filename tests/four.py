@@ -1,4 +1,4 @@
-"""Small trainings, each with one of the four objects alone: its values are in the loss, the rest is plain torch."""
+"""Small trainings, each with one of the four objects alone: the loss uses its values, the rest is plain torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PLACES = [*((kind, None) for kind in KINDS), *((kind, place) for kind in WITH_RO
 
 
 def loss(obj, h1, h2, index):
-    """The mean over the batch of a loss that uses the object's value for every sample."""
+    """Return the mean over the batch of a loss that uses the object's value for every sample."""
     unit, words = normalize(h1, dim=1), WORDS.to(h1)
     scores, positive = unit @ words.T / TAU, (unit * normalize(h2, dim=1)).sum(1) / TAU
-    if isinstance(obj, compopt.MovingAverageEstimator):  # log of a mean that one batch does not know
+    if isinstance(obj, compopt.MovingAverageEstimator):  # log of a mean that cannot be computed from one batch
         log_g = (positive + scores[:, 0]) / 2
         log_u = obj.update(log_g, index)
         return ((log_g.detach() - log_u).exp() * log_g).mean()
@@ -48,7 +48,7 @@ def loss(obj, h1, h2, index):
 
 
 def call(obj, x, index):
-    """The object's operation on numbers that come from nowhere, ``(B, DIM)``."""
+    """Call the object's operation on arbitrary numbers of shape ``(B, DIM)``."""
     if isinstance(obj, compopt.NeuralNormalizer):
         return obj.update(x, x[:, 0], TAU, x)
     if isinstance(obj, compopt.MCMCNegativeSampler):
@@ -57,7 +57,7 @@ def call(obj, x, index):
 
 
 def state(obj):
-    """Everything that is committed, in one vector, float64."""
+    """Return all committed state in one float64 vector."""
     found = obj.state_dict()
     (extra,) = found["extra"].values()
     entries = {**found["rows"], **extra, "t": torch.tensor(found["t"])}
@@ -65,7 +65,7 @@ def state(obj):
 
 
 def reference(kind, count, skipped=(), dtype=torch.float64):
-    """One process, windows of micro-batches, AdamW; skipped ones change nothing. -> (weights, state) after each."""
+    """Train in one process with windows and AdamW; skipped windows change nothing. -> (weights, state) after each."""
     model, obj = Encoders(dtype), KINDS[kind](dtype=dtype)
     optimizer = torch.optim.AdamW(model.groups(), lr=1e-2)
     trace, data = [], micro_batches(count, dtype=dtype)
@@ -83,7 +83,7 @@ def reference(kind, count, skipped=(), dtype=torch.float64):
 
 
 def assert_alike(found, expected, tolerance):
-    """Two traces."""
+    """Assert that two traces are close."""
     for one, other in zip(found, expected, strict=True):
         for a, b in zip(one, other, strict=True):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)

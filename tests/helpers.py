@@ -1,4 +1,4 @@
-"""Shared pieces of the generic tests: batches, comparisons, gradients."""
+"""Shared helpers of the generic tests: batches, comparisons, gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def carried_out(study, run_one) -> dict[str, dict]:
-    """Results of all tuning and final runs of a study, by the keys of their jobs."""
+    """Return the results of all tuning and final runs of a study by the keys of their jobs."""
     told = {"machine": "m", "threads": 1, "python": "3", "torch": "2", "commit": "c", "date": "d"}
     results: dict[str, dict] = {}
     for arm in study.arms:
@@ -21,12 +21,12 @@ def carried_out(study, run_one) -> dict[str, dict]:
 
 
 def generator(seed: int) -> torch.Generator:
-    """A seeded generator."""
+    """Return a seeded generator."""
     return torch.Generator().manual_seed(seed)
 
 
 def features(batch: int, dim: int, seed: int, spread: float = 0.8, dtype=torch.float64) -> tuple[Tensor, Tensor]:
-    """Two matrices of unnormalised features; row i of one is near row i of the other."""
+    """Return two matrices of unnormalised features; row i of the second is near row i of the first."""
     g = generator(seed)
     z1 = torch.randn(batch, dim, generator=g, dtype=torch.float64)
     z2 = z1 + spread * torch.randn(batch, dim, generator=g, dtype=torch.float64)
@@ -35,7 +35,7 @@ def features(batch: int, dim: int, seed: int, spread: float = 0.8, dtype=torch.f
 
 
 def batches(n, steps, batch=6, dim=4, seed=0, repeats=True, dtype=torch.float64):
-    """A list of (z1, z2, index); with repeats every second batch holds the same index twice or more."""
+    """Return a list of (z1, z2, index); with ``repeats`` every second batch contains an index twice or more."""
     g = generator(1000 + seed)
     result = []
     for t in range(steps):
@@ -49,7 +49,7 @@ def batches(n, steps, batch=6, dim=4, seed=0, repeats=True, dtype=torch.float64)
 
 
 def run(est, z1, z2, index, grad_output=None, **options) -> tuple[Tensor, ...]:
-    """One forward and backward: (loss, g1, g2), and the gradient of extra if given."""
+    """Run one forward and backward; return (loss, g1, g2), and the gradient of extra if given."""
     leaves = [z.detach().clone().requires_grad_() for z in (z1, z2)]
     if "extra" in options:
         leaves.append(options["extra"].detach().clone().requires_grad_())
@@ -60,7 +60,7 @@ def run(est, z1, z2, index, grad_output=None, **options) -> tuple[Tensor, ...]:
 
 
 def train(est, data):
-    """Train; the bits of all losses and gradients."""
+    """Train; return the bytes of all losses and gradients."""
     trace = []
     for z1, z2, index in data:
         trace += [bits(x) for x in run(est, z1, z2, index)]
@@ -69,14 +69,14 @@ def train(est, data):
 
 
 def warmed(info, mode, n, seed, **options):
-    """An estimator after two committed steps."""
+    """Return an estimator after two committed steps."""
     est, _ = make(info, mode, n, gamma=0.6, **options)
     train(est, batches(n, 2, seed=seed))
     return est
 
 
 def through_a_file(state):
-    """Save and load as a user would."""
+    """Save a state to a file and load it, as a user does."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -84,12 +84,12 @@ def through_a_file(state):
 
 
 def make(info, mode, n, dtype=torch.float64, tau=0.07, gamma=0.9, **options):
-    """The estimator of one database entry and its twin."""
+    """Return the estimator of one database entry and its twin."""
     tau = max(tau, info.min_tau)
     kind = {"mode": "bimodal", "directions": "forward"} if mode == "forward" else {"mode": mode}
     est = info.build(kind.pop("mode"), n, dtype, tau, gamma, **kind, **options)
     ref = info.twin(mode, n, tau, gamma)
-    if info.tau_leaf and info.tau_chain(tau) < 0:  # log(1/tau) is stored: use the value it really has
+    if info.tau_leaf and info.tau_chain(tau) < 0:  # log(1/tau) is stored: use the exact stored value
         ref.temperature.tau = float(torch.exp(-info.tau_leaf(est).detach().double()))
     return est, ref
 
@@ -105,7 +105,7 @@ def near(actual, expected, rtol=1e-10, atol=None, what=""):
 
 
 def compare_state(est, ref, n, info, rtol=1e-10):
-    """Committed rows and the global temperature equal the reference's."""
+    """Assert that committed rows and the global temperature equal the reference's."""
     if info.global_tau:
         near(est.temperature.tau, ref.temperature.tau, rtol, what="global tau")
     if not info.has_rows:
@@ -124,9 +124,9 @@ def compare_state(est, ref, n, info, rtol=1e-10):
 
 
 def snapshot(est, n) -> dict[str, Tensor]:
-    """All that a user can read, cloned: rows, global tau."""
+    """Return a copy of everything that a user can read: rows, global tau."""
     state = {}
-    with suppress(RuntimeError, ValueError, IndexError, TypeError):  # without rows it may refuse to read
+    with suppress(RuntimeError, ValueError, IndexError, TypeError):  # estimators without rows may refuse to read
         state = {k: v.clone() for k, v in est.read(torch.arange(n)).items()}
     tau = getattr(getattr(est, "temperature", None), "tau", None)
     if isinstance(tau, Tensor):
@@ -137,12 +137,12 @@ def snapshot(est, n) -> dict[str, Tensor]:
 
 
 def bits(x: Tensor) -> bytes:
-    """The bytes of a tensor: equality of these is bitwise equality (NaN included)."""
+    """Return the bytes of a tensor; their equality is bitwise equality (NaN included)."""
     return x.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes() if x.dim() else bits(x.reshape(1))
 
 
 def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]):
-    """Two snapshots are bit-identical."""
+    """Assert that two snapshots are bit-identical."""
     assert a.keys() == b.keys()
     for key in a:
         assert a[key].dtype == b[key].dtype and a[key].shape == b[key].shape, key
@@ -150,7 +150,7 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]):
 
 
 def group_key(sample_group: dict, name: str) -> str:
-    """Hyper-parameter keys may be prefixed by their component."""
+    """Return the key of a hyper-parameter, which may be prefixed by its component."""
     if name in sample_group:
         return name
     found = [key for key in sample_group if key.endswith("." + name)]

@@ -1,4 +1,4 @@
-"""Processes with gloo, started once: `pool.run(function, K, *args)` runs a function on the first K of them."""
+"""Processes with gloo that start once: `pool.run(function, K, *args)` runs a function on the first K of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORLD = 4
 PIECES = manifest.PIECE_ROWS, manifest.CHUNK_ROWS
 BLOCK_ROWS = table.BLOCK_ROWS
 TIMEOUT = 30  # seconds for an answer
-START = 120  # for the first one: the processes import torch, on a machine that may be busy
+START = 120  # seconds for the first answer: the processes import torch, on a machine that may be busy
 
 
 class Pool:
@@ -39,13 +39,13 @@ class Pool:
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-        """Results by rank; an error on any rank is raised here, the first rank's first."""
+        """Return results by rank; an error on any rank is raised here, that of the lowest rank first."""
         for pipe in self.pipes[:ranks]:
             pipe.send((function, ranks, args))
         answers, patience = [], self.timeout if self.started else max(self.timeout, START)
         for rank, pipe in enumerate(self.pipes[:ranks]):
             if not pipe.poll(patience):
-                _pools.clear()  # the next test starts afresh
+                _pools.clear()  # the next test starts new processes
                 self.kill()
                 raise TimeoutError(f"rank {rank} of {ranks} did not answer in {patience} s: {function.__name__}")
             answers.append(pipe.recv())
@@ -56,19 +56,19 @@ class Pool:
         return [value for value, _ in answers]
 
     def close(self) -> None:
-        """End the processes; they wait for a task, and an orderly end takes seconds."""
+        """Kill the processes, which only wait for a task; an orderly shutdown takes seconds."""
         self.kill()
         for process in self.processes:
             process.join(10)
 
     def kill(self) -> None:
-        """End the processes at once."""
+        """Kill the processes."""
         for process in self.processes:
             process.kill()
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -83,9 +83,9 @@ def _serve(rank: int, world: int, port: int, timeout: float, pipe: Any) -> None:
     groups[world] = None  # the default group
     while True:
         task = pipe.recv()
-        faulthandler.dump_traceback_later(timeout * 0.9)  # where a rank waits for another
+        faulthandler.dump_traceback_later(timeout * 0.9)  # shows where a rank waits for another
         function, ranks, args = task
-        table.BLOCK_ROWS = BLOCK_ROWS  # a function may make them small
+        table.BLOCK_ROWS = BLOCK_ROWS  # a function may have reduced them
         manifest.PIECE_ROWS, manifest.CHUNK_ROWS = PIECES
         try:
             pipe.send((function(groups[ranks], *args), None))
@@ -99,13 +99,13 @@ _pools: dict[int, Pool] = {}
 
 
 def the_pool(world: int = WORLD, timeout: float = TIMEOUT) -> Pool:
-    """The one pool of this size in this test session."""
+    """Return the pool of this size, which is shared by the test session."""
     if world not in _pools:
         _pools[world] = Pool(world, timeout)
     return _pools[world]
 
 
 def close_pools() -> None:
-    """At the end of the session."""
+    """Close all pools at the end of the session."""
     while _pools:
         _pools.popitem()[1].close()

@@ -1,9 +1,9 @@
-"""A disk that loses power: it keeps what was synced, and of everything else whatever it likes.
+"""A disk that loses power: synced data survive, and any subset of the unsynced changes may survive.
 
-POSIX promises that the content of a file outlives a power loss after ``fsync`` of the file, and that a name does after
-``fsync`` of its directory. Of the changes that were not synced any may have reached the disk and any may not, in
-whatever order they were made. :class:`Disk` looks at a real directory before each ``fsync`` and notes what changed;
-:meth:`Disk.after_power_loss` lays out what a disk may have, if the power fails then.
+POSIX promises that the content of a file survives a power loss after ``fsync`` of the file, and that a name does after
+``fsync`` of its directory. Any of the unsynced changes may or may not have reached the disk, regardless of the order
+in which they were made. :class:`Disk` inspects a real directory before each ``fsync`` and records the changes;
+:meth:`Disk.after_power_loss` writes one possible content of the disk after a power failure at that moment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ABSENT = None
-Name = tuple[int, str]  # inode of the directory, name in it
+Name = tuple[int, str]  # inode of the directory, name in the directory
 
 
 @dataclass
@@ -25,8 +25,8 @@ class Moment:
     """Contents that the disk may have at one moment.
 
     Attributes:
-        names: by name every inode that the disk may find there, ``None``: no such name.
-        contents: by inode of a file every content that it may have.
+        names: for each name, every inode that it may refer to on the disk; ``None``: the name does not exist.
+        contents: for each inode of a file, every content that it may have.
         directories: inodes that are directories.
         over: ``save()`` had returned.
     """
@@ -37,13 +37,13 @@ class Moment:
     over: bool = False
 
     def unsynced(self) -> list[Name]:
-        """Names of which the disk may have more than one state."""
+        """Return names for which the disk may have more than one state."""
         return [name for name, found in self.names.items() if len(found) > 1]
 
 
 @dataclass
 class Disk:
-    """Watches everything in ``root``, which is durable as it is at the beginning."""
+    """Record the changes in ``root``, whose initial state is durable."""
 
     root: Path
     moments: list[Moment] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Disk:
         self._names: dict[Name, list[int | None]] = {}
         self._contents: dict[int, list[bytes]] = {}
         self._directories: set[int] = set()
-        self._held: list[int] = []  # descriptors: while a file is open its inode is not given to another one
+        self._held: list[int] = []  # descriptors: the inode of an open file is not reused
         self._known: set[int] = set()
         self._look()
         self._names = {name: found[-1:] for name, found in self._names.items()}
@@ -62,7 +62,7 @@ class Disk:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within, every ``fsync`` is one of this disk's."""
+        """Record the state before every ``os.fsync`` inside the context."""
         real = os.fsync
 
         def fsync(descriptor: int) -> None:
@@ -79,7 +79,7 @@ class Disk:
         self.moments[-1].over = True
 
     def look(self) -> None:
-        """The power may fail now."""
+        """Record the possible contents of the disk for a power failure at this moment."""
         self._look()
         names = {name: list(found) for name, found in self._names.items()}
         contents = {inode: list(found) for inode, found in self._contents.items()}
@@ -103,7 +103,7 @@ class Disk:
                 self._walk(Path(entry.path), seen)
             else:
                 content = Path(entry.path).read_bytes()
-                # nothing of it may be there, or a part
+                # none of the content may be there, or a part
                 _add(self._contents.setdefault(inode, [b"", content[: len(content) // 2]]), content)
 
     def _inode(self, path: Path) -> int:
@@ -132,9 +132,9 @@ class Disk:
     def after_power_loss(
         self, moment: Moment, target: Path, choose: random.Random | bool, lost: Name | None = None
     ) -> None:
-        """Lay out one disk: by chance, or with everything (``True``) or nothing (``False``) that was not synced.
+        """Write one possible disk: random, or with all (``True``) or none (``False``) of the unsynced changes.
 
-        ``lost``: what happened to this name is not on it in any case.
+        ``lost``: a name whose unsynced changes are lost in any case.
         """
 
         def pick(found: list) -> object:
@@ -161,7 +161,7 @@ class Disk:
 
 
 def _add(found: list, new: object) -> None:
-    """The latest state; one that was there before becomes the latest again."""
+    """Append the latest state; a state that occurred before moves to the end."""
     if new in found:
         found.remove(new)
     found.append(new)

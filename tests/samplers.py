@@ -34,14 +34,14 @@ def filled(make, n=N, **options):
 
 
 def moving(step, index):
-    """Features that training has changed a little by this step."""
+    """Return features that differ by a small step-dependent change, as during training."""
     z1, z2 = table()
     g = generator(10_000 + step)
     return tuple(z[index] + 0.1 * torch.randn(len(index), DIM, generator=g) for z in (z1, z2))
 
 
 def train(sampler, steps, trace=None, clock=0):
-    """A loop that goes through epochs; every batch is observed."""
+    """Run a loop over epochs that observes every batch."""
     trace = [] if trace is None else trace
     while steps:
         for batch in sampler:

@@ -1,8 +1,8 @@
-"""Runs of one program, one after another in the same processes: to import it takes longer than such a run.
+"""Run one program several times in the same processes, since its import takes longer than such a run.
 
     python -m torch.distributed.run ... -m tests.several recipes.clip_trainer '[["--epochs", "1"], ...]'
 
-A new process resumes in tests/test_elastic.py and tests/open_clip/test_clip_nodes.py.
+tests/test_elastic.py and tests/open_clip/test_clip_nodes.py resume in new processes.
 """
 
 import importlib
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 def main(module: str, runs: str) -> None:
     program = importlib.import_module(module)
-    # accelerate and the process group are one per process; some programs destroy it at their end
+    # there is one accelerate state and one process group per process; some programs destroy the group at their end
     with mock.patch.object(dist, "destroy_process_group"):
         for arguments in json.loads(runs):
             program.main(arguments)

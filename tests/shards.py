@@ -1,4 +1,4 @@
-"""Tar shards for tests: every sample says in its own content which one it is."""
+"""Tar shards for tests: every sample contains its own key."""
 
 import io
 import json
@@ -9,7 +9,7 @@ import torch
 
 
 def write_shard(path: Path, keys, corrupt=(), captionless=()) -> Path:
-    """One tar; the caption of sample ``k`` is its key, its image is broken if ``k`` is among ``corrupt``."""
+    """Write one tar; the caption of sample ``k`` has its key, its image is broken if ``k`` is among ``corrupt``."""
     with tarfile.open(path, "w") as archive:
         for key in keys:
             files = {"jpg": "broken" if key in corrupt else f"image of {key}", "json": json.dumps({"key": key})}
@@ -24,7 +24,7 @@ def write_shard(path: Path, keys, corrupt=(), captionless=()) -> Path:
 
 
 def write_shards(folder: Path, sizes, **options) -> list[Path]:
-    """Shards ``00000.tar``, ... of so many samples, with img2dataset's keys: shard and row in one number."""
+    """Write shards ``00000.tar``, ... of these sizes, with img2dataset's keys: shard and row in one number."""
     folder.mkdir(exist_ok=True, parents=True)
     return [
         write_shard(folder / f"{shard:05d}.tar", [f"{shard:05d}{row:04d}" for row in range(size)], **options)
@@ -33,7 +33,7 @@ def write_shards(folder: Path, sizes, **options) -> list[Path]:
 
 
 def read_tar(sources):
-    """A reader stage without any package, as webdataset's: consecutive members of one key are one sample."""
+    """Read tars as webdataset does, without any package: consecutive members of one key are one sample."""
     for source in sources:
         sample = {}
         with tarfile.open(source["url"]) as archive:
@@ -48,7 +48,7 @@ def read_tar(sources):
 
 
 class Shuffled(torch.utils.data.IterableDataset):
-    """Do what a pipeline does after reading: split by rank and worker, shuffle, drop what cannot be decoded."""
+    """Stages of a pipeline after reading: split by rank and worker, shuffle, drop samples that cannot be decoded."""
 
     def __init__(self, stage, urls, rank=0, ranks=1, replacement=False, seed=0):
         self.stage, self.urls, self.rank, self.ranks = stage, [str(url) for url in urls], rank, ranks

@@ -1,4 +1,4 @@
-"""Stand-ins for what the pages call ``model``, ``dataset``, ``loader``: small, and trained on in milliseconds."""
+"""Stand-ins for the ``model``, ``dataset`` and ``loader`` of the pages, small enough to train in milliseconds."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Behaviour that only an accelerator can show: the same numbers, no wait, faults learned of late."""
+"""Behaviour specific to accelerators: same results as on the CPU, no synchronization, delayed error reports."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ pytestmark = needs_accelerator
 def test_as_on_the_cpu_and_nothing_waits(name, kind):
     on_cpu, there = BUILD[name](**KINDS[kind]), BUILD[name](**KINDS[kind])
     expected = train(on_cpu)
-    same(train(there, DEVICE, range(2)), expected[:2])  # allocations, the table's move, lazy initialisation
+    same(train(there, DEVICE, range(2)), expected[:2])  # allocations, moving the table, lazy initialisation
     batches = [batch(seed, DEVICE) for seed in range(2, 5)]
     with quiet():
         found = [one_step(there, *given) for given in batches]
@@ -49,7 +49,7 @@ def test_rows_elsewhere_wait_for_nobody_and_change_nothing(name, offload, prefet
 
 
 def test_both_passes_of_a_gradient_cache_draw_the_same_random_numbers():
-    """Random numbers of the host's generator and of the device's are the same."""
+    """Test that both passes draw the same random numbers from the generators of the host and of the device."""
     x, gradients = torch.randn(11, 5).to(DEVICE), []
     for cached in (False, True):
         tower = Noisy().float().to(DEVICE)
@@ -67,7 +67,7 @@ def test_both_passes_of_a_gradient_cache_draw_the_same_random_numbers():
 def test_a_fault_is_not_looked_for_before_it_has_arrived():
     watched, heard = AsyncChecks(), []
     watched.watch(torch.full((), 3, dtype=torch.int32, device=DEVICE), heard.append)
-    watched.poll()  # the copy may still be under way
+    watched.poll()  # the copy may not have finished yet
     assert heard in ([], [3])
     synchronize()
     watched.poll()
@@ -87,7 +87,7 @@ def test_a_bad_index_on_the_device_is_heard_of_at_a_later_call():
     synchronize()
     with pytest.raises(IndexError, match="earlier call"):
         est(*batch(2, DEVICE))
-    train(est, DEVICE, range(1))  # and the estimator goes on
+    train(est, DEVICE, range(1))  # the estimator continues to work
 
 
 def test_features_that_are_not_finite_are_warned_of_later():
@@ -106,7 +106,7 @@ def test_features_that_are_not_finite_are_warned_of_later():
 
 
 def test_a_count_is_read_after_its_copy_to_the_host():
-    """Before, the pretend device has -1 there."""
+    """Read a count only after its copy to the host has finished; before that the pretend device holds -1 there."""
     checks, told = AsyncChecks(), []
     checks.watch(torch.ones((), dtype=torch.int64, device=DEVICE), told.append)
     checks.poll()
@@ -154,7 +154,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_whose_arguments_are_on_the_host(name):
-    """But for further candidates, which are features of the call."""
+    """Accept policy arguments on the host; only further candidates, as features, are on the device."""
     policy, given = POLICIES[name]
     on_cpu, there = (compopt.SogCLREstimator(N, directions="forward", pairs=PairPolicy(**policy)) for _ in range(2))
     expected = train(on_cpu, **given)
@@ -166,7 +166,7 @@ def test_a_policy_whose_arguments_are_on_the_host(name):
 
 
 def test_a_share_on_the_device_that_is_none():
-    """Nothing is read there, so that the loss tells."""
+    """Return a NaN loss for invalid shares and weights on the device, since their values are not read."""
     est = compopt.DCLEstimator(pairs=PairPolicy(prior="given"))
     shares = torch.linspace(0.1, 1.0, B).to(DEVICE)
     assert torch.isnan(est(*batch(0, DEVICE), prior=shares))
@@ -176,7 +176,7 @@ def test_a_share_on_the_device_that_is_none():
 
 @pytest.mark.parametrize(("kind", "offload"), four.PLACES)
 def test_an_object_alone(kind, offload, tmp_path):
-    """As on the CPU; nothing waits; the state follows the values, its offloaded rows do not."""
+    """Results equal those on the CPU without waits; state moves to the device of the values, except offloaded rows."""
     options = {"offload": offload} if offload else {}
     options |= {"offload_dir": tmp_path} if offload == "disk" else {}
     batches = [torch.randn(8, four.DIM, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]

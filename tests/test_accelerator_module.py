@@ -1,4 +1,4 @@
-"""Answers of compopt.accelerator without an accelerator; the rest needs one, and is in test_accelerator.py."""
+"""compopt.accelerator without an accelerator; tests that need an accelerator are in test_accelerator.py."""
 
 import pytest
 import torch
@@ -37,4 +37,4 @@ def test_before_torch_2_6_cuda_alone_is_asked_for(monkeypatch):
 
 def test_formats():
     assert accelerator.supports(CPU, torch.complex128) and accelerator.widest(CPU) == torch.float64
-    assert accelerator.supports(torch.device("cuda"), torch.float64)  # known: nothing is tried out
+    assert accelerator.supports(torch.device("cuda"), torch.float64)  # known in advance, without a trial allocation

@@ -1,4 +1,4 @@
-"""Further candidates, blocks, accumulation, learned temperatures, checkpoints: on an accelerator as on the CPU."""
+"""Further candidates, blocks, accumulation, learned temperatures, checkpoints: same results as on the CPU."""
 
 import copy
 
@@ -14,7 +14,7 @@ SOME = ("infonce", "sogclr", "isogclr", "residual")
 
 
 def both(build, call, seeds=range(4)):
-    """Run `call(est, *batch)` at each step, on the CPU and (after two steps without a wait) on the device."""
+    """Run `call(est, *batch)` on the CPU and on the device, where steps after the first two must not wait."""
     on_cpu, there = build(), build()
     expected = [call(on_cpu, *batch(seed), "cpu") for seed in seeds]
     found = [call(there, *batch(seed, DEVICE), DEVICE) for seed in seeds[:2]]
@@ -38,7 +38,7 @@ def test_further_candidates(name):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_momentum_copy(kind):
-    """Its features, and its update after each commit."""
+    """Test momentum features and the update of the momentum encoder after each commit."""
     towers = {"cpu": torch.nn.Linear(D, D)}
     towers[DEVICE] = copy.deepcopy(towers["cpu"]).to(DEVICE)
     encoders = {device: compopt.MomentumEncoder(tower, 0.5) for device, tower in towers.items()}
@@ -118,7 +118,7 @@ def test_a_temperature_in_the_hands_of_the_optimizer(mode):
 
 
 class Unmoved(torch.optim.Optimizer):
-    """Stands for a fused one, which reads found_inf itself."""
+    """Stand-in for a fused optimizer, which reads found_inf itself."""
 
     def step(self, closure=None):
         pass
@@ -126,7 +126,7 @@ class Unmoved(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_scaler_that_skips_the_update(skips):
-    """Loss scaling in float16: a skipped update commits nothing, and nobody waits to learn of it."""
+    """An update skipped by float16 loss scaling commits nothing, without waiting for the device."""
     est, weight = compopt.ISogCLREstimator(N, rho=1.0), torch.eye(D, device=DEVICE).requires_grad_()
     optimizer = Unmoved([weight], {})
     train(est, DEVICE, range(1, 2))
@@ -134,7 +134,7 @@ def test_a_scaler_that_skips_the_update(skips):
     est.attach(optimizer)
     z1, z2, index = batch(0, DEVICE)
     est(z1 @ weight, z2, index).backward()
-    optimizer.found_inf = torch.full((), float(skips), device=DEVICE)  # what a fused optimizer is given
+    optimizer.found_inf = torch.full((), float(skips), device=DEVICE)  # set by GradScaler for a fused optimizer
     with quiet():
         optimizer.step()
     assert est.pending == 0
@@ -161,7 +161,7 @@ def test_a_checkpoint_goes_on_elsewhere(name, to, tmp_path):
 
 @pytest.mark.parametrize("offload", [None, "cpu", "disk"])
 def test_a_checkpoint_beside_training(offload, tmp_path):
-    """Commits neither wait for the thread that writes it nor get into it."""
+    """Commits neither wait for the thread that writes the checkpoint nor change its content."""
     options = {"offload_dir": tmp_path / "rows"} if offload == "disk" else {}
     est, at_the_cut = compopt.SogCLREstimator(N, offload=offload, **options), compopt.SogCLREstimator(N)
     train(est, DEVICE, range(8))

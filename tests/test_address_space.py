@@ -1,4 +1,4 @@
-"""Tables that memory could not hold: what a process takes of its own is bounded while estimators of 5e9 rows work."""
+"""Tables larger than memory: a process needs bounded anonymous memory for estimators of 5e9 rows."""
 
 import os
 import resource
@@ -20,14 +20,14 @@ MIB = 2**20
 
 
 def limit(more):
-    """From here on this process may take so many bytes more: anonymous memory, written or only asked for."""
+    """Limit the further anonymous memory of this process, written or only reserved, to ``more`` bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
     now = int(line.split()[1]) * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (now + more, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
 def work(est, n):
-    """Everything that a run does with its rows, but for copying all of them."""
+    """Run all operations on rows that a training uses, except copies of the whole table."""
     index = torch.tensor([n - 1, 0, 7, n // 2])
     torch.manual_seed(0)  # with these features every anchor keeps a negative under every policy of pairs
     for _ in range(2):
@@ -41,7 +41,7 @@ def work(est, n):
 
 
 def every_estimator(folder):
-    """One after the other, in a process of its own."""
+    """Run all estimators in turn, in a separate process."""
     torch.set_num_threads(1)
     warm = torch.randn(2, 64, DIM)
     compopt.SogCLREstimator(100, offload="disk", offload_dir=f"{folder}/warm")(*warm, torch.arange(64))
@@ -51,14 +51,14 @@ def every_estimator(folder):
         est = info.build("bimodal", N, torch.float32, 0.1, 0.9, offload="disk", offload_dir=place)
         work(est, N)
         (file,) = (path for path in place.iterdir() if path.stat().st_size > N)
-        assert file.stat().st_blocks * 512 < 16 * MIB  # sparse: what was written, and nothing else
+        assert file.stat().st_blocks * 512 < 16 * MIB  # sparse: only written pages take space
         del est
         file.unlink()
     print("all of them")
 
 
 def sparse(folder):
-    """Return whether files may be that large here."""
+    """Return whether the file system supports files of this size."""
     try:
         with open(folder / "large", "wb") as file:
             os.truncate(file.fileno(), 64 * N)
@@ -80,7 +80,7 @@ def test_five_billion_rows_on_disk_take_no_memory(tmp_path):
 
 
 def a_shard(group):
-    """Construction, a call and a commit of one rank, which may take its shard and little more."""
+    """Construct, call and commit on one rank, which may allocate little more than its shard."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     limit(SHARDED // 2 * 16 + 256 * MIB)
     try:

@@ -11,7 +11,7 @@ SETTINGS = [(0.005, 0.3), (0.07, 0.9), (1.0, 1.0)]  # (tau, gamma)
 
 
 def compare_forward(info, est, ref, z1, z2, index, rtol=1e-10, **options):
-    """One forward and backward of both."""
+    """Run one forward and backward of both and compare them."""
     leaf = info.tau_leaf(est) if info.tau_leaf else None
     if leaf is not None:
         leaf.grad = None
@@ -25,14 +25,14 @@ def compare_forward(info, est, ref, z1, z2, index, rtol=1e-10, **options):
 
 
 def follow(info, est, ref, n, data, **options):
-    """Both through some batches, each with a commit."""
+    """Run both through some batches, with a commit after each."""
     for z1, z2, index in data:
         compare_forward(info, est, ref, z1, z2, index, **options)
         est.step(), ref.step()
         compare_state(est, ref, n, info)
 
 
-# a twin's network takes seconds: without the first temperature, below which theirs do not go
+# without the first temperature for networks: it is below their min_tau, and their twins take seconds
 CASES = [(info, *setting) for info in DATABASE for setting in SETTINGS[bool(info.network) :]]
 
 
@@ -49,7 +49,7 @@ def test_some_steps(info, mode, tau, gamma):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_several_deposits_before_a_step(info, mode):
-    """Rows met in several deposits, twice in one, and with neighbours met once."""
+    """Samples occur in several deposits, twice in one deposit, and beside samples that occur once."""
     est, ref = make(info, mode, N, gamma=0.6)
     for t, (z1, z2, index) in enumerate(batches(N, steps=6, seed=2)):
         compare_forward(info, est, ref, z1, z2, index)

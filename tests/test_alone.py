@@ -1,6 +1,6 @@
-"""Each of the four objects used alone, and one of a user's own: the contract, float64 references, many ranks.
+"""Each of the four objects used alone, and a user-defined one: the contract, float64 references, several ranks.
 
-As parts of an estimator: tests/test_parts.py.
+For objects that are parts of an estimator see tests/test_parts.py.
 """
 
 import copy
@@ -39,7 +39,7 @@ def _folder_for_tables(tmp_path):
 
 
 class Total(Component):
-    """Sum per sample, as a user may write one."""
+    """Sum per sample, as an example of a user-defined component."""
 
     role = "total"
 
@@ -64,7 +64,7 @@ class Total(Component):
 
 @dataclass
 class Kind:
-    """One object: how it is made, what it does with one batch, and two values of a hyper-parameter."""
+    """One object: its constructor, its call on a batch, and two values of a hyper-parameter."""
 
     name: str
     build: object
@@ -177,7 +177,7 @@ OBJECTS = list(KINDS)
 KINDS += LOSSES
 BY_NAME = {kind.name: kind for kind in KINDS}
 WITH_ROWS = [kind for kind in KINDS if kind.has_rows]
-DAILY = {"vector", "two way", "ndcg"}  # of the losses; together they take every path
+DAILY = {"vector", "two way", "ndcg"}  # losses that run daily; together they cover all code paths
 FULL = {kind.name for kind in LOSSES} - DAILY
 
 
@@ -193,7 +193,7 @@ in_memory_and_on_disk = pytest.mark.parametrize("placement", PLACEMENTS[::2], id
 
 @functools.cache
 def data(steps=6, seed=0, repeats=True):
-    """Batches for all of them; nobody writes into them."""
+    """Return batches for all objects; they must not be modified."""
     g, found = generator(seed), []
     for step in range(steps):
         index = torch.randperm(N, generator=g)[:BATCH]
@@ -220,19 +220,19 @@ def data(steps=6, seed=0, repeats=True):
 
 
 def part_of(d, own):
-    """One rank's part of a batch."""
+    """Return one rank's part of a batch."""
     return {name: value if name in ("candidates", "features") else value[own] for name, value in d.items()}
 
 
 def state(u):
-    """All committed state, by name."""
+    """Return all committed state by name."""
     saved = u.state_dict()
     extra = {f"{role}.{name}": value for role, own in saved["extra"].items() for name, value in own.items()}
     return {**saved["rows"], **extra}
 
 
 def train(u, kind, batches, window=1):
-    """Outputs of some calls, with a commit after each window."""
+    """Return the outputs of some calls, with a commit after each window."""
     found = []
     for step, d in enumerate(batches):
         found.append(kind.call(u, d))
@@ -272,7 +272,7 @@ def test_only_training_with_gradients_deposits(kind):
     c = kind.call(u, d[1])
     kind.call(u, d[2])
     assert (u.t, u.pending) == (1, 2)
-    assert_same_bits(state(u), before)  # proposals wait
+    assert_same_bits(state(u), before)  # the deposits are not committed yet
     u.step()
     same([a], [c])
     assert (u.t, u.pending) == (2, 0)
@@ -322,7 +322,7 @@ def test_copies_are_deep_and_keep_deposits(kind, duplicate):
     other.step()
     kind.call(other, d[2])
     other.step()
-    assert len(called) == 1 and u.t == 1  # hooks stay behind
+    assert len(called) == 1 and u.t == 1  # hooks are not copied
     assert_same_bits(state(u), before)
     u.step()
     kind.call(u, d[2])
@@ -381,7 +381,7 @@ def test_without_rows_there_is_one_group_without_n(kind):
         u.read(torch.arange(3))
     with pytest.raises(ValueError, match="no rows"):
         u.add_sample_group({"n": 3})
-    with_n = kind.make(100)  # n is for a data set that others count; nothing here needs it
+    with_n = kind.make(100)  # n is accepted as the size of the data set; an object without rows does not use it
     same(train(with_n, kind, data()), train(kind.make(), kind, data()))
 
 
@@ -406,7 +406,7 @@ def test_prefetched_rows_are_the_rows(kind, placement):
 
 @every
 def test_looking_makes_no_rows(kind):
-    """10^14 rows cannot be had: whatever needs them raises."""
+    """10^14 rows cannot be allocated: attribute access and repr() do not allocate rows, and read() raises."""
     u = kind.make(10**14)
     for name in dir(u):
         if not name.startswith("_"):
@@ -451,7 +451,7 @@ def test_what_is_dropped_is_freed_at_once(kind, placement):
 @every
 def test_on_an_accelerator(kind, placement):
     u, other = kind.make(dtype=torch.float32), kind.make(dtype=torch.float32, **placement)
-    # of a bad batch a network's own counters advance there, but not on the CPU
+    # after a bad batch a network's own counters advance on the accelerator, but not on the CPU
     for step, d in enumerate(with_bad_values(data()) if kind.has_rows else data()):
         d = {name: x.float() if x.is_floating_point() else x for name, x in d.items()}
         there = {name: x.to(DEVICE) if step == 3 or name not in ("index", "candidates") else x for name, x in d.items()}
@@ -539,7 +539,7 @@ GROUPS = [{"n": 9}, {"n": N - 9}]
 
 
 def with_bad_values(batches):
-    """Some values are not finite, in calls of their own and in windows with others."""
+    """Return batches with non-finite values, in windows of their own and together with others."""
     found = [dict(batch) for batch in batches]
     for name in ("log_g", "gradient", "scores"):
         for step, bad in ((1, torch.nan), (4, torch.inf)):
@@ -549,7 +549,7 @@ def with_bad_values(batches):
 
 
 def follow(u, ref, batches, call, twin, window=2):
-    """Outputs of every call and rows after every commit, to 1e-12."""
+    """Assert that the outputs of every call and the rows after every commit equal the reference's to 1e-12."""
     for step, d in enumerate(batches):
         got, want = call(u, d), torch.tensor(twin(ref, d), dtype=torch.float64)
         assert got.dtype == torch.float64 and got.shape == want.shape
@@ -587,7 +587,7 @@ def test_the_average_equals_its_reference(window, eps):
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 @pytest.mark.parametrize("window", [1, 2])
 def test_the_dual_equals_its_reference(window, optimizer):
-    """Clipping, projection to both bounds, and Adam's correction by each row's own visits."""
+    """Test clipping, projection to both bounds, and Adam's bias correction by each row's own visits."""
     common = {"tau_min": 0.1, "tau_max": 0.6, "max_grad": 0.8, "beta": 0.7, "betas": (0.8, 0.95)}
     groups = [{"n": 9, "lr": 0.5, "tau_init": 0.3, **common}, {"n": N - 9, "lr": 0.02, "tau_init": 0.11, **common}]
     u, ref = dual(groups, optimizer=optimizer, dtype=torch.float64), AloneDual(groups, optimizer)
@@ -597,7 +597,7 @@ def test_the_dual_equals_its_reference(window, optimizer):
     follow(u, ref, with_bad_values(data(12)), call, call, window)
     near(u.value(index), ref.value(index), 1e-12)
     seen = u.read(index)["tau"]
-    assert seen.min() == 0.1 and seen.max() == 0.6  # both bounds were met
+    assert seen.min() == 0.1 and seen.max() == 0.6  # both bounds were reached
     column = u.update(data()[0]["gradient"][:, None], data()[0]["index"])
     assert column.shape == (BATCH, 1)
 
@@ -623,7 +623,7 @@ def test_the_global_dual_equals_its_reference(optimizer):
     ids=["plain", "eps", "several updates", "no restarts", "queue"],
 )
 def test_the_network_equals_autograd(options):
-    """With and without candidates, restarts at multiples of restart_every and when the queue is first full."""
+    """Test with and without candidates, and restarts at multiples of restart_every and when the queue is first full."""
     settings = {"lr": 0.2, "updates": 1, "restart_every": 3, "eps": 0.0, "seed": 5, **options}
     u = compopt.NeuralNormalizer(DIM, prototypes=9, dtype=torch.float64, **settings)
     ref = AloneNetwork(DIM, 9, **settings)
@@ -650,7 +650,7 @@ def test_a_network_takes_one_temperature_and_learns_what_it_is_told():
     )
     u = BY_NAME["network"].make(updates=200)
     first = u.predict(d["anchors"], 0.5)
-    assert first.isfinite().all()  # the seeded start
+    assert first.isfinite().all()  # the seeded initialisation
     unit = torch.nn.functional.normalize
     candidates = torch.randn(200, DIM, generator=generator(4), dtype=torch.float64) + 1
     target = (unit(d["anchors"]) @ unit(candidates).T / 0.5).logsumexp(1) - math.log(200)
@@ -682,7 +682,7 @@ def test_weights_sum_to_one_or_are_zero():
         u.step()
     excluded = torch.full((1, 2), -torch.inf)
     chain = u.read(torch.tensor([0]))["chain"].item()
-    pool = torch.tensor([chain, chain + 1])  # the chain is at a candidate that is excluded
+    pool = torch.tensor([chain, chain + 1])  # the chain is at an excluded candidate
     assert u.sample(excluded, torch.tensor([0]), pool).tolist() == [[0.0, 0.0]]
     assert u.sample(torch.tensor([[-torch.inf, 3.0]]), torch.tensor([0]), pool).tolist() == [[0.0, 1.0]]
 
@@ -691,7 +691,7 @@ def test_weights_sum_to_one_or_are_zero():
 
 
 def alone_on_ranks(group, name, options, window):
-    """Outputs and state of one rank; a rank's candidates for a network are its share of the batch's."""
+    """Return outputs and state of one rank; its candidates for a network are its share of the batch's."""
     kind = BY_NAME[name]
     u, found = kind.make(process_group=group, **options), []
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -704,7 +704,7 @@ def alone_on_ranks(group, name, options, window):
         if step % window == window - 1:
             u.step()
     if kind.name in ("momentum", "adam") and "shard" not in options and options.get("offload") != "disk" and rank == 0:
-        u.value(torch.tensor([0]))  # by one rank alone
+        u.value(torch.tensor([0]))  # called by one rank only
     looked = u.read(torch.tensor([rank, 5])) if kind.has_rows else None
     return found, state(u), looked, u.value(torch.tensor([rank, 3])) if "tau" in (looked or {}) else None
 

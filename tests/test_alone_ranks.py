@@ -1,4 +1,4 @@
-"""The four objects alone, in several processes: accelerate, DDP, FSDP2, checkpoints, placements, loader workers."""
+"""The four objects alone in several processes: accelerate, DDP, FSDP2, checkpoints, placements, loader workers."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.test_integrations import Samples, accelerator, counting, full_weights
 from tests.training import DIM, MICRO, WINDOW, Encoders, N, micro_batches, needs_fsdp2, weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.launch]
-COUNT, SAVED = 7, 4  # micro-batches in all: the last window is short; and before the save
+COUNT, SAVED = 7, 4  # micro-batches in total (the last window is incomplete), and before the save
 
 
 # accelerate ---------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def run_accelerate(group, kind, ranks, folder):
         counts = len(commits), parts[3].t, parts[3].pending
     with accelerator(gradient_accumulation_steps=WINDOW) as acc:
         parts = prepared(acc)
-        train(acc, parts, range(SAVED - 1))  # something else; its last proposals are pending
+        train(acc, parts, range(SAVED - 1))  # other steps; the last proposals are pending
         assert parts[3].pending == 1
         acc.load_state(folder)
         parts[0].zero_grad()
@@ -64,7 +64,7 @@ def run_accelerate(group, kind, ranks, folder):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_accelerate(kind, ranks, tmp_path):
-    """One commit per update, the results of plain torch on one rank, and a resume to the bit."""
+    """One commit per update, the results of plain torch on one process, and a resume that is bit-identical."""
     arguments = kind, ranks, str(tmp_path / "state")
     run = the_pool(2, timeout=120).run
     results = run(run_accelerate, 2, *arguments) if ranks > 1 else [run_accelerate(None, *arguments)]
@@ -120,7 +120,7 @@ def run_orders(group):
 
 
 def test_ranks_may_load_entries_in_other_orders():
-    """Their split tensors are joined by name; safetensors gives each process an order of its own."""
+    """Split tensors are joined by name, since safetensors gives each process its own order."""
     assert the_pool(2, timeout=120).run(run_orders, 2) == [True, True]
 
 
@@ -128,7 +128,7 @@ def test_ranks_may_load_entries_in_other_orders():
 
 
 class Seen(torch.utils.data.Dataset):
-    """Rows that a worker reads of an object that its data set holds."""
+    """Data set that returns the rows which a worker reads of the object that the data set holds."""
 
     def __init__(self, obj):
         self.obj = obj
@@ -159,5 +159,5 @@ def test_forked_workers_read_what_was_committed_before_them(kind, offload, tmp_p
     options = {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 60}
     batches = iter(torch.utils.data.DataLoader(Seen(obj), batch_size=N // 4, **options))
     found = [next(batches)]
-    train()  # this process goes on
+    train()  # the main process continues to train
     assert torch.equal(torch.cat([*found, *batches])[: N // 4], expected[: N // 4]) and obj.t == 6

@@ -15,7 +15,7 @@ N = 13
 
 
 class Wrapper:
-    """Wrapper as of accelerate and DeepSpeed: an object with `.optimizer` and no hook tables."""
+    """Wrapper like those of accelerate and DeepSpeed: an object with `.optimizer` and no hook tables."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -25,19 +25,19 @@ class Wrapper:
 
 
 def setting(optimizer_class=torch.optim.SGD, **options):
-    """One parameter, its optimizer, an estimator."""
+    """Return one parameter, its optimizer, and an estimator."""
     parameter = torch.nn.Parameter(torch.ones(4))
     options = {"lr": 0.1, **options}
     return parameter, optimizer_class([parameter], **options), compopt.SogCLREstimator(N, tau=0.1)
 
 
 def commits(est):
-    """Return the number of rows committed so far, visits counted."""
+    """Return the number of visits committed so far, summed over the rows."""
     return int(est.read(torch.arange(N))["count"].sum())
 
 
 def deposit(est, parameter, seed=1):
-    """Forward and backward through the parameter; six distinct samples."""
+    """Run forward and backward through the parameter with six distinct samples."""
     z1, z2, index = batches(N, 1, seed=seed, dtype=torch.float32)[0]
     loss = est(z1 * parameter, z2, index)
     loss.backward()
@@ -56,7 +56,7 @@ def many_closures(est, parameter):
 
 
 def scheduled(est, parameter):
-    """Warm-up from a learning rate of 0, and gradients that are 0: updates that change nothing."""
+    """Warm-up from a learning rate of 0 with zero gradients: updates that change nothing."""
     optimizer = torch.optim.AdamW([parameter], lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4))
 
@@ -78,7 +78,7 @@ def plain(optimizer_class):
                 deposit(est, parameter)
             assert est.pending == 3
             optimizer.step()
-            optimizer.step()  # fires with nothing pending (ZeRO: once per parameter group)
+            optimizer.step()  # the hook fires with nothing pending (ZeRO: once per parameter group)
 
         return optimizer, step
 
@@ -120,11 +120,11 @@ def test_remove_detaches():
     parameter, optimizer, est = setting()
     handle = est.attach(optimizer)
     handle.remove()
-    handle.remove()  # twice is harmless
+    handle.remove()  # a second call is harmless
     deposit(est, parameter)
     optimizer.step()
     assert est.pending == 1 and len(optimizer._optimizer_step_post_hooks) == 0
-    est.attach(optimizer)  # and one may attach again
+    est.attach(optimizer)  # attaching again is allowed
     optimizer.step()
     assert commits(est) == 6
 
@@ -144,9 +144,9 @@ def test_two_estimators_on_one_optimizer():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_grad_scaler(fused):
-    """An injected inf skips the update. Fused: the hook fires all the same, found_inf drops the rows.
+    """An injected inf skips the update. With a fused optimizer the hook still fires, and found_inf drops the rows.
 
-    Unfused: nothing fires; the rows wait for the next commit (documented), where they are the same samples here.
+    Otherwise the hook does not fire, and the rows stay pending until the next commit (documented).
     """
     parameter, optimizer, est = setting(torch.optim.AdamW, fused=fused)
     est.attach(optimizer)
@@ -170,11 +170,11 @@ def test_grad_scaler(fused):
     assert committed[3] == committed[2] + 6
 
 
-# -- the step that makes an optimizer's state --------------------------------------------------------------------
+# -- the step that initialises the state of an optimizer ---------------------------------------------------------
 
 
 def tower():
-    """A model of two layers, and a parameter group for each."""
+    """Return a model of two layers, and a parameter group for each."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     return model, groups_of(model)
 
@@ -194,7 +194,7 @@ OPTIMIZERS = {
     "name, wrapped", [*((name, "bare") for name in OPTIMIZERS), ("adamw", "scheduler"), ("adamw", "accelerate")]
 )
 def test_a_checkpoint_of_an_optimizer_that_has_not_stepped_commits_nothing(name, wrapped):
-    """torch makes the state by calling step() itself."""
+    """torch initialises the state by calling step() itself."""
     model, groups = tower()
     optimizer = OPTIMIZERS[name](groups)
     if wrapped == "scheduler":
@@ -206,9 +206,9 @@ def test_a_checkpoint_of_an_optimizer_that_has_not_stepped_commits_nothing(name,
     est.register_step_pre_hook(lambda *_: hooks.append(1))
     est.attach(optimizer)
     z1, z2, index = batches(N, 1, seed=1, dtype=torch.float32)[0]
-    loss = est(z1 + model[0].bias + model[1].bias, z2, index)  # a backward that needs no weights
+    loss = est(z1 + model[0].bias + model[1].bias, z2, index)  # this backward uses no saved weights
     get_optimizer_state_dict(model, optimizer)
-    get_optimizer_state_dict(model, optimizer)  # SGD has no state even now
+    get_optimizer_state_dict(model, optimizer)  # SGD has no state after the first call either
     assert est.pending == 1 and est.t == 0 and commits(est) == 0 and not hooks
     loss.backward()
     optimizer.step()
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_an_optimizer_that_has_not_stepped_commits_nothing(name,
 
 
 def test_a_deep_copy_is_attached_on_its_own():
-    """A copy (an EMA twin, a sweep) does not inherit the attachment, and can be attached."""
+    """A copy (an EMA twin, a sweep) does not inherit the attachment, and can be attached itself."""
     parameter, optimizer, est = setting()
     est.attach(optimizer)
     twin = copy.deepcopy(est)
@@ -231,7 +231,7 @@ def test_a_deep_copy_is_attached_on_its_own():
 
 
 def test_the_estimator_does_not_mistake_a_new_optimizer_for_an_old_one():
-    """Optimizers come and go at the same address."""
+    """A new optimizer may have the address of an old one that was freed."""
     parameter, optimizer, est = setting()
     for t in range(1, 6):
         est.attach(optimizer)
@@ -244,7 +244,7 @@ def test_the_estimator_does_not_mistake_a_new_optimizer_for_an_old_one():
 
 @pytest.fixture
 def accelerator():
-    """An accelerator on CPU with accumulation 2."""
+    """Yield an accelerator on the CPU with two accumulation steps."""
     accelerate = pytest.importorskip("accelerate")
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -253,7 +253,7 @@ def accelerator():
         state._reset_state()
 
 
-# -- the state in that of the optimizer --------------------------------------------------------------------------
+# -- estimator state in the state of the optimizer ---------------------------------------------------------------
 
 
 def neuclip():
@@ -305,7 +305,7 @@ class Run:
 
 
 def differing(a, b, at="state"):
-    """Return the places where two states differ."""
+    """Return the paths at which two states differ."""
     if isinstance(a, dict):
         return [f"{at}: {[*a]}, {[*b]}"] * (a.keys() != b.keys()) + [
             each for key in a.keys() & b.keys() for each in differing(a[key], b[key], f"{at}.{key}")
@@ -320,7 +320,7 @@ def differing(a, b, at="state"):
 
 @pytest.mark.parametrize("name, through", [*((name, "file") for name in TRAVELLERS), ("sogclr", "deepcopy")])
 def test_the_state_travels_with_the_optimizer(name, through, tmp_path):
-    """A resumed run ends as the whole one, to the bit."""
+    """A resumed run ends in the same state as an uninterrupted run, bit for bit."""
     data = batches(N, 6, seed=8, dtype=torch.float32)
     whole, again = Run(TRAVELLERS[name]), Run(TRAVELLERS[name], seed=1)
     whole.est.attach(whole.optimizer, checkpoint=True)
@@ -343,7 +343,7 @@ def test_the_state_travels_with_the_optimizer(name, through, tmp_path):
 
 
 class Proxy(Wrapper):
-    """Proxy as Lightning has one: the attributes of the optimizer are its own too."""
+    """Proxy like that of Lightning, which also has the attributes of the optimizer."""
 
     def __getattr__(self, name):
         return getattr(self.optimizer, name)
@@ -421,7 +421,7 @@ def test_a_load_before_attaching_is_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again.attach(late, checkpoint=True)
-        late.load_state_dict(saved)  # the remedy
+        late.load_state_dict(saved)  # the remedy in the warning
     assert not any("compopt" in key for group in late.param_groups for key in group)
 
 
@@ -439,14 +439,14 @@ def test_rows_are_loaded_after_the_optimizer_has_accepted_its_state():
 
 
 class OfItsOwn(torch.optim.SGD):
-    """An optimizer with a format of its own."""
+    """An optimizer with its own state_dict format."""
 
     def state_dict(self):
         return {"mine": super().state_dict()}
 
 
 class Deepspeed(Wrapper):
-    """Stands for an engine around a torch optimizer."""
+    """Stand-in for an engine around a torch optimizer."""
 
     __module__ = "deepspeed.runtime.engine"
 
@@ -482,7 +482,7 @@ def test_torch_distributed_would_drop_the_entry():
 
 
 def test_the_state_travels_through_accelerate(accelerator, tmp_path):
-    """In what save_state writes of the optimizer; attached before prepare, which loads the state that it finds."""
+    """The state is in the optimizer file of save_state; prepare() reloads the optimizer's state and preserves it."""
 
     def prepared():
         model, groups = tower()

@@ -1,4 +1,4 @@
-"""Corners of autograd: shared inputs, layouts, frozen sides, inputs changed after the forward."""
+"""Edge cases of autograd: shared inputs, layouts, frozen sides, inputs changed after the forward."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ N = 13
 
 @pytest.mark.parametrize("mode", MODES)
 def test_one_tensor_for_both_sides(mode):
-    """est(z, z, index): the gradient is the sum of both roles."""
+    """est(z, z, index): the gradient is the sum of the gradients of both arguments."""
     z, _, index = batches(N, 1, seed=1)[0]
     _, g1, g2 = run(make(BY_NAME["sogclr"], mode, N)[0], z, z, index)
     shared = z.clone().requires_grad_()
@@ -23,7 +23,7 @@ def test_one_tensor_for_both_sides(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_memory_layout_does_not_matter(mode, dtype):
-    """Columns of a wider matrix, a transposed matrix, a row stride: the same loss and gradients."""
+    """Loss and gradients are the same for columns of a wider matrix, a transposed matrix, and a row stride."""
     z1, z2, index = batches(N, 1, seed=2, dtype=dtype)[0]
     want = run(make(BY_NAME["sogclr"], mode, N, dtype=torch.float32)[0], z1, z2, index)
     wide = torch.zeros(6, 11, dtype=dtype)
@@ -42,20 +42,20 @@ def test_memory_layout_does_not_matter(mode, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
 def test_an_index_view_or_smaller_dtype(dtype):
-    """A strided index; the caller's index is not changed and not kept by reference."""
+    """A strided index of any integer dtype is accepted, and is neither changed nor kept by reference."""
     z1, z2 = features(4, 4, seed=3)
     wide = torch.arange(12, dtype=dtype)
     index = wide[::3]
     est = compopt.SogCLREstimator(N, tau=0.1, dtype=torch.float64)
     run(est, z1, z2, index)
     assert index.tolist() == [0, 3, 6, 9]
-    wide.fill_(1)  # a loader that reuses its buffer
+    wide.fill_(1)  # as a loader that reuses its buffer does
     est.step()
     assert est.read(torch.arange(12))["count"].nonzero().flatten().tolist() == [0, 3, 6, 9]
 
 
 def test_features_are_not_changed_or_kept():
-    """An encoder that reuses its output buffer between forward and step does no harm."""
+    """Features may be overwritten between forward and step, as by an encoder that reuses its output buffer."""
     z1, z2, index = batches(N, 1, seed=4)[0]
     a, b = z1.clone(), z2.clone()
     est, twin = make(BY_NAME["isogclr"], "bimodal", N)[0], make(BY_NAME["isogclr"], "bimodal", N)[0]
@@ -72,7 +72,7 @@ def test_features_are_not_changed_or_kept():
 
 
 def test_two_losses_of_one_estimator_before_one_backward():
-    """Forward twice, then backward through the sum."""
+    """Run the forward twice, then backward through a combination of both losses."""
     (a1, a2, i), (b1, b2, j) = batches(N, 2, seed=6)
     want = [run(make(BY_NAME["sogclr"], "bimodal", N)[0], *x) for x in ((a1, a2, i), (b1, b2, j))]
     leaves = [x.clone().requires_grad_() for x in (a1, a2, b1, b2)]
@@ -83,7 +83,7 @@ def test_two_losses_of_one_estimator_before_one_backward():
 
 
 def test_a_backward_after_the_step():
-    """step() may run before backward (accelerate with DeepSpeed commits inside it): the gradient is the forward's."""
+    """step() may run before backward (accelerate with DeepSpeed commits in it): the gradient is that of the forward."""
     z1, z2, index = batches(N, 1, seed=7)[0]
     want = run(make(BY_NAME["isogclr"], "bimodal", N)[0], z1, z2, index)
     z1.requires_grad_()
@@ -95,7 +95,7 @@ def test_a_backward_after_the_step():
 
 
 class Constrained(compopt.FixedTemperature):
-    """A user's own: learned, with a constraint."""
+    """A user-defined temperature: learned, with a constraint."""
 
     def rho(self, hyper):
         return 0.3
@@ -103,7 +103,7 @@ class Constrained(compopt.FixedTemperature):
 
 @pytest.mark.parametrize("kind", [compopt.FixedTemperature, Constrained])
 def test_only_tau_requires_grad(kind):
-    """Frozen towers; the derivative is that of the returned value, which has rho in it."""
+    """Towers are frozen; the gradient of tau is that of the returned value, which includes rho."""
     tau = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
     z1, z2, index = batches(N, 1, seed=8)[0]
 
@@ -119,7 +119,7 @@ def test_only_tau_requires_grad(kind):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["infonce", "infonce-no-positive", "infonce-not-multiplied"])
 def test_finite_differences(name, mode):
-    """A stateless loss is a function: its gradient is the slope of its value."""
+    """Gradients of a stateless loss equal its finite differences."""
     est, _ = make(BY_NAME[name], mode, N, tau=0.3)
     z1, z2, index = batches(N, 2, seed=9)[1]
     _, g1, g2 = run(est, z1, z2, index)
@@ -133,7 +133,7 @@ def test_finite_differences(name, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_two_samples_and_one_dimension(mode):
-    """The smallest batch."""
+    """Test the smallest possible batch."""
     z1 = torch.tensor([[2.0], [-3.0]], dtype=torch.float64)
     est, ref = make(BY_NAME["sogclr"], mode, N, tau=0.5)
     got, want = run(est, z1, z1, torch.tensor([4, 7])), ref.forward(z1, z1, torch.tensor([4, 7]))

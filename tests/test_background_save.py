@@ -1,4 +1,4 @@
-"""save(blocking=False): what is written beside training is the state of the call, and training is as without it."""
+"""save(blocking=False): a checkpoint written during training has the state at the call; training is unaffected."""
 
 import copy
 import os
@@ -34,7 +34,7 @@ def small_pieces(monkeypatch):
 
 
 def visit(est, rows, seed=0):
-    """Commit some rows, read ahead of time."""
+    """Prefetch and commit some rows."""
     z1, z2 = features(len(rows), 8, seed=seed)
     index = torch.as_tensor(list(rows))
     est.prefetch(index)
@@ -49,7 +49,7 @@ def fill(est, rank=0, size=1, seed=0):
 
 
 def loads(path, expected, **options):
-    """The checkpoint has this state."""
+    """Assert that the checkpoint has this state."""
     extra = len(expected["count"]) - N
     other = sogclr([{"n": N}, {"n": extra}] if extra else N, **options)
     compopt.load(other, path)
@@ -57,7 +57,7 @@ def loads(path, expected, **options):
 
 
 class Gate:
-    """A function that waits in its `stop`-th call, before or after what it does; used as a context it replaces it."""
+    """Wait in the `stop`-th call of a function, before or after it runs; as a context manager, replace the function."""
 
     def __init__(self, where, name, stop=1, after=False):
         self.where, self.name, self.stop, self.after = where, name, stop, after
@@ -88,7 +88,7 @@ class Gate:
 
 
 class Reading(Gate):
-    """The thread that writes a checkpoint waits around its `stop`-th read of rows."""
+    """Make the thread that writes a checkpoint wait before or after its `stop`-th read of rows."""
 
     def __init__(self, stop=1, after=False):
         super().__init__(RowTable, "snapshot", stop, after)
@@ -96,7 +96,7 @@ class Reading(Gate):
     def __enter__(self):
         def snapshot(table):
             held = make(table)
-            if self.original is make:  # the first save only
+            if self.original is make:  # only in the first save
                 self.original = held.read
                 held.read = self.__call__
             return held
@@ -112,11 +112,11 @@ class Reading(Gate):
 
 
 def writing(stop=1, after=False):
-    """The thread waits around its `stop`-th file."""
+    """Make the thread wait before or after writing its `stop`-th file."""
     return Gate(files, "write_file", stop, after)
 
 
-# -- the state of the call -------------------------------------------------------------------------------------
+# -- the saved state is that at the call -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", PLACEMENTS.values(), ids=PLACEMENTS)
@@ -177,7 +177,7 @@ def test_state_that_is_not_rows(tmp_path):
     assert other.t == t and other.sample_groups[0]["gamma"] == 0.5
 
 
-# -- what else goes on -------------------------------------------------------------------------------------------
+# -- concurrent operations ---------------------------------------------------------------------------------------
 
 
 def test_the_next_save_waits(tmp_path):
@@ -190,7 +190,7 @@ def test_the_next_save_waits(tmp_path):
         visit(est, [0, 1], seed=5)
         threading.Timer(0.3, gate.go.set).start()
         second = compopt.save(est, tmp_path, blocking=False)
-        assert first.done  # it has waited
+        assert first.done  # the second save has waited for it
         visit(est, [100, 101], seed=6)
         second.wait(WAIT)
     loads(first.path, first_state)
@@ -200,7 +200,7 @@ def test_the_next_save_waits(tmp_path):
 
 
 def others(est, folder):
-    """Operations that must wait for a running save."""
+    """Return operations that must wait for a running save."""
     state = sogclr()
     visit(state, range(9), seed=3)
     path = compopt.save(state, folder)
@@ -244,7 +244,7 @@ def test_a_copy_is_of_no_save(duplicate, tmp_path):
         assert gate.reached.wait(WAIT)
         other = duplicate(est)
         fill(other, seed=30)
-        compopt.save(other, tmp_path / "other")  # waits for nothing
+        compopt.save(other, tmp_path / "other")  # does not wait
         assert not handle.done
         gate.go.set()
         loads(handle.wait(WAIT), expected)
@@ -319,12 +319,12 @@ def test_the_end_of_the_interpreter_waits(how, tmp_path):
     assert ("disk full" in done.stderr) == (how == "fail"), done.stderr
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def failing(monkeypatch):
-    """A disk on which the k-th file cannot be written."""
+    """Return a function that makes writing the k-th file fail."""
 
     def fail_at(k):
         calls = []
@@ -399,7 +399,7 @@ LAYOUTS = {"whole": {}, "shard": {"shard": True}, "disk": {"offload": "disk"}}
 
 
 def on_ranks(group, directory, options):
-    """Train on while each rank is held at another place; the state at the snapshot, and afterwards."""
+    """Continue training while each rank's save is held at a different point; return states, paths and file names."""
     manifest.CHUNK_ROWS, manifest.PIECE_ROWS = CHUNK, PIECE
     rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     est = sogclr(process_group=group, **placed(options, os.path.join(directory, "rows")))
@@ -413,7 +413,7 @@ def on_ranks(group, directory, options):
             handle = compopt.save(est, os.path.join(directory, "c"), keep=3, blocking=False)
             gate.reached.wait(0.3)
             for one in (est, twin):
-                for step in range(3):  # many rows at first, then few
+                for step in range(3):  # many rows in the first save, then few
                     rows = list(range(size * step + rank, N if number == 0 else 20, 2 * size))
                     visit(one, rows, seed=100 * number + 10 * step + rank)
             assert not handle.done
@@ -440,7 +440,7 @@ def test_on_ranks(options, tmp_path):
 
 
 def one_fails(group, directory, failing):
-    """One rank cannot write; then the run goes on."""
+    """Save while one rank cannot write, then save again."""
     manifest.CHUNK_ROWS, manifest.PIECE_ROWS = CHUNK, PIECE
     rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     est = sogclr(process_group=group, shard=True)
@@ -507,7 +507,7 @@ def test_ranks_that_want_different_things(tmp_path):
 )
 @pytest.mark.parametrize("offload", [None, "disk"])
 def test_a_kill_leaves_the_earlier_one_or_the_new_one(offload, name, stop, after, left, tmp_path):
-    """By SIGKILL; 13 files of rows, the other state and the manifest."""
+    """Kill by SIGKILL during a save, which writes 13 files of rows, the other state and the manifest."""
     options = placed({"offload": offload}, tmp_path / "rows")
     reader, writer = os.pipe()
     pid = os.fork()

@@ -1,4 +1,4 @@
-"""Bad input: an error of the right type that names argument, value and remedy; the state did not move."""
+"""Bad input raises an error of the right type that names argument, value and remedy, and leaves the state unchanged."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ N, B, D = 12, 5, 3
 TAU, GAMMA = 0.2, 0.7
 
 NAMES = tuple("infonce clip-learned sogclr sogclr-positive isogclr isogclr-adam batch-dual global-dual".split())
-WITH_INDEX = NAMES[2:]  # the others have no n, so any index is one of theirs
+WITH_INDEX = NAMES[2:]  # the others have no n and accept any index
 PRESETS = [(name, mode) for name in ("infonce", "sogclr", "isogclr", "global-dual") for mode in MODES]
 
-# What an error may say to tell the user what to do instead.
+# Words in an error message that tell the user what to do instead.
 REMEDY = re.compile(
     r"\b(must|pass|use|give|set|choose|expected|one of|call|build|remove|rename|needs|known are|add|append|put)\b", re.I
 )
@@ -44,7 +44,7 @@ def batch(B: int = B, d: int = D, seed: int = 0, dtype=torch.float32) -> tuple[T
 
 
 def used(name: str = "sogclr", mode: str = "bimodal"):
-    """An estimator in the middle of a run: two batches committed, one deposited."""
+    """Return an estimator in the middle of a run: two batches committed, one deposited."""
     est = make(name, mode)
     for seed in range(3):
         if seed:
@@ -55,7 +55,7 @@ def used(name: str = "sogclr", mode: str = "bimodal"):
 
 
 def fingerprint(x) -> object:
-    """A value that is equal only for bit-identical contents."""
+    """Return a value that is equal only for bit-identical contents."""
     if isinstance(x, Tensor):
         return (str(x.dtype), tuple(x.shape), bits(x) if x.numel() else b"")
     if isinstance(x, dict):
@@ -66,13 +66,13 @@ def fingerprint(x) -> object:
 
 
 def state(est) -> object:
-    """Everything a checkpoint holds, every hyper-parameter, and how many deposits wait."""
+    """Return the content of a checkpoint, all hyper-parameters, the number of pending deposits, and the mode."""
     return fingerprint(est.state_dict()), fingerprint(est.sample_groups), est.pending, est.training
 
 
 @contextmanager
 def refused(error, *words: str, est=None, remedy: bool = True):
-    """The block raises `error`, its message matches every word and has a remedy, and `est` is as before."""
+    """Assert that the block raises `error` with all words and a remedy in its message, and that `est` is unchanged."""
     before = state(est) if est is not None else None
     with pytest.raises(error) as caught:
         yield
@@ -87,12 +87,12 @@ def refused(error, *words: str, est=None, remedy: bool = True):
 
 
 def number(value) -> str:
-    """Return how a message shows a value, as a regular expression."""
+    """Return a regular expression for a value in a message."""
     return re.escape(str(value))
 
 
 def still_works(est) -> None:
-    """A refusal leaves an estimator that trains on."""
+    """Assert that an estimator can be trained after it has refused a call."""
     z1, z2, index = batch(seed=9)
     assert torch.isfinite(est(z1, z2, index))
     est.step()
@@ -182,7 +182,7 @@ def test_numbers_in_no_tensor_are_told_how_to_become_one(index):
 
 
 def test_positions_of_a_split_are_positions_in_the_whole():
-    """A part of the data keeps the positions of the whole, and n may be that of the part."""
+    """Refuse positions in the whole data set, which the samples of a split keep, if n is the size of the split."""
     est = make()
     whole = compopt.data.Indexed([(i,) for i in range(2 * N)])
     part = torch.utils.data.Subset(whole, range(N, 2 * N))
@@ -190,27 +190,27 @@ def test_positions_of_a_split_are_positions_in_the_whole():
     z1, z2, _ = batch()
     with refused(IndexError, rf"index {N + B - 1} is outside n={N}.*train_test_split.*the whole: give its n", est=est):
         est(z1, z2, index)
-    numbered = compopt.data.Indexed(part)  # the other remedy
+    numbered = compopt.data.Indexed(part)  # the other remedy: number the samples of the split
     est(z1, z2, torch.tensor([numbered[i][-1] for i in range(B)]))
 
 
-# everything else that an estimator in the middle of a run refuses -----------------------------------
+# other actions that an estimator in the middle of a run refuses -------------------------------------
 
 
 class Wrapper:
-    """Looks like accelerate's and DeepSpeed's wrappers, and holds no optimizer."""
+    """Wrapper like those of accelerate and DeepSpeed, but without an optimizer."""
 
     def __init__(self, inner=None):
         self.optimizer = self if inner == "itself" else inner
 
 
 def call(**given):
-    """A call of a good batch with some other arguments."""
+    """Return an action that calls with a good batch and some other arguments."""
     return lambda est: est(**dict(zip(("z1", "z2", "index"), batch(seed=7), strict=True)) | given)
 
 
 def edited(key, value):
-    """A call after a hyper-parameter was edited; the edit is undone."""
+    """Return an action that calls after an edit of a hyper-parameter, and undoes the edit."""
 
     def action(est):
         group = est.sample_groups[0]
@@ -302,7 +302,7 @@ ACTIONS = [
     ("sogclr", loading(lambda: torch.nn.Linear(2, 2).state_dict()), KEY, ()),
     *(("sogclr", loading(lambda junk=junk: junk), TypeError, ("dict",)) for junk in ([1, 2], 3, None)),
     *(("sogclr", loading(lambda junk=junk: junk), KEY, ()) for junk in ({}, {"version": 1})),
-    # what belongs to it
+    # objects that are used with it
     *(("sogclr", lambda est, o=o: est.attach(o), TypeError, (f"got {type(o).__name__}",)) for o in NO_OPTIMIZERS),
     ("sogclr", lambda est: est.normalizer.step(), RuntimeError, ("part of a ContrastiveEstimator",)),
     ("sogclr", lambda est: est.normalizer.attach(SGD), RuntimeError, ("part of a ContrastiveEstimator",)),
@@ -332,7 +332,7 @@ def test_action(case):
     still_works(est)
 
 
-# what is fixed ------------------------------------------------------------------------------------
+# attributes that are fixed at construction --------------------------------------------------------
 
 FIXED = {
     "mode": ("unimodal", r"fixed at 'bimodal'.*build another estimator with mode='unimodal'"),
@@ -357,12 +357,12 @@ def test_what_is_fixed_at_construction(name):
     with pytest.raises(AttributeError):
         delattr(est, name)
     still_works(est)
-    again = pickle.loads(pickle.dumps(est))  # as copies are made
+    again = pickle.loads(pickle.dumps(est))  # copies are made in the same way
     assert (again.mode, again.directions, again.dtype) == (est.mode, est.directions, est.dtype)
 
 
 def test_a_chunk_size_may_change():
-    """It decides how, and not what, is computed."""
+    """The chunk size changes the order of the computation, but not its result."""
     est, args = used(), batch(seed=9)
     est.chunk_size = 2
     changed = est(*args)
@@ -375,7 +375,7 @@ def test_a_chunk_size_may_change():
 
 @dataclass
 class Bad:
-    """A constructor call that must be refused; `words` besides the argument's name and value."""
+    """A constructor call that must be refused; the message has `words`, the argument's name and its value."""
 
     make: Callable
     argument: str
@@ -434,7 +434,7 @@ def table() -> list[Bad]:
 
 
 def positional(make) -> tuple:
-    """Return what the constructor needs besides the argument under test."""
+    """Return the required arguments of the constructor other than the one under test."""
     return (N,) if make in WITH_N else (TAU,)
 
 
@@ -444,7 +444,7 @@ def test_constructor(bad):
     if bad.make is SOG and bad.argument == "n":
         arguments = ()
     words = [bad.argument, *bad.words]
-    if bad.argument == "taus":  # Python's own sentence for an unknown keyword
+    if bad.argument == "taus":  # Python's own message for an unknown keyword
         with pytest.raises(TypeError, match="unexpected keyword argument 'taus'"):
             bad.make(*arguments, taus=0.1)
         return
@@ -513,7 +513,7 @@ def test_a_tensor_tau_that_is_not_positive(tau):
 
 
 def corruptions(x, path=()):
-    """Copies of a nested state, each lacking one key."""
+    """Yield copies of a nested state that each lack one key, with the path of that key."""
     if isinstance(x, dict):
         for key in x:
             yield (*path, key), {k: v for k, v in x.items() if k != key}
@@ -530,7 +530,7 @@ def test_load_state_dict_that_lacks_a_key(name):
     est = used(name)
     saved = used(name, "bimodal").state_dict()
     for where, changed in corruptions(saved):
-        if where == ("config", "options"):  # which the first version did not have
+        if where == ("config", "options"):  # absent in the first version of the format
             continue
         with refused((ValueError, KeyError), re.escape(str(where[-1])), est=est, remedy=False):
             est.load_state_dict(changed)
@@ -553,7 +553,7 @@ def test_load_state_dict_with_a_table_of_another_shape(name):
 
 @pytest.mark.parametrize("bad", [0.0, -1.0])
 def test_a_loss_through_the_moving_average(bad):
-    """Its own bad input: tests/test_alone.py."""
+    """Bad input of the moving average itself is tested in tests/test_alone.py."""
     average, two = MA(N), torch.tensor([0, 1])
     average.update(torch.zeros(3), torch.arange(3))
     with refused(ValueError, r"\bg\b", number(bad), est=average):
@@ -584,7 +584,7 @@ def test_diagnostics(fn, change, error, words):
         getattr(compopt.diagnostics, fn)(*change(*batch()[:2]))
 
 
-# found by random calls ------------------------------------------------------------------------------
+# cases found by fuzzing -----------------------------------------------------------------------------
 
 
 def test_none_is_a_default():

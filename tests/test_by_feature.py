@@ -1,4 +1,4 @@
-"""The recipes that people copy: each is short, trains, and resumes bit for bit."""
+"""The recipes that users copy: each is short, trains, and resumes bit for bit."""
 
 import importlib
 import json
@@ -35,7 +35,7 @@ def train(name: str, folder: Path, *options: str) -> None:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The model of the last checkpoint."""
+    """Return the weights of the model in the last checkpoint."""
     if (folder / "last.pt").exists():
         return torch.load(folder / "last.pt")["model"]
     if (folder / "last.ckpt").exists():
@@ -70,12 +70,12 @@ def test_a_resumed_run_ends_in_the_same_weights(name, tmp_path, capsys):
 
 
 def launched(name: str, *runs: list[str], own: bool = False) -> list[str]:
-    """Two processes that train one model, once or several times; -> what they print about epochs, sorted."""
+    """Train one model in two processes, in one or more runs; return the sorted lines printed about epochs."""
     launcher = [] if own else ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [sys.executable, *launcher, "-m", "tests.several", f"recipes.by_feature.{name}", json.dumps(runs)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    # with DeepSpeed both print, and two processes may end up on one line
+    # with DeepSpeed both processes print, possibly on the same line
     return sorted(re.findall(r"(?:rank \d, )?epoch \d+: .*?%", done.stdout))
 
 
@@ -90,9 +90,9 @@ def test_two_processes_train_and_resume(name, tmp_path):
         [*SMALL, "--folder", str(tmp_path / folder), "--epochs", epochs, *devices, *more]
         for folder, epochs, *more in (("whole", "2"), ("parts", "1"), ("parts", "2", "--resume"))
     )
-    if devices:  # it starts processes itself, for one run
+    if devices:  # Lightning starts the processes of one run itself
         said = launched(name, whole, own=True) + launched(name, first, second)
     else:
         said = launched(name, whole, first, second)
-    each = 2 if name == "with_deepspeed" else 1  # what a process says
-    assert {said.count(line) for line in said} == {2} and len(said) == 4 * each  # one group, not two runs
+    each = 2 if name == "with_deepspeed" else 1  # lines per epoch
+    assert {said.count(line) for line in said} == {2} and len(said) == 4 * each  # one group, not two independent runs

@@ -1,4 +1,4 @@
-"""EMC2's chains: one step enumerated, the softmax over the data set, the gradient that they estimate."""
+"""EMC2's chains: enumeration of one step, the softmax over the data set, the estimated gradient."""
 
 from functools import reduce
 from itertools import combinations
@@ -18,12 +18,12 @@ from compopt.stores.layout import Column
 from tests.helpers import features
 from tests.reference.mcmc import kernel
 
-# -- one step, enumerated ----------------------------------------------------------------------------------------
+# -- enumeration of one step -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["outside", "candidate"])
 def test_one_proposal_has_the_probabilities_of_metropolis_and_hastings(where, monkeypatch):
-    """All slots of the pool times a grid of uniform numbers."""
+    """Enumerate all slots of the pool and a grid of uniform numbers."""
     negatives, grid, tau = 5, 2000, 0.3
     scores = torch.tensor([0.9, -0.4, 0.1, 0.55, 0.3, 0.35, -torch.inf], dtype=torch.float64) / tau  # last: nowhere
     start = negatives if where == "outside" else 2
@@ -48,7 +48,7 @@ def test_one_proposal_has_the_probabilities_of_metropolis_and_hastings(where, mo
 
 
 def test_on_a_device_chains_move_as_on_the_host():
-    """A device finds the places from the accepted proposals at once; the host goes along with them."""
+    """Places found from all accepted proposals at once, as on a device, equal those of the loop on the host."""
     generator = torch.Generator().manual_seed(1)
     scores = torch.randn(40, 30, generator=generator)
     keys = scores - torch.rand(40, 30, generator=generator).log()
@@ -66,7 +66,7 @@ def test_on_a_device_chains_move_as_on_the_host():
     assert torch.equal(walks.places(accepted, slots, start), want)
 
 
-# -- the data set's softmax ----------------------------------------------------------------------------------------
+# -- the softmax over the data set ---------------------------------------------------------------------------------
 
 
 def data_set(n, dim=6, seed=0):
@@ -75,13 +75,13 @@ def data_set(n, dim=6, seed=0):
 
 
 def targets(z1, z2, tau):
-    """Softmax of every chain, ``(2, n, n)``, bimodal."""
+    """Return similarities and softmax of every chain, ``(2, n, n)``, bimodal."""
     s = torch.stack([z1 @ z2.T, z2 @ z1.T])
     return s, (s / tau).masked_fill(torch.eye(len(z1), dtype=torch.bool), -torch.inf).softmax(2)
 
 
 def started(est, z1, z2, tau, seed, t=0):
-    """Every chain at a draw of its softmax, independent of all others; another ``t`` is other luck."""
+    """Set every chain to an independent draw from its softmax; ``t`` selects the following random numbers."""
     s, p = targets(z1, z2, tau)
     generator = torch.Generator().manual_seed(seed)
     chain = torch.stack([torch.multinomial(p[d], 1, generator=generator)[:, 0] for d in (0, 1)], dim=1)
@@ -93,7 +93,7 @@ def started(est, z1, z2, tau, seed, t=0):
 
 
 def ranked(chain, p, generator):
-    """Return each chain's place in its distribution, best candidates first: uniform in [0, 1) if it has that."""
+    """Return each chain's quantile, best candidates first: uniform in [0, 1) for chains distributed as ``p``."""
     order = p.argsort(dim=2, descending=True)
     below = (p.gather(2, order).cumsum(2) - p.gather(2, order)).gather(2, order.argsort(dim=2))
     own = chain.T[:, :, None]
@@ -117,7 +117,7 @@ def wander(est, z1, z2, epochs, batch, generator, **options):
 
 
 def test_proposals_from_the_data_set_leave_its_softmax_invariant():
-    """Few proposals in batches of a third of the data set, from stationary chains; 9 degrees of freedom."""
+    """Test few proposals in batches of a third of the data set, from stationary chains; 9 degrees of freedom."""
     n, tau = 24, 0.1
     z1, z2 = data_set(n, seed=3)
     generator = torch.Generator().manual_seed(3)
@@ -133,7 +133,7 @@ def test_proposals_from_the_data_set_leave_its_softmax_invariant():
 
 @pytest.mark.parametrize("draws", [1, 6])
 def test_proposals_from_the_data_set_move_a_chain_as_the_kernel_s_power_does(draws):
-    """2,000 anchors that are one sample, from its least likely negative: where they are after R proposals."""
+    """Compare the states of 2,000 anchors of one sample after R proposals, started from its least likely negative."""
     n, tau, count = 7, 0.4, 2000
     z1, z2 = data_set(n, seed=2)
     z1[1] = normalize(z1[1] - z1[0] * (z1[0] @ z1[1]), dim=0)
@@ -151,7 +151,7 @@ def test_proposals_from_the_data_set_move_a_chain_as_the_kernel_s_power_does(dra
     est.load_state_dict(state)
     index, bank = torch.tensor([0] * count + [1]), z2.clone().requires_grad_()
     est(z1[index], z2[index], index, encode=lambda samples: (z1[samples], bank[samples])).backward()
-    found = (bank.grad @ z1[0])[negatives] * len(index)  # the last proposal alone counts: one visit per anchor
+    found = (bank.grad @ z1[0])[negatives] * len(index)  # only the last proposal is counted: one visit per anchor
     assert found.sum() == pytest.approx(count)
     want = torch.linalg.matrix_power(kernel(similarity, tau), draws)[start] * count
     assert ((found - want) ** 2 / want).sum() < 27.9  # 5 degrees of freedom: p = 4e-5
@@ -160,7 +160,7 @@ def test_proposals_from_the_data_set_move_a_chain_as_the_kernel_s_power_does(dra
 @pytest.mark.parametrize("batch, draws", [(1, 1), (2, 3), (3, 2)])
 @pytest.mark.parametrize("beta", [0.5, 2.0])
 def test_the_chains_converge_as_fast_as_lemma_3_2_says(beta, batch, draws):
-    """All chains together, from every state: each state's probability, against the bound of eq. 13 with c = 1."""
+    """Compare the joint distribution of all chains, from every initial state, with the bound of eq. 13 for c = 1."""
     m = 4
     z1, z2 = data_set(m, dim=3)
     similarity = [(z2 @ x)[torch.arange(m) != i] for i, x in enumerate(z1)]
@@ -180,7 +180,7 @@ def test_the_chains_converge_as_fast_as_lemma_3_2_says(beta, batch, draws):
 @pytest.mark.slow
 @pytest.mark.parametrize("tau", [0.05, 0.1, 0.3, 1.0])
 def test_the_softmax_of_the_data_set_is_invariant(tau):
-    """Chains that start there stay there, in batches of 8 of 128 samples; the statistic has 9 degrees of freedom."""
+    """Stationary chains stay stationary in batches of 8 of 128 samples; the statistic has 9 degrees of freedom."""
     z1, z2 = data_set(128)
     generator = torch.Generator().manual_seed(1)
     _, p = targets(z1, z2, tau)
@@ -194,7 +194,7 @@ def test_the_softmax_of_the_data_set_is_invariant(tau):
 
 @pytest.mark.parametrize("proposals, biased", [("pool", False), ("sweep", True)])
 def test_the_sweep_is_biased_even_on_the_full_data_set(proposals, biased):
-    """The same statistic, after three passes in which every negative is proposed once, from stationary chains."""
+    """Test the same statistic for stationary chains after three epochs, where a sweep proposes all negatives once."""
     n, tau = 24, 0.1
     z1, z2 = data_set(n, seed=3)
     generator = torch.Generator().manual_seed(3)
@@ -210,7 +210,7 @@ def test_the_sweep_is_biased_even_on_the_full_data_set(proposals, biased):
 
 @pytest.mark.slow
 def test_the_gradient_is_unbiased():
-    """Mean over draws from stationary chains against the gradient over the whole data set, in standard errors."""
+    """Compare the mean over draws from stationary chains with the gradient over the data set, in standard errors."""
     n, batch, tau, draws_ = 40, 8, 0.2, 1500
     z1, z2 = (z.requires_grad_() for z in data_set(n, seed=5))
     exact = torch.stack(diagnostics.global_gradient(z1.detach(), z2.detach(), tau))
@@ -233,16 +233,16 @@ def test_the_gradient_is_unbiased():
         error = gradients.std(0) / draws_**0.5
         return float((((gradients.mean(0) - exact) / error) ** 2).mean())
 
-    assert max(excess("emc2"), excess("drawn")) < 1.25  # 1, but for the 480 coordinates' own scatter
+    assert max(excess("emc2"), excess("drawn")) < 1.25  # expected to be 1, up to the sampling error of 480 coordinates
     assert excess(True) > 3
     assert excess(False) > 1.6
 
 
-# -- which chain is kept where several are deposited --------------------------------------------------------------
+# -- selection among several deposits of a chain ------------------------------------------------------------------
 
 
 class Kept(Component):
-    """Columns of a chain."""
+    """Component with the columns of a chain."""
 
     role = "kept"
 
@@ -260,7 +260,7 @@ class Kept(Component):
 
 
 def test_every_proposal_of_a_chain_is_as_likely_as_any_other():
-    """Two of five proposals are the same sample, kept in two of five rows; the order of deposits does not matter."""
+    """A sample that is two of five proposals is kept in two of five rows; the order of deposits does not matter."""
     proposals, kept = [(7, 0.1), (3, 0.2), (7, 0.3), (11, 0.4), (5, 0.5)], []
     for order in (proposals, proposals[::-1]):
         est = Kept(4000, {})

@@ -1,4 +1,4 @@
-"""state_dict and load_state_dict: complete, a snapshot, bitwise, and strict about what does not fit."""
+"""state_dict and load_state_dict: complete, independent copies, bit-identical, and strict about mismatches."""
 
 import math
 
@@ -17,7 +17,7 @@ N = 13
 
 @pytest.mark.parametrize("info", STATEFUL, ids=str)
 def test_state_dict_is_a_snapshot(info):
-    """Training on, or changing the dict, does not reach the other side."""
+    """Further training does not change the dict, and loading does not share its tensors."""
     est, _ = make(info, "bimodal", N, gamma=0.6)
     train(est, batches(N, 3, seed=71))
     before = snapshot(est, N)
@@ -26,7 +26,7 @@ def test_state_dict_is_a_snapshot(info):
     est.load_state_dict(state)
     assert_same_bits(before, snapshot(est, N))
     train(est, batches(N, 3, seed=72))
-    est.load_state_dict(state)  # loading did not hand over the dict's own tensors
+    est.load_state_dict(state)  # loading has not shared the dict's own tensors
     assert_same_bits(before, snapshot(est, N))
 
 
@@ -71,11 +71,11 @@ def test_the_remedies_for_other_groups_work():
     assert short.n == 17
 
 
-# tensors of the caller's -----------------------------------------------------------------------------
+# tensors of the caller -------------------------------------------------------------------------------
 
 
 class Counter(compopt.Temperature):
-    """A part of a user's own with state of several dtypes, which keeps the tensors that it is given."""
+    """A user-defined part with state of several dtypes, which keeps the tensors that it receives."""
 
     def __init__(self):
         super().__init__(None, {})
@@ -118,7 +118,7 @@ def kept(name, seed=84):
 
 
 def overwrite(file):
-    """Other bytes in the same file, as a run that overwrites its last.pt."""
+    """Overwrite the bytes of a file in place, as a run that overwrites its last.pt."""
     with open(file, "r+b") as opened:
         opened.write(b"\x3f" * file.stat().st_size)
 
@@ -140,7 +140,7 @@ def test_a_file_that_is_overwritten_after_loading_changes_nothing(name, tmp_path
 def test_loading_copies(name):
     est, other = kept(name), KEEPERS[name]()
     state = est.state_dict()
-    with torch.inference_mode():  # whose tensors could not be changed outside
+    with torch.inference_mode():  # tensors made here could not be changed outside
         other.load_state_dict(state)
     for part in (state["rows"], *state["extra"].values()):
         for value in part.values():
@@ -159,11 +159,11 @@ def test_rows_that_require_grad_are_only_values():
     assert_same_bits(snapshot(est, N), snapshot(other, N))
 
 
-# entries that no run writes --------------------------------------------------------------------------
+# invalid entries -------------------------------------------------------------------------------------
 
 
 def at(path, change):
-    """A state with one entry replaced."""
+    """Return a function that replaces one entry of a state."""
 
     def changed(state):
         state = dict(state)
@@ -177,7 +177,7 @@ def at(path, change):
 
 
 def put(value, place=0):
-    """A tensor with another value at one place."""
+    """Return a function that changes one element of a tensor."""
 
     def change(tensor):
         tensor = tensor.clone()
@@ -190,7 +190,7 @@ def put(value, place=0):
 ROWS, MEMORY, NETWORK = ("rows",), ("extra", "normalizer"), ("extra", "normalizer")
 DUAL = ("extra", "temperature")
 IMPOSSIBLE = {
-    # rows that hold no values, or are of another kind
+    # rows without values, or of another type
     "rows on the meta device": ("fastclip", at((*ROWS, "log_u"), lambda x: x.to("meta")), ValueError, "'log_u'.*meta"),
     "sparse rows": ("fastclip", at((*ROWS, "log_u"), lambda x: x.to_sparse()), ValueError, "'log_u'.*dense"),
     "rows of float64": ("fastclip", at((*ROWS, "log_u"), lambda x: x.double()), ValueError, "float64.*float32"),
@@ -202,7 +202,7 @@ IMPOSSIBLE = {
     "a chain outside": ("emc2", at((*ROWS, "chain"), put(10**12, 4)), ValueError, "'chain'.*<= 12, row 2.*10{12}"),
     "tau = 0 in a row": ("isogclr", at((*ROWS, "tau"), put(0.0)), ValueError, "'tau'.*finite and > 0, row 0"),
     "a negative mean of squares": ("isogclr", at((*ROWS, "tau_exp_avg_sq"), put(-1e-3)), ValueError, "exp_avg_sq"),
-    # state that is not rows: kind, dtype, layout
+    # state that is not rows: type, dtype, layout
     "keys of float32": ("memory", at((*MEMORY, "keys"), Tensor.float), ValueError, "keys.*float32.*int64"),
     "a queue of integers": ("memory", at((*MEMORY, "queue"), Tensor.int), ValueError, "queue.*int32.*float32"),
     "a sparse queue": ("memory", at((*MEMORY, "queue"), Tensor.to_sparse), ValueError, "queue.*dense"),
@@ -222,7 +222,7 @@ IMPOSSIBLE = {
     "a learned tau of NaN": ("learned", at((*DUAL, "log_inverse"), put(math.nan)), ValueError, "log_inverse"),
     "a negative seed": ("emc2", at((*NETWORK, "seed"), put(-1)), ValueError, "seed.*>= 0"),
     "own state that is no tensor": ("own", at((*DUAL, "calls"), int), TypeError, "calls.*Counter.*int"),
-    # the rest
+    # other entries
     "a role that is None": ("memory", at(MEMORY, lambda x: None), TypeError, "normalizer.*dict"),
     "an unknown role": ("memory", at(("extra", "other"), lambda x: {}), ValueError, "'other'"),
     "t of 2^70": ("fastclip", at(("t",), lambda t: 2**70), ValueError, f"t of.*{2**70}"),
@@ -252,7 +252,7 @@ def test_what_no_run_writes_is_refused_and_changes_nothing(what):
 
 
 def test_state_that_was_just_made_loads():
-    """Rows that were never visited are zeros, also of temperatures; t may be an integer of another library."""
+    """Rows that were never visited are zeros, also for temperatures; t may be an integer tensor."""
     for build in KEEPERS.values():
         state = build().state_dict()
         build().load_state_dict({**state, "t": torch.tensor(state["t"])})

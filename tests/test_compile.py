@@ -1,4 +1,4 @@
-"""``torch.compile`` around an estimator and beside it: the same results, and nothing compiled anew at each step."""
+"""``torch.compile`` around an estimator and next to it: the same results, without recompilation in each step."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ BACKENDS = ("eager", "aot_eager")
 
 
 class Owner(torch.nn.Module):
-    """Encoders whose loss is a part of them."""
+    """Encoders with the loss as a submodule."""
 
     def __init__(self, encoders, est):
         super().__init__()
@@ -38,7 +38,7 @@ def beside(model, est, make):
     return lambda x1, x2, index: est(*model(x1, x2), index)
 
 
-# What is compiled -> a function of the batch that gives the loss
+# Compiled part -> function of the batch that returns the loss
 PLACES = {
     "beside": beside,
     "around": lambda model, est, make: make(lambda x1, x2, index: est(*model(x1, x2), index)),
@@ -54,10 +54,10 @@ def fresh():
 
 
 def train(kind, place, make, whole=False):
-    """A few steps; after the first ones a recompilation is an error. -> losses, weights, rows"""
+    """Train a few steps, with an error on recompilation after the first ones. -> losses, weights, rows"""
     torch.manual_seed(0)
     model, est = Encoders(), ESTIMATORS[kind](**({} if "learned" in kind else {"dtype": torch.float64}))
-    kind_of = torch.optim.SGD if whole else torch.optim.AdamW  # compiled, AdamW has its scalars in float32
+    kind_of = torch.optim.SGD if whole else torch.optim.AdamW  # a compiled AdamW has its scalars in float32
     optimizer = kind_of([*model.parameters(), *est.parameters()], lr=1e-2)
     est.attach(optimizer)
     loss_of = PLACES[place](model, est, (lambda each: each) if whole else make)
@@ -100,7 +100,7 @@ def test_a_whole_step(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_gradient_cache(backend):
-    """``feature_gradients`` in a compiled function."""
+    """Test ``feature_gradients`` in a compiled function."""
     results = []
     for make in (lambda function: function, compiled(backend)):
         torch.manual_seed(0)
@@ -116,7 +116,7 @@ def test_the_gradient_cache(backend):
 
 @pytest.mark.parametrize("kind", four.KINDS)
 def test_an_object_alone(kind):
-    """In a compiled loss: the operations stay outside of the graph, and what is read is what was committed."""
+    """In a compiled loss the operations stay outside the graph, and reads return committed values."""
     results = []
     for make in (lambda function: function, compiled("aot_eager")):
         model, obj = Encoders(), four.KINDS[kind](dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Read, deposit, commit: what each call may and may not change."""
+"""Read, deposit, commit: permitted and forbidden effects of each call."""
 
 import math
 
@@ -58,7 +58,7 @@ def test_evaluation_leaves_no_trace(info, mode, how):
     assert_same_bits(before, snapshot(est, N))
     for a, b in zip(run(est, z1, z2, index), want, strict=True):
         assert bits(a) == bits(b), "an evaluation changed a later training step"
-    near(loss, want[0], 1e-12)  # the value itself is that of a training forward
+    near(loss, want[0], 1e-12)  # the value is that of a training forward
 
 
 @pytest.mark.covering()
@@ -148,7 +148,7 @@ def test_read_returns_copies_of_committed_values(info, mode):
 
 
 def test_features_without_grad_still_deposit():
-    """In training mode it is the mode that decides, not requires_grad (cached features)."""
+    """Training mode determines deposits, not requires_grad (cached features)."""
     est = compopt.SogCLREstimator(N, tau=0.1)
     z1, z2 = features(4, 4, seed=0, dtype=torch.float32)
     est(z1, z2, torch.arange(4))
@@ -156,7 +156,7 @@ def test_features_without_grad_still_deposit():
 
 
 def test_one_tower_frozen():
-    """Only one side asks for a gradient (locked-image tuning)."""
+    """Only one side requires grad (locked-image tuning)."""
     z1, z2, index = batches(N, 1, seed=61)[0]
     want = run(make(BY_NAME["sogclr"], "bimodal", N)[0], z1, z2, index)
     est, _ = make(BY_NAME["sogclr"], "bimodal", N)

@@ -1,4 +1,4 @@
-"""functional.contrastive_sums under autocast, with features that change or are bad; its memory; PyTorch's settings."""
+"""functional.contrastive_sums: autocast, modified or invalid features, memory, precision settings of PyTorch."""
 
 import weakref
 from importlib.util import find_spec
@@ -36,7 +36,7 @@ def test_features_that_change_before_the_backward_pass_are_refused():
 
 
 def test_a_second_derivative_is_refused_whatever_the_first_is_of():
-    """A plain sum is refused too. Its gradient needs no gradient, and a penalty on it would be left out in silence."""
+    """A plain sum is refused too: its gradient would not require grad, and a penalty would be ignored silently."""
     z1, z2 = features()
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(functional.contrastive_sums(z1, z2, TAU).sum(), z1, create_graph=True)
@@ -69,7 +69,7 @@ def test_a_backward_pass_under_autocast_has_the_same_gradient(backend):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_bad_row_spoils_its_own_pairs_alone(backend, bad):
-    """Sums and temperature gradients of anchors of its group, which have no pair with it, stay as they are."""
+    """Sums and temperature gradients of anchors of its group, which have no pair with the row, are unaffected."""
     z1, z2 = (z.detach() for z in features())
     z2[0] = bad
     tau = torch.full((B, 2), TAU, requires_grad=True)
@@ -88,7 +88,7 @@ def test_temperatures_in_half_precision_are_exact():
 
 
 class Largest(TorchDispatchMode):
-    """Number of entries of the largest tensor that an operation makes."""
+    """Record the number of entries of the largest tensor that an operation returns."""
 
     entries = 0
 
@@ -108,7 +108,7 @@ def test_no_matrix_of_all_pairs_is_made():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sums_of_a_wave_are_merged_before_the_next_but_one(backend, monkeypatch):
-    """The parts of all waves, one per tile and anchor, would be a matrix again."""
+    """Otherwise the parts of all waves, one per tile and anchor, would take the memory of a full matrix."""
     one_wave, parts, alive = getattr(sweep, f"{backend}_sums"), [], []
 
     def spy(o):
@@ -139,7 +139,7 @@ def test_waves_change_rounding_alone(backend, wave):
 
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="a PyTorch with one interface")
 def test_precision_may_be_set_by_the_newer_interface():
-    """PyTorch then refuses to tell what the older one was."""
+    """PyTorch then raises when the older setting is read."""
     matmul = torch.backends.cuda.matmul
     try:
         matmul.fp32_precision = "tf32"

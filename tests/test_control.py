@@ -1,4 +1,4 @@
-"""Ranks that do different things say so, on every rank, and go on; ranks that wait say for whom and in what."""
+"""Ranks in different operations raise on every rank and can continue; waiting ranks report rank and operation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build(group, **options):
 
 
 def call(est, step=0, own=OWN):
-    """A call and a commit of this rank's part of a batch."""
+    """Call and commit with this rank's part of a batch."""
     rank, ranks = est._engine.ranks.rank, est._engine.ranks.size
     index = torch.randperm(N, generator=generator(step))[: own * ranks]
     z1, z2 = (z[rank * own : (rank + 1) * own].requires_grad_() for z in features(own * ranks, 3, step))
@@ -37,7 +37,7 @@ def call(est, step=0, own=OWN):
 
 
 def outcome(action):
-    """Return what an action raised."""
+    """Return type and message of the error that an action raises, or None."""
     try:
         action()
     except Exception as error:
@@ -63,7 +63,7 @@ OPERATIONS = {
 
 
 def one_rank_alone(group, folder, operation):
-    """Rank 0 does something else than the others; afterwards all do the same."""
+    """Run an operation on rank 0 and another one on the other ranks; afterwards run the same on all ranks."""
     est = build(group, shard=True)
     sampler = OrderedBatchSampler(N, 8, candidates=6, keep=2, process_group=group)
     call(est)
@@ -95,10 +95,10 @@ def test_an_operation_on_one_rank_alone(operation, ranks, tmp_path):
 
 
 def prefetch_on_one_rank(group):
-    """Shards whose rows are offloaded on rank 1 alone, which has something to prefetch; then both call."""
+    """Prefetch on rank 1, the only one that offloads its shard, while rank 0 calls; then call on both."""
     alone = dist.get_rank(group) == 1
     est = build(group, shard=True, offload="cpu" if alone else None)
-    est.prefetch(torch.arange(OWN)) if not alone else None  # nothing to read ahead
+    est.prefetch(torch.arange(OWN)) if not alone else None  # without offloading there is nothing to prefetch
     said = outcome(lambda: est.prefetch(torch.arange(OWN)) if alone else call(est))
     call(est)
     return said, est.t
@@ -111,7 +111,7 @@ def test_shards_that_are_offloaded_on_one_rank_alone():
 
 
 def a_mistake_beside(group, folder):
-    """A rank's error of its own call is more than that the others do something else."""
+    """Return the error of this rank: rank 0 calls with a bad index while the others save."""
     est = build(group)
     call(est)
     if dist.get_rank(group) == 0:
@@ -126,9 +126,9 @@ def test_a_rank_s_own_mistake_comes_first(tmp_path):
 
 
 def openings(group):
-    """Collectives of a call once the batch is known, and of one with a larger batch."""
+    """Return the number of control messages of each call, for batches of different sizes."""
     est, counts = build(group), []
-    est._engine.ranks._control.length = 64  # as in a new process: others have used this group
+    est._engine.ranks._control.length = 64  # as in a new process; other functions have used this group
     for own in (4, 4, 16, 16, 4):
         with mock.patch.object(collectives, "tell", wraps=collectives.tell) as told:
             call(est, own, own)
@@ -138,14 +138,14 @@ def openings(group):
 
 def test_a_call_has_one_control_message():
     for counts in the_pool().run(openings, 2):
-        assert counts == [1, 1, 2, 1, 1]  # 16 samples are more than a first message has room for
+        assert counts == [1, 1, 2, 1, 1]  # 16 samples do not fit into the first message
 
 
 # -- threads ---------------------------------------------------------------------------------------------------
 
 
 def in_a_thread(action):
-    """Return what an action raised there."""
+    """Return the error that an action raises in another thread."""
     found = []
     thread = threading.Thread(target=lambda: found.append(outcome(action)), name="beside")
     thread.start()
@@ -155,7 +155,7 @@ def in_a_thread(action):
 
 def threads(group, folder):
     est, shards = build(group), build(group, shard=True)
-    before = in_a_thread(lambda: compopt.save(est, folder))  # nobody calls yet
+    before = in_a_thread(lambda: compopt.save(est, folder))  # no call has been made yet
     call(est)
     call(shards)
     refused = [
@@ -163,9 +163,9 @@ def threads(group, folder):
         in_a_thread(shards.state_dict),
         in_a_thread(lambda: shards.read(torch.arange(2))),
     ]
-    own = in_a_thread(est.state_dict)  # of rows that every rank has
+    own = in_a_thread(est.state_dict)  # every rank has all rows: no communication
     call(est, 1)
-    elsewhere = in_a_thread(lambda: call(est, 2))  # the whole training moves
+    elsewhere = in_a_thread(lambda: call(est, 2))  # the whole training moves to another thread
     return before, refused, own, elsewhere, compopt.save(est, folder).name.split("-")[2]
 
 
@@ -176,13 +176,13 @@ def test_what_communicates_is_refused_beside_the_thread_that_calls(tmp_path):
             assert said.startswith(f"RuntimeError: {what}") and "'beside'" in said and "'MainThread'" in said
 
 
-# -- ranks that do not come ------------------------------------------------------------------------------------
+# -- missing ranks ---------------------------------------------------------------------------------------------
 
 SHORT = 2.0
 
 
 def _lose(rank, port, folder, pipe):
-    """Rank 0 leaves rank 1 alone in one way after the other, each over a group of its own."""
+    """Leave rank 1 alone in several operations, each over its own group."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
@@ -198,7 +198,7 @@ def _lose(rank, port, folder, pipe):
                 action(est)
             except RuntimeError as error:
                 found[name] = str(error), str(error.__cause__)
-        dist.barrier()  # rank 0 waits here, over the default group
+        dist.barrier()  # rank 0 waits here in the default group
 
     attempt("call", lambda est: call(est, 1))
     attempt("save", lambda est: compopt.save(est, folder))
@@ -211,7 +211,7 @@ def _lose(rank, port, folder, pipe):
 
 
 def alone_after_the_opening(est):
-    """The device's collectives fail as well as the messages before them."""
+    """Gather features without rank 0: collectives on the device fail like the control messages before them."""
     est._engine.ranks.gather([torch.zeros(2, 3)], [2, 2])
 
 

@@ -1,4 +1,4 @@
-"""The choice of daily cases keeps its promise, and is worth it."""
+"""The selection of daily cases covers what it promises, with few cases."""
 
 from itertools import combinations, product
 
@@ -9,7 +9,7 @@ CASES = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values
 
 
 def met(chosen, *axes):
-    """The combinations of values of these axes."""
+    """Return the combinations of values of these axes."""
     return {tuple(CASES[k][axis] for axis in axes) for k in chosen}
 
 
@@ -17,7 +17,7 @@ def test_every_pair_is_met():
     chosen = cover(CASES)
     for a, b in combinations(AXES, 2):
         assert met(chosen, a, b) == set(product(AXES[a], AXES[b]))
-    assert len(chosen) <= 60  # of 192; 48 at least
+    assert len(chosen) <= 60  # of 192; at least 48 are needed
 
 
 def test_every_value_is_met_and_the_pairs_rotate():
@@ -29,7 +29,7 @@ def test_every_value_is_met_and_the_pairs_rotate():
 
 
 def test_cases_that_are_missing_are_not_wanted():
-    """A product of which some cases do not exist, as where a twin takes no small temperature."""
+    """Test a product in which some cases do not exist, as for a twin that does not support small temperatures."""
     some = [case for case in CASES if case["entry"] != "a" or case["mode"] == "u"]
     assert {some[k]["mode"] for k in cover(some, [("entry", "mode")]) if some[k]["entry"] == "a"} == {"u"}
 
@@ -42,7 +42,7 @@ def test_the_sample_has_the_pairs_that_the_daily_cases_leave_out():
         assert met([*daily, *more], a, b) == set(product(AXES[a], AXES[b]))
     few = sample(CASES, daily, most=24)
     assert len(few) == 24 and few == more[:24]
-    assert len(met(few, "entry")) > 6 and len(met(few, "mode", "ranks", "dtype")) > 8  # no corner of the product
+    assert len(met(few, "entry")) > 6 and len(met(few, "mode", "ranks", "dtype")) > 8  # spread over the product
 
 
 def test_after_all_pairs_come_triples():

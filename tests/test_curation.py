@@ -1,4 +1,4 @@
-"""Scores of samples: rows beside any loss, and what they tell."""
+"""Scores of samples: rows kept with any loss, and results computed from them."""
 
 import csv
 from dataclasses import replace
@@ -30,7 +30,7 @@ def build(name, mode, scores=True, **options):
 
 
 class Moments:
-    """Running moments of one sample and direction, by loops over the visits."""
+    """Running moments of one sample and direction, computed in loops over the visits."""
 
     def __init__(self):
         self.visits, self.mean, self.var = 0, None, None
@@ -46,7 +46,7 @@ class Moments:
 
 
 def observed(z, index, tau, mode):
-    """What one call shows of each sample: dictionary by name of (B, D), written with loops."""
+    """Return the observations of each sample in one call, computed in loops: dictionary of (B, D) by name."""
     z = [normalize(each, dim=1) for each in z]
     sides = [(0, [1]), (1, [0])] if mode != "unimodal" else [(0, [0, 1]), (1, [1, 0])]
     shown = {"log_g": [], "similarity": [], "rank": []}
@@ -140,7 +140,7 @@ def test_ranks_keep_what_one_process_does(mode, shard):
         near(scores.score.nan_to_num(), found.score.nan_to_num(), 1e-9)
 
 
-# -- what rows tell ------------------------------------------------------------------------------------------------
+# -- results from rows ---------------------------------------------------------------------------------------------
 
 
 def made(score, rank=None, visits=None):
@@ -169,7 +169,9 @@ def test_the_share_of_wrong_pairs_is_estimated_from_ranks(share):
 
 
 def two_groups(share, n=40_000, seed=1):
-    """Similarities of right and wrong pairs, normal with different variances, and a rank that follows the latter."""
+    """Return scores, a mask of wrong pairs, and similarities.
+
+    Similarities of right and wrong pairs are normal with different variances; ranks of wrong pairs follow from them."""
     g = torch.Generator().manual_seed(seed)
     wrong = torch.rand(n, generator=g) < share
     x = torch.randn(n, generator=g, dtype=torch.float64)
@@ -185,10 +187,10 @@ def test_robust_weights_are_the_probabilities_of_right_pairs(share):
     normal = torch.distributions.Normal
     right = (1 - share) * normal(0.5, 0.2).log_prob(x).exp()
     want = right / (right + share * normal(0.05, 0.1).log_prob(x).exp())
-    rising = x > (0.05 * 0.2**2 - 0.5 * 0.1**2) / (0.2**2 - 0.1**2)  # where the ratio of the densities rises
+    rising = x > (0.05 * 0.2**2 - 0.5 * 0.1**2) / (0.2**2 - 0.1**2)  # where the ratio of the densities increases
     assert rising.double().mean() > 0.9
     near(v[rising], want[rising], 0.05, atol=0.06)
-    for low, high in ((0.3, 0.6), (0.6, 0.8), (0.8, 0.95)):  # and what they say is so
+    for low, high in ((0.3, 0.6), (0.6, 0.8), (0.8, 0.95)):  # the weights are calibrated
         some = rising & (v > low) & (v < high)
         assert float(v[some].mean()) == pytest.approx(float((~wrong[some]).double().mean()), abs=0.05)
     assert (v[x.argsort()].diff() >= 0).all() and v.dtype == torch.float32
@@ -223,7 +225,7 @@ def test_robust_weights_serve_a_call():
 
 
 def test_rows_separate_shuffled_pairs():
-    """A fixed pair of views of noisy clusters; a fifth of the pairs is shuffled."""
+    """Test fixed pairs of noisy views, of which a fifth is shuffled."""
     g = torch.Generator().manual_seed(0)
     z1 = torch.randn(200, 16, generator=g)
     z2 = z1 + 0.5 * torch.randn(200, 16, generator=g)
@@ -236,7 +238,7 @@ def test_rows_separate_shuffled_pairs():
             est.step()
     found = curation.scores(est)
     assert curation.wrong_share(found) == pytest.approx(0.2, abs=0.05)
-    assert wrong[curation.suspects(found, 0.2)].sum() >= 38  # some of 40 wrong partners happen to be alike
+    assert wrong[curation.suspects(found, 0.2)].sum() >= 38  # some of the 40 wrong pairs are similar by chance
     assert (found.uncertainty > 0).all() and found.similarity[~wrong].mean() > found.similarity[wrong].mean() + 0.5
 
 
@@ -306,7 +308,7 @@ def test_a_keeper_that_joins_a_run_tells_what_it_has_met():
 
 
 def test_uncertainty_is_the_standard_error_of_the_score():
-    """Each of 2,048 samples is seen five times with independent features: their scores spread as they claim."""
+    """Scores of 2,048 samples seen five times with independent features have the standard deviation they report."""
     est = compopt.DCLEstimator(0.5, directions="forward", scores=compopt.ScoreKeeper(2048, rank=False))
     g = torch.Generator().manual_seed(3)
     for _ in range(5):
@@ -325,14 +327,14 @@ def test_equal_captions_tie():
     near(est.read(torch.arange(8))["rank"][:, 0], torch.full((8,), 0.5))
 
 
-# -- what features tell --------------------------------------------------------------------------------------------
+# -- results from features -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk_size", [4, 7, 64])
 def test_duplicates_and_rare_samples_equal_their_definitions(chunk_size):
     g = torch.Generator().manual_seed(5)
     z = torch.randn(50, 3, generator=g, dtype=torch.float64)
-    z[1::7] = z[0] * torch.arange(1, 9)[: len(z[1::7]), None]  # the same directions, of other lengths
+    z[1::7] = z[0] * torch.arange(1, 9)[: len(z[1::7]), None]  # the same directions with other norms
     s = normalize(z, dim=1) @ normalize(z, dim=1).T
     labels = list(range(50))
     for i in range(50):
@@ -369,7 +371,7 @@ def test_features_that_tell_nothing():
 
 
 def trained(n=40, wrong=10, **options):
-    """An estimator whose rows tell that the first pairs are wrong."""
+    """Return an estimator whose rows identify the first pairs as wrong."""
     est = compopt.DCLEstimator(0.1, scores=compopt.ScoreKeeper(n), **options)
     z1 = normalize(torch.randn(n, 16, generator=torch.Generator().manual_seed(4)), dim=1)
     z2 = z1.clone()
@@ -395,7 +397,7 @@ def test_a_loaded_sampler_repeats_its_epoch():
     under_way = iter(sampler)
     begun = [next(under_way) for _ in range(5)]
     state = sampler.state_dict()
-    again = compopt.samplers.ScoredSampler(trained(wrong=3), warm_up=1, share=0.25)  # whose rows tell something else
+    again = compopt.samplers.ScoredSampler(trained(wrong=3), warm_up=1, share=0.25)  # with other rows
     again.load_state_dict(state)
     order = list(again)
     assert order == begun + list(under_way) and list(again) != order and again.epoch == 3

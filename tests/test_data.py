@@ -12,7 +12,7 @@ from compopt.samplers import SpectralBatchSampler
 
 
 class Pairs(Dataset):
-    """Tuples."""
+    """Data set of tuples."""
 
     def __len__(self):
         return 10
@@ -31,7 +31,7 @@ def test_indexed_through_a_loader():
 
 
 def test_parts_of_a_concatenation_begin_where_they_are_told():
-    """Each wrapped by itself: without `first` both begin at 0, and their samples share rows."""
+    """Parts are wrapped separately: without `first` both begin at 0, and their samples share rows."""
     parts = ConcatDataset([Indexed(Pairs()), Indexed(Pairs(), first=10)])
     assert [int(parts[i][-1]) for i in range(20)] == list(range(20))
     assert int(Indexed(Pairs(), first=10)[-1][-1]) == 19
@@ -41,7 +41,7 @@ def test_parts_of_a_concatenation_begin_where_they_are_told():
 
 
 class Together(Pairs):
-    """Reads batches at once, as data sets on remote storage do."""
+    """Data set that reads whole batches, as data sets on remote storage do."""
 
     def __init__(self):
         self.asked = []
@@ -87,7 +87,7 @@ class Named(Pairs):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_named_tuples_keep_their_names(workers):
-    """Batches too, also those that a worker pickles."""
+    """Test items and batches, also those that a worker pickles."""
     for batch in DataLoader(Indexed(Named()), batch_size=5, num_workers=workers):
         assert isinstance(batch, Pair) and batch._fields == ("image", "text", "index")
         assert torch.equal(batch.image.long(), batch.index) and batch.total().tolist() == [0] * 5
@@ -119,7 +119,7 @@ def test_streams_are_refused_even_with_a_length():
 @pytest.mark.parametrize("size", [1, None, 2])
 @pytest.mark.parametrize("together", [False, True])
 def test_a_sampler_of_batches_given_as_a_sampler(together, size):
-    """The DataLoader then collects batches of batches, and asks for a list where it means a position."""
+    """Raise an error that names batch_sampler=, since the DataLoader passes lists of positions as positions."""
     batches, data = SpectralBatchSampler(10, 5), Indexed(Together() if together else Pairs())
     with pytest.raises(TypeError, match=r"position must be an integer, got \[.*batch_sampler="):
         next(iter(DataLoader(data, sampler=batches, batch_size=size)))
@@ -127,7 +127,7 @@ def test_a_sampler_of_batches_given_as_a_sampler(together, size):
 
 
 def test_key_index_numbers_keys_in_their_order():
-    """Not by hash, which is salted per process."""
+    """Numbers do not depend on hashes, which are salted per process."""
     assert key_index(["b/17.jpg", "a/3.jpg", "c/1.jpg"]) == {"b/17.jpg": 0, "a/3.jpg": 1, "c/1.jpg": 2}
     with pytest.raises(ValueError, match=r"key 'a' occurs twice \(positions 0 and 2\)"):
         key_index(["a", "b", "a"])

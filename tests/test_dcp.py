@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: whole estimators and parts of them, resharded, compared, checked."""
+"""torch.distributed.checkpoint: estimators as a whole and in parts, resharding, comparison, checks."""
 
 import os
 import re
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Several blocks for a handful of rows."""
+    """Use several blocks for a few rows."""
     monkeypatch.setattr(table, "BLOCK_ROWS", 5)
 
 
@@ -72,7 +72,7 @@ def names(est):
 
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_a_bare_estimator_goes_on_or_is_refused(info, tmp_path):
-    """dcp reads what the estimator has before: no sums of an optimizer that has not stepped yet."""
+    """dcp reads only entries that the estimator has; an optimizer that has not stepped has no sums yet."""
     data = batches(N, 3, seed=3)
     est, other = (make(info, "bimodal", N, gamma=0.6)[0] for _ in range(2))
     train(est, data[:2])
@@ -82,7 +82,7 @@ def test_a_bare_estimator_goes_on_or_is_refused(info, tmp_path):
         with pytest.raises(ValueError, match=r"optimizer\..*were read; .*compopt\.integrations\.dcp\.Stateful"):
             dcp.load({"compopt": other}, checkpoint_id=tmp_path)
         assert_same_bits(before, snapshot(other, N))
-        train(other, data[:1])  # now it has them
+        train(other, data[:1])  # after a step the entries exist
     dcp.load({"compopt": other}, checkpoint_id=tmp_path)
     assert_same_bits(snapshot(est, N), snapshot(other, N))
     assert [bits(x) for x in run(est, *data[2])] == [bits(x) for x in run(other, *data[2])]
@@ -101,7 +101,7 @@ def test_any_placement_reads_any_other(writer, reader, kind, tmp_path):
 
 
 def test_rows_are_columns_in_the_format_of_dcp(tmp_path):
-    """Other tools read them: one tensor per column, in the order of the rows."""
+    """Other tools can read the rows: one tensor per column, in the order of the rows."""
     est = trained()
     dcp.save({"compopt": Stateful(est)}, checkpoint_id=tmp_path)
     columns = {f"compopt.rows.{name}": torch.zeros_like(value) for name, value in est.state_dict()["rows"].items()}
@@ -115,11 +115,11 @@ def test_hooks_run(tmp_path):
     est.register_load_state_dict_post_hook(lambda e: seen.append("loaded"))
     dcp.save({"compopt": Stateful(est)}, checkpoint_id=tmp_path)
     assert seen == ["save"]
-    dcp.load({"compopt": Stateful(est)}, checkpoint_id=tmp_path)  # asks what there is before
+    dcp.load({"compopt": Stateful(est)}, checkpoint_id=tmp_path)  # calls state_dict() first
     assert seen == ["save", "save", "loaded"]
 
 
-# what is refused ----------------------------------------------------------------------------------
+# refused checkpoints ------------------------------------------------------------------------------
 
 
 def refused(est, path, match, error=ValueError, kind=Stateful):
@@ -144,7 +144,7 @@ OTHERS = [
 def test_another_configuration(other, error, match, tmp_path):
     dcp.save({"compopt": Stateful(trained())}, checkpoint_id=tmp_path / "parts")
     refused(other(), tmp_path / "parts", f"(?s){match}", error)
-    dcp.save({"compopt": trained()}, checkpoint_id=tmp_path / "whole")  # dcp may see first that a key is missing
+    dcp.save({"compopt": trained()}, checkpoint_id=tmp_path / "whole")  # dcp may raise first for a missing key
     refused(other(), tmp_path / "whole", None, (ValueError, CheckpointException), KINDS["whole"])
 
 
@@ -165,7 +165,7 @@ def test_a_flipped_bit_of_a_column(name, bit, tmp_path):
     column = bits(est.state_dict()["rows"][name])
     (file,) = tmp_path.glob("*.distcp")
     content = bytearray(file.read_bytes())
-    at = content.index(column) + 8 * (bit % N)  # of some row
+    at = content.index(column) + 8 * (bit % N)  # in some row
     content[at + bit // 8] ^= 1 << bit % 8
     file.write_bytes(content)
     refused(trained(seed=4), tmp_path, f"column '{name}' is damaged")
@@ -181,7 +181,7 @@ def test_a_flipped_bit_of_the_rest(tmp_path):
 
 
 def test_two_rows_that_changed_places():
-    """Each value is right, and in the wrong row."""
+    """Raise for a column with two permuted rows: each value is correct but in the wrong row."""
     est, other = trained(), trained(seed=4)
     state, before = Stateful(est).state_dict(), snapshot(other, N)
     a, b = torch.nonzero(state["rows"]["count"].amax(1))[:2, 0].tolist()
@@ -209,7 +209,7 @@ def test_rows_that_no_run_writes(ranks):
 
 
 def load_nan(group):
-    """Return what each rank says of a NaN in a row, whose checksum fits; and that nothing changed."""
+    """Return this rank's error for a NaN in a row with a matching checksum, and assert that nothing changed."""
     source, est = (compopt.SogCLREstimator(N, process_group=group) for _ in range(2))
     columns = source.state_dict()["rows"]
     columns["log_u"][20] = torch.nan
@@ -282,7 +282,7 @@ def test_each_rank_writes_a_part(options):
 
 
 def save_beside_training(group, directory, options):
-    """Save while training goes on, over a group of its own; the state at the call, and at the end."""
+    """Save over a separate group during training; return the states at the call, at the end, and after a load."""
     apart = dist.new_group(backend="gloo")
     est = build(group, directory, "save", options)
     train_on_ranks(est, group, 8)
@@ -315,7 +315,7 @@ def load_damaged(group, directory):
 @pytest.mark.distributed
 def test_damage_is_refused_by_every_rank(tmp_path):
     state, _ = the_pool().run(on_ranks, 2, "save", str(tmp_path), {"shard": True}, "parts")[0]
-    column = bits(state["log_u"])[-16:]  # of the last rows, which the second rank writes
+    column = bits(state["log_u"])[-16:]  # the last rows, which the second rank writes
     (file,) = (f for f in (tmp_path / "parts").glob("*.distcp") if column in f.read_bytes())
     content = file.read_bytes()
     file.write_bytes(content.replace(column, bytes([column[0] ^ 1]) + column[1:]))
@@ -323,7 +323,7 @@ def test_damage_is_refused_by_every_rank(tmp_path):
         assert "column 'log_u' is damaged" in message and rows == 0
 
 
-# the page -----------------------------------------------------------------------------------------
+# the documentation page ---------------------------------------------------------------------------
 
 
 def test_the_example_of_the_page(tmp_path, monkeypatch):

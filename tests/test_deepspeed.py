@@ -21,7 +21,7 @@ KINDS = {"estimator": lambda **options: compopt.ISogCLREstimator(N, rho=0.5, **o
 
 
 def new(stage, kind="estimator", precision="fp32", universal=False):
-    """An engine with two parameter groups, and an object attached to it."""
+    """Return an engine with two parameter groups, and an object attached to it."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
@@ -44,7 +44,7 @@ def new(stage, kind="estimator", precision="fp32", universal=False):
 
 
 def full_weights(engine):
-    """All parameters, gathered where ZeRO 3 has split them."""
+    """Return all parameters, gathered where ZeRO 3 has split them."""
     import deepspeed
 
     parameters = list(engine.module.parameters())
@@ -59,7 +59,7 @@ def state(obj):
 
 
 def train(engine, objects, data, overflow=()):
-    """Windows of micro-batches; in some the loss is infinite on one rank. -> weights and states after each."""
+    """Train on windows, some with an infinite loss on one rank. -> weights and states after each window."""
     trace = []
     for step, (x1, x2, index) in enumerate(data):
         kind = next(engine.module.parameters()).dtype
@@ -103,7 +103,7 @@ def save_and_resume(group, kind, stage, folder):
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_commit_per_update_and_a_resume_to_the_bit(kind, stage, tmp_path):
-    """The results of one process."""
+    """Weights and states equal those of one process."""
     expected = reference(UPDATES) if kind == "estimator" else four.reference(kind, UPDATES * WINDOW)
     for trace, counts, resumed in ours(save_and_resume, kind, stage, str(tmp_path / "c")):
         assert counts == (UPDATES, UPDATES, 0)
@@ -131,11 +131,11 @@ def test_a_window_skipped_for_overflow_commits_nothing(stage):
         for first, second, third, fourth in zip(*trace, strict=True):
             assert torch.equal(first, second) and torch.equal(second, third) and not torch.equal(third, fourth)
         changed = (trace[3][1] != trace[2][1]).any(dim=1)
-        assert torch.equal(changed, touched)  # the last window's rows, none of the skipped ones'
+        assert torch.equal(changed, touched)  # the rows of the last window, none of the skipped ones
 
 
 def run_universal(group, stage, folder):
-    """Saved, converted by DeepSpeed on one rank, loaded by both."""
+    """Save on both ranks, convert by DeepSpeed on one rank, load on both."""
     from deepspeed.checkpoint import ds_to_universal
 
     from compopt.integrations import deepspeed as integration
@@ -160,7 +160,7 @@ def test_universal_checkpoints_have_their_rows(stage, tmp_path):
 
 
 def run_accelerate(group, stage, folder):
-    """accelerate with a DeepSpeed plugin: the update, and the commit, happen inside accelerator.backward."""
+    """Train by accelerate with a DeepSpeed plugin: update and commit happen inside accelerator.backward."""
     os.environ.update(DS_ACCELERATOR="cpu", ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_USE_CPU="false")
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 
@@ -169,7 +169,7 @@ def run_accelerate(group, stage, folder):
     def fresh():
         plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=WINDOW)
         plugin.deepspeed_config.update(train_micro_batch_size_per_gpu=MICRO // 2, zero_allow_untested_optimizer=True)
-        # without a backend's name accelerate believes that DeepSpeed on the CPU has one process
+        # without a backend's name accelerate assumes a single process for DeepSpeed on the CPU
         handlers = [InitProcessGroupKwargs(backend="gloo")]
         acc = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=WINDOW, kwargs_handlers=handlers)
         model = Encoders(torch.float32)

@@ -1,6 +1,6 @@
-"""Whatever torch's default device and dtype are, state is where it belongs, and results are the same.
+"""State is on the right device and results are the same for any default device and dtype of torch.
 
-``meta`` stands for any device that the features are not on: what lands there by accident has no values.
+``meta`` stands for any device other than that of the features: tensors created there by accident have no values.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -22,7 +22,7 @@ N = 23
 
 @contextmanager
 def by_default():
-    """As a program sets them at its start."""
+    """Set the defaults globally, as a program does at its start."""
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float64)
     try:
@@ -37,13 +37,13 @@ DATA = batches(N, 4, batch=8, dtype=torch.float32)
 
 
 def built(info, mode):
-    """A tensor tau is the user's to place."""
+    """Build an estimator; the user chooses the device of a tensor tau."""
     with torch.device("cpu") if "tensor-tau" in info.name else nullcontext():
         return make(info, mode, N, torch.float32)[0]
 
 
 def life(info, mode, folder):
-    """All that an estimator does; what it gave, and what it is at the end."""
+    """Run all operations of an estimator; return their results and its final state."""
     est, twin, trace = built(info, mode), built(info, mode), []
     for z1, z2, index in DATA[:3]:
         trace += run(est, z1, z2, index)
@@ -61,7 +61,7 @@ def life(info, mode, folder):
     trace += run(est, *DATA[3])
     est.step()
     state = {**snapshot(est, N), **est.state_dict()["rows"], **est.metrics}
-    counters = {name: value.float() for name, value in state.items() if name.endswith(".step")}  # torch.optim's own
+    counters = {name: value.float() for name, value in state.items() if name.endswith(".step")}  # from torch.optim
     return dict(enumerate(trace)), {**state, **counters}
 
 
@@ -119,7 +119,7 @@ def test_samplers(make, context):
 
 
 def on_ranks(group, folder, context):
-    """Return what a rank has after all that ranks do together."""
+    """Return the states of a rank after all operations in which ranks communicate."""
     own = slice(dist.get_rank(group), None, 2)
     with context():
         kept = {"offload": "disk", "offload_dir": folder / "rows"}

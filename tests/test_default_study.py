@@ -1,4 +1,4 @@
-"""The study of the default: what it adds to the library is what its pages say."""
+"""The study of the default: its additions to the library behave as its pages state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TAU, DIM, B = 0.1, 8, 6
 
 
 def test_mined_batches_have_what_the_teacher_finds_close_but_not_the_closest() -> None:
-    """Twelve directions, eight samples each, in pairs of equal ones."""
+    """Test twelve directions with eight samples each, in pairs of equal samples."""
     pytest.importorskip("pymetis", reason="pip install -e '.[studies]'")
     directions = torch.eye(12).repeat_interleave(8, 0)
     within = torch.randn(48, 12, generator=torch.Generator().manual_seed(0)).repeat_interleave(2, 0)
@@ -46,7 +46,7 @@ def test_an_epoch_of_mined_batches_has_every_sample_once_and_clusters_whole() ->
 
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
 def test_momentum_features_train_a_model_as_the_study_s_own_queue_does(mode: str) -> None:
-    """The same weights after twenty updates; the library's estimator and encoder, the study's loss with its copy."""
+    """The library's estimator and encoder give the same weights after twenty updates as the study's loss and copy."""
 
     def trained(loss: torch.nn.Module) -> list[torch.Tensor]:
         model = Encoders()
@@ -66,7 +66,7 @@ def test_momentum_features_train_a_model_as_the_study_s_own_queue_does(mode: str
 
 
 def test_what_is_compared_with_is_built_for_every_arm() -> None:
-    """A loss takes the settings that its arm begins with."""
+    """Every loss accepts the first settings of its arm."""
     task = SimpleNamespace(n=4096, mode="bimodal")
     for arm, cell in ARMS.items():
         if arm.startswith("glyphs") and cell.batch == 16 and cell.loss not in VARIANTS[:2]:

@@ -1,4 +1,4 @@
-"""Derivatives are of first order and reverse mode: others are refused by name, and deposit nothing."""
+"""Only first-order reverse-mode derivatives are supported: others raise a specific error and deposit nothing."""
 
 import pytest
 import torch
@@ -16,21 +16,21 @@ TANGENT = "carries a tangent of forward-mode AD.*detached"
 
 
 def batch(seed=1, dtype=torch.float64):
-    """Two leaves and an index."""
+    """Return two leaves and an index."""
     z1, z2, index = batches(N, 1, seed=seed, dtype=dtype)[0]
     return z1.requires_grad_(), z2.requires_grad_(), index
 
 
 def average():
-    """A moving average of its own, samples of inner functions that require grad, and their index."""
+    """Return a moving average used alone, samples of inner functions that require grad, and their index."""
     index = torch.arange(4)
     return compopt.MovingAverageEstimator(N), (torch.rand(4) + 0.5).requires_grad_(), index
 
 
 def chains_outside():
-    """Chains of which some were left at a sample that the coming batch does not hold."""
+    """Return an estimator with some chains at samples outside the next batch, and that batch."""
     z1, z2, _ = batch()
-    est = compopt.EMC2Estimator(N, tau=0.2, rescore=True, dtype=torch.float64)  # encodes all of those
+    est = compopt.EMC2Estimator(N, tau=0.2, rescore=True, dtype=torch.float64)  # encodes all these samples
     est(z1, z2, torch.arange(6), encode=lambda missing: (z1[missing], z2[missing]))
     est.step()
     index = torch.tensor([0, 1, 2, 6, 7, 8])
@@ -41,11 +41,11 @@ def chains_outside():
 # second derivatives -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")  # torch's own, said once
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")  # torch's own, once
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_a_graph_of_the_gradient_is_refused(info, mode):
-    """alpha and w are constants of the closed form: the graph would be empty and the penalty without a gradient."""
+    """alpha and w are constants of the closed form: the graph would be empty and the penalty would have no gradient."""
     z1, z2, index = batch()
     est, _ = make(info, mode, N)
     loss = est(z1, z2, index)
@@ -56,7 +56,7 @@ def test_a_graph_of_the_gradient_is_refused(info, mode):
             torch.autograd.grad(loss, info.tau_leaf(est), create_graph=True)
     with pytest.raises(RuntimeError, match=SECOND):
         loss.backward(create_graph=True)
-    loss.backward()  # the first derivative is still there
+    loss.backward()  # the first derivative is still available
 
 
 def test_a_graph_of_the_gradient_of_encoded_samples_is_refused():
@@ -75,7 +75,7 @@ def test_a_compositional_loss_refuses_too():
 
 
 def test_a_penalty_on_another_function_goes_beside_the_loss():
-    """create_graph elsewhere in the graph is nobody's business here."""
+    """create_graph is allowed for another function of the same features."""
     z1, z2, index = batch()
     want = run(compopt.SogCLREstimator(N, tau=0.1), z1, z2, index)[1]
     (slope,) = torch.autograd.grad(z1.pow(3).sum(), z1, create_graph=True)
@@ -122,7 +122,7 @@ def test_transforms_are_refused(name, transform):
 
 
 def test_transforms_of_a_moving_average_are_refused():
-    """vmap over update() would leave wrapped tensors among the deposits."""
+    """vmap over update() would deposit wrapped tensors."""
     u, g, index = average()
     with pytest.raises(RuntimeError, match=TRANSFORM):
         torch.func.vmap(lambda g: u.update(g.log(), index))(torch.stack([g.detach()] * 2))
@@ -135,13 +135,13 @@ def test_transforms_of_a_moving_average_are_refused():
 
 
 def dual(x):
-    """A dual number."""
+    """Return a dual number."""
     return forward_ad.make_dual(x.detach(), torch.ones_like(x))
 
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_tangents_are_refused(grad):
-    """Every argument that has a derivative is refused; no_grad does not switch forward mode off."""
+    """Every argument with a tangent is refused; no_grad does not disable forward mode."""
     z1, z2, index = batch()
     tau = torch.tensor(0.2, dtype=torch.float64)
     est = compopt.SogCLREstimator(N, tau=0.1)
@@ -165,7 +165,7 @@ def test_tangents_are_refused(grad):
         with pytest.raises(RuntimeError, match=f"g {TANGENT}"):
             compopt.compositional_loss(dual(g), own, u, torch.log)
         assert u.pending == 0
-        est(z1, z2, index)  # beside dual numbers of others
+        est(z1, z2, index)  # a call without tangents is allowed
 
 
 def test_tangents_of_encoded_samples_are_refused():
@@ -184,12 +184,12 @@ def test_forward_mode_jacobian_is_refused():
         )
 
 
-# what there is ----------------------------------------------------------------------------------------------------
+# supported derivatives --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["infonce", "sogclr", "clip-learned"])
 def test_first_derivatives_by_every_other_way(name):
-    """backward twice, functional.vjp and jacobian, batched gradients, functional_call without a transform."""
+    """Test backward twice, functional.vjp and jacobian, batched gradients, functional_call without a transform."""
     z1, z2, index = batch()
     new = lambda: make(BY_NAME[name], "bimodal", N)[0]  # noqa: E731
     _, want, _ = run(new(), z1, z2, index)

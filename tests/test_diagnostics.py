@@ -1,4 +1,4 @@
-"""Diagnostics against dense float64: exact objectives of a whole data set, in chunks."""
+"""Diagnostics against dense float64 results: exact objectives of a whole data set, computed in chunks."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_against_dense(mode, views, tau, chunk_size, dtype, rtol):
 
 
 def test_no_n_by_n_matrix():
-    """1000 samples in chunks of 8."""
+    """Test 1000 samples in chunks of 8."""
     largest = 0
 
     class Watch(TorchDispatchMode):
@@ -64,7 +64,7 @@ def test_normalizer_error_is_the_mean_squared_error_over_seen_rows(mode, referen
     tau = 0.2
     z1, z2 = features(N, 5, seed=4)
     est = compopt.SogCLREstimator(N, gamma=0.7, tau=tau, reference=reference, mode=mode, dtype=torch.float64)
-    for a, b, index in batches(17, 3, batch=6, dim=5, seed=5):  # old features, rows below 17 only
+    for a, b, index in batches(17, 3, batch=6, dim=5, seed=5):  # old features, only rows below 17
         run(est, a, b, index)
         est.step()
     log_u = est.read(torch.arange(N))["log_u"]
@@ -80,7 +80,7 @@ def test_normalizer_error_is_the_mean_squared_error_over_seen_rows(mode, referen
 
 
 def test_individual_temperatures_are_used():
-    """Rows with their own tau are compared at that tau."""
+    """Rows with individual tau are compared at that tau."""
     z1, z2 = features(N, 5, seed=8)
     est = compopt.ISogCLREstimator(N, gamma=1.0, rho=1.0, lr=0.05, tau_init=0.3, dtype=torch.float64)
     for _ in range(2):
@@ -97,7 +97,7 @@ def test_individual_temperatures_are_used():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_stateless_normalizers_are_judged_on_random_batches(mode):
-    """With the whole data set as the batch the error is zero; small batches are noisy, smaller ones more so."""
+    """The error is zero if the batch is the data set (bimodal), and larger for smaller batches."""
     z1, z2 = features(N, 5, seed=9)
     est = compopt.InfoNCEEstimator(tau=0.1, include_positive=False, mode=mode)
     torch.manual_seed(0)
@@ -110,7 +110,7 @@ def test_stateless_normalizers_are_judged_on_random_batches(mode):
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
 @pytest.mark.parametrize("stateful", [True, False])
 def test_normalizer_error_of_sampled_anchors(mode, stateful):
-    """All anchors sampled is no sample; a sample is close, and its candidates are the whole data set."""
+    """anchors=n equals the default; the result for fewer anchors is close, with the data set as candidates."""
     n = 400
     torch.manual_seed(3)
     z1, z2 = torch.randn(2, n, 6, dtype=torch.float64)
@@ -137,7 +137,7 @@ def test_gradients_at_temperatures_per_sample(mode, multiply_tau):
         compopt.BatchNormalizer(), dual, mode=mode, multiply_tau=multiply_tau, dtype=torch.float64
     )
     z1, z2 = features(N, 5, seed=11)
-    for rows in torch.arange(N).chunk(2):  # temperatures of both halves become their own
+    for rows in torch.arange(N).chunk(2):  # temperatures become individual in both halves
         est.feature_gradients(z1[rows], z2[rows], rows)
         est.step()
     assert est.read(torch.arange(N))["tau"].unique().numel() > 5

@@ -1,4 +1,4 @@
-"""One direction, and further candidates: every estimator against its naive twin, on one rank and on several."""
+"""One direction and further candidates: every estimator equals its naive twin, on one rank and on several."""
 
 import copy
 
@@ -15,12 +15,12 @@ from tests.test_agreement import compare_forward, follow
 N, D = 13, 4
 KINDS = ("forward", "bimodal", "unimodal")
 TAKES_EXTRA = [info for info in DATABASE if info.takes_extra]
-# A twin's network takes seconds.
+# A twin with a network takes seconds.
 FAST = [info for info in TAKES_EXTRA if not info.network]
 
 
 def further(step, count=5, known=True):
-    """Features and positions; some of these are the positives of some anchors."""
+    """Return features and positions of further candidates, some of which are positives of anchors."""
     g = generator(900 + step)
     extra = torch.randn(count, D, generator=g, dtype=torch.float64)
     return {"extra": extra} | ({"extra_index": torch.randint(0, N, (count,), generator=g)} if known else {})
@@ -42,13 +42,13 @@ def test_one_direction(info, tau):
 def test_further_candidates(info, kind, known, chunk_size):
     est, ref = make(info, kind, N, gamma=0.6, chunk_size=chunk_size)
     for step, batch in enumerate(batches(N, steps=4, seed=2)):
-        follow(info, est, ref, N, [batch], **further(step, step, known))  # none, one, two, three
+        follow(info, est, ref, N, [batch], **further(step, step, known))  # 0 to 3 candidates
 
 
 @pytest.mark.parametrize("kind", ["forward", "bimodal"])
 @pytest.mark.parametrize("name", ["dcl", "sogclr", "isogclr"])
 def test_what_excludes_pairs(kind, name):
-    """index2 and labels beside further candidates; with one direction index2 names no rows."""
+    """Test index2 and labels with further candidates; with one direction index2 does not address rows."""
     info = BY_NAME[name]
     est, ref = make(info, kind, N, gamma=0.6)
     for step, (z1, z2, index) in enumerate(batches(N, steps=4, seed=3)):
@@ -58,7 +58,7 @@ def test_what_excludes_pairs(kind, name):
         given["extra_index"][0] = index2[1]
         compare_forward(info, est, ref, z1, z2, index, **given)
         est.step(), ref.step()
-        if kind == "forward":  # else each direction has visits of its own
+        if kind == "forward":  # otherwise each direction has its own visits
             compare_state(est, ref, N, info)
 
 
@@ -77,7 +77,7 @@ def test_the_queue_takes_in_the_batch_only():
 
 
 def on_ranks(group, name, kind, chunk_size, shard, known):
-    """A few steps; ranks have different batches and different numbers of further candidates."""
+    """Run a few steps with different batches and different numbers of further candidates on the ranks."""
     rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     options = {"chunk_size": chunk_size, "process_group": group, "shard": shard and size > 1}
     est, _ = make(BY_NAME[name], kind, N, gamma=0.6, **options)
@@ -124,12 +124,12 @@ def test_ranks_compute_what_one_process_does(case):
                 near(other[name].double().nan_to_num(0, 0, 0), value.double().nan_to_num(0, 0, 0), 1e-9, what=name)
 
 
-# -- what else belongs to an estimator ---------------------------------------------------------------------------
+# -- other operations of an estimator ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["sogclr", "isogclr-adam", "emc2", "residual"])
 def test_copies_and_checkpoints_of_other_directions(name):
-    """Resumed runs: tests/test_save_load.py."""
+    """Resumed runs are tested in tests/test_save_load.py."""
     est, *data = make(BY_NAME[name], "forward", N, gamma=0.6)[0], *batches(N, 4, seed=7)
     for batch in data[:2]:
         run(est, *batch), est.step()
@@ -142,7 +142,7 @@ def test_copies_and_checkpoints_of_other_directions(name):
 
 @pytest.mark.parametrize("options", [{"offload": "cpu"}, {"offload": "disk"}], ids=["cpu", "disk"])
 def test_placements_and_prefetch(options, tmp_path):
-    """The second modality has no rows: its positions may lie anywhere."""
+    """The second modality has no rows, so that its positions may exceed n."""
     folder = {"offload_dir": tmp_path} if options["offload"] == "disk" else {}
     near_by, far = (compopt.SogCLREstimator(N, directions="forward", **more) for more in ({}, {**options, **folder}))
     for z1, z2, index in batches(N, 4, seed=8, dtype=torch.float32):
@@ -233,7 +233,7 @@ def test_refusals(kind, match, given):
 
 
 def test_what_cannot_be_built_or_called():
-    with pytest.raises(TypeError, match="pass one of them"):  # positions of what?
+    with pytest.raises(TypeError, match="pass one of them"):  # extra_index without index
         compopt.DCLEstimator()(Z, Z, extra=Z, extra_index=torch.arange(4))
     with pytest.raises(ValueError, match="both views are anchors"):
         compopt.DCLEstimator(mode="unimodal", directions="forward")

@@ -1,4 +1,4 @@
-"""The pages: their code is code, their names exist, their links lead somewhere."""
+"""The documentation pages: code blocks compile, names exist, links lead to files."""
 
 import importlib
 import re
@@ -58,7 +58,7 @@ def test_commands_name_modules_that_exist():
 
 
 def reached(page, found):
-    """The page, and those that its tables of contents lead to."""
+    """Return the page and those that its tables of contents lead to."""
     found.add(page)
     for entry in [line for block in blocks(page, "{toctree}") for line in block.splitlines()]:
         target = (page.parent / f"{entry}.md").resolve()
@@ -141,7 +141,7 @@ def test_no_text_advises_to_install_a_package_that_is_not_published():
 
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
 def test_the_normalizer_of_the_page_on_extending(mode):
-    """If the batch is the data set, its first estimate is exact."""
+    """Its first estimate is exact if the batch is the data set."""
     scope = {"__name__": "running_mean"}
     exec(blocks(ROOT / "docs" / "extending.md", "python")[0], scope)
     est = compopt.ContrastiveEstimator(scope["RunningMean"](12), compopt.FixedTemperature(0.3), mode=mode)
@@ -153,7 +153,7 @@ def test_the_normalizer_of_the_page_on_extending(mode):
 
 
 def test_the_normalizer_of_the_page_on_extending_alone():
-    """It averages what it is told, is saved and loaded, and is refused as part."""
+    """It averages its inputs, can be saved and loaded, and refuses calls as a part of an estimator."""
     scope = {"__name__": "running_mean"}
     exec(blocks(ROOT / "docs" / "extending.md", "python")[0], scope)
     mean, again, index = scope["RunningMean"](9, offload="cpu"), scope["RunningMean"](9), torch.arange(3)

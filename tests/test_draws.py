@@ -11,7 +11,7 @@ def unsigned(words):
 
 
 def test_the_generator_is_splitmix64():
-    """Its first outputs from seed 0, as its authors publish them."""
+    """The first outputs for seed 0 equal those that its authors publish."""
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert unsigned(draws.bits(torch.zeros(1, dtype=torch.int64), 0, 3)) == published
 
@@ -34,5 +34,5 @@ def test_draws_are_uniform_and_independent():
     cells = torch.bincount((number * 10 + (u * 10).long().clamp(max=9)).flatten(), minlength=70).double()
     expected = cells.sum() / 70
     assert ((cells - expected) ** 2 / expected).sum() < 120  # 69 degrees of freedom: p = 1e-4
-    for other in (u.roll(1, 0), u.roll(1, 1)):  # next of the stream, next stream
+    for other in (u.roll(1, 0), u.roll(1, 1)):  # next word of the stream, next stream
         assert abs(torch.corrcoef(torch.stack([u.flatten(), other.flatten()]))[0, 1]) < 4 / u.numel() ** 0.5

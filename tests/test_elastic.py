@@ -1,4 +1,4 @@
-"""torchrun --max-restarts: a rank is killed, and the run goes on from its last checkpoint, on any number of ranks."""
+"""torchrun --max-restarts: after a rank is killed, the run resumes from its last checkpoint, on any number of ranks."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def undisturbed(cache, tmp_path_factory):
 
 
 def test_a_killed_rank_restarts_the_run_from_its_last_checkpoint(cache, undisturbed, tmp_path):
-    """Twice, at other moments, without --resume: torchrun says that it is a restart."""
+    """Kill a rank twice, at different times and without --resume: torchrun's environment announces the restart."""
     with Elastic(cache, tmp_path / "run", 2) as run:
         saved = 0
         for which in (1, 0):
@@ -33,7 +33,7 @@ def test_a_killed_rank_restarts_the_run_from_its_last_checkpoint(cache, undistur
 
 
 def test_other_numbers_of_ranks(cache, undisturbed, tmp_path):
-    """4, 3, 4: each loses a rank and may not restart; the next one resumes."""
+    """Runs on 4 and 3 ranks each lose a rank without a restart; the next run, finally one on 4 ranks, resumes."""
     saved = 0
     for ranks in (4, 3):
         with Elastic(cache, tmp_path / "run", ranks, "--resume", restarts=0) as run:

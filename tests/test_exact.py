@@ -1,4 +1,4 @@
-"""gamma = 1 and the batch equal to the data set: the gradient of the global objective, by three independent ways."""
+"""gamma = 1 and the batch equal to the data set: three independent ways to the gradient of the global objective."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ EXACT = [info for info in DATABASE if info.exact_at_gamma_1]
 @pytest.mark.parametrize("info", EXACT, ids=str)
 def test_gamma_1_and_the_whole_data_set(info, mode, tau):
     est, _ = make(info, mode, N, tau=tau, gamma=1.0)
-    for seed in (1, 2):  # gamma = 1: the second visit forgets the first
+    for seed in (1, 2):  # gamma = 1: the second visit replaces the first
         z1, z2 = features(N, 5, seed=seed)
         order = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
         loss, g1, g2 = run(est, z1[order], z2[order], order)
@@ -39,7 +39,7 @@ def test_gamma_1_and_the_whole_data_set(info, mode, tau):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reference", ["none", "positive"])
 def test_small_batches_converge_to_the_global_gradient(mode, reference):
-    """Fixed features, many epochs: the mean of the batch gradients nears the global one, nearer than InfoNCE's."""
+    """For fixed features the mean of the batch gradients converges to the global one, closer than for InfoNCE."""
     n, batch, tau = 24, 6, 0.2
     z1, z2 = features(n, 8, seed=4, spread=0.5)
     want = torch.cat(dense_global_gradient(z1, z2, tau, mode))

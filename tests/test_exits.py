@@ -1,4 +1,4 @@
-"""The end of a run: torch's threads have given back the tensors of collectives before the interpreter ends."""
+"""The end of a run: torch's threads release the tensors of collectives before the interpreter exits."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def hold(seconds):
-    """A thread that refers to a collective's tensor for a while, as gloo's do."""
+    """Start a thread that refers to a collective's tensor for some time, as threads of gloo do."""
     held = [collectives._lend(torch.zeros(3))]
 
     def drop():
@@ -35,7 +35,7 @@ def test_the_end_waits_until_tensors_are_given_back():
     collectives._await_lent()
     assert time.monotonic() - start > 0.2
     assert not collectives._still_lent()
-    thread.join(10)  # it ends after it has given them back
+    thread.join(10)  # the thread ends after the release
     assert not thread.is_alive()
 
 
@@ -75,7 +75,7 @@ print("right")
     "offload, shard, end", [("", "0", "destroyed"), ("", "0", "kept"), ("cpu", "1", "kept"), ("disk", "0", "destroyed")]
 )
 def test_two_ranks_end_well(offload, shard, end, tmp_path):
-    """With rows under way that nobody takes; the process group destroyed, or not."""
+    """Test pending prefetched rows that are not used, with and without destruction of the process group."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Ten thousand updates at tau = 0.005 in float32: u itself would leave float32 (exp(+-400)), log u must not."""
+"""Ten thousand updates at tau = 0.005 in float32: u itself would overflow (exp(+-400)), log u must not."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ E0 = torch.tensor([1.0, 0.0])
 
 
 def constant(kind):
-    """Two samples whose similarities are exact, and the exact log ghat and log mean exp(s / tau)."""
+    """Return two samples with exact similarities, and the exact log ghat and log mean exp(s / tau)."""
     if kind == "identical":  # s = 1 everywhere
         return torch.stack([E0, E0]), torch.stack([E0, E0]), 0.0, 1 / TAU
     if kind == "opposite":  # positives 1, negatives -1
@@ -67,7 +67,7 @@ def test_individual_temperatures_stay_in_their_interval(kind, optimizer):
 
 
 def test_stale_rows_do_not_overflow_the_weights():
-    """log u from far smaller similarities (gamma small): w = exp(h/tau - alpha) is bounded by 1 / gamma."""
+    """Test log u from much smaller similarities (small gamma): w = exp(h/tau - alpha) is bounded by 1 / gamma."""
     z1, z2, _, _ = constant("opposite")
     est = compopt.SogCLREstimator(2, gamma=1e-3, tau=TAU)
     est(z1, z2, torch.arange(2))

@@ -1,4 +1,4 @@
-"""A few kills of the harness in benchmarks/faults.py; the full run is a benchmark."""
+"""A few kills by the harness in benchmarks/faults.py; the full run is a benchmark."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ def test_killed_runs_recover(offload, blocking, tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "beside"])
 def test_killed_ranks_recover(blocking, tmp_path):
-    """One of two, or both; the other one ends by itself."""
+    """Kill one of two ranks, or both; the other one ends by itself."""
     setting = faults.Setting(offload="disk", n=20_000, steps=8, blocking=blocking, ranks=2, shard=True)
     outcome = faults.torture(setting, kills=2, seed=2, root=tmp_path)
     assert outcome.kills >= 2 and outcome.ends >= 1

@@ -30,7 +30,7 @@ from tests.pool import the_pool
 
 
 class Huge(Scarce):
-    """A layer that asks the machine for more memory than there is."""
+    """A layer that requests more memory than the machine has."""
 
     def ask(self, x):
         torch.empty(2**60 if len(x) > self.room else 1)
@@ -45,7 +45,7 @@ class Library(Scarce):
 
 
 def tower_with(layer):
-    """A tower with dropout and batch normalisation, that had gradients before."""
+    """Return a tower with dropout and batch normalisation that already has gradients."""
     tower = Noisy(norm=nn.BatchNorm1d(8).double())
     tower.layers.insert(2, layer)
     for p in tower.parameters():
@@ -71,7 +71,7 @@ def test_the_results_are_those_of_the_size_that_fits(kind, when):
 
 
 def encodes(size, calls, tower=None, **call):
-    """Sizes of the micro-batches that two towers, which are one, encode, call by call."""
+    """Yield, call by call, the sizes of the micro-batches that one tower, used as both, encodes."""
     tower, seen = tower or nn.Sequential(Scarce(4, "forward"), linear_towers()[0]), []
     tower.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     x = torch.randn(8, 5).double()
@@ -83,7 +83,7 @@ def encodes(size, calls, tower=None, **call):
 
 @pytest.mark.parametrize("message", ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"])
 def test_libraries_that_are_out_of_memory(message):
-    """They raise a plain RuntimeError."""
+    """Libraries raise a plain RuntimeError."""
     size, tower = compopt.FittingSize(8), nn.Sequential(Library(4, "forward"), linear_towers()[0])
     tower[0].message = message
     next(encodes(size, 1, tower))
@@ -91,7 +91,7 @@ def test_libraries_that_are_out_of_memory(message):
 
 
 def test_trials_begin_the_first_calls_or_all():
-    passes = [4] * 8  # two towers, two micro-batches each, twice
+    passes = [4] * 8  # two towers, two micro-batches each, two passes
     assert list(encodes(compopt.FittingSize(8), 3)) == [[8, 4, 4, *passes], [4, 4, *passes], passes]
     assert list(encodes(compopt.FittingSize(8, trials=1), 2)) == [[8, 4, 4, *passes], passes]
     assert list(encodes(compopt.FittingSize(4, trials=None), 3)) == 3 * [[4, 4, *passes]]
@@ -154,7 +154,7 @@ ZERO = [pytest.param(f"ZeRO{k}", marks=[pytest.mark.launch, pytest.mark.full]) f
 @pytest.mark.parametrize("when", [pytest.param("forward", marks=pytest.mark.full), "backward"])
 @pytest.mark.parametrize("framework", ["DDP", pytest.param("FSDP2", marks=pytest.mark.full), *ZERO])
 def test_one_rank_of_two_has_less_memory(framework, when, request):
-    """It encodes more micro-batches than the other, in a window of two calls."""
+    """This rank encodes more micro-batches than the other one, in a window of two calls."""
     if framework.startswith("ZeRO"):
         request.getfixturevalue("deepspeed_compiled")
     for rank, (gradients, deposits, size) in enumerate(the_pool(2, timeout=120).run(run_windows, 2, framework, when)):
@@ -163,14 +163,14 @@ def test_one_rank_of_two_has_less_memory(framework, when, request):
 
 
 def large(inputs, size):
-    """Sizes of micro-batches, of which none may be smaller than 8."""
+    """Return sizes of micro-batches; raise if ``size`` is below 8."""
     if size < 8:
         raise KeyError("too small a budget")
     return [min(size, len(inputs[0]))] if len(inputs[0]) <= size else [size, len(inputs[0]) - size]
 
 
 def refused(group, case):
-    """Return the outcome of this rank: its error, or none."""
+    """Return the error message of this rank, or None."""
     model, size, last = Encoders(torch.float64), compopt.FittingSize(8), dist.get_rank() == 1
     if case == "beside":
         model.first = DistributedDataParallel(model.first)
@@ -203,7 +203,7 @@ def test_ranks_do_not_wait_for_a_trial():
 
 
 def without_room(group):
-    """Return the error of this rank; the last one has no memory for all parameters."""
+    """Return the error message of this rank; the last rank has no memory for all parameters."""
     model, *inputs = FSDP2().wrap(Encoders(torch.float64)), *data(dist.get_rank(), SHARES[2], torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
@@ -231,5 +231,5 @@ def room_in_a_lower_precision(group):
 
 @pytest.mark.distributed
 def test_the_room_for_parameters_is_what_a_pass_gathers():
-    """FSDP2 divides float32, and gathers in the precision of the pass."""
+    """FSDP2 shards parameters in float32, and gathers them in the precision of the pass."""
     assert the_pool(2).run(room_in_a_lower_precision, 2) == [[(3, torch.bfloat16), (15, torch.bfloat16)]] * 2

@@ -1,4 +1,4 @@
-"""Warnings about what a loop may have forgotten: once each, with the remedy; none for loops that forgot nothing."""
+"""Warnings about steps that a loop lacks: once each, with the remedy; none for loops that lack nothing."""
 
 import gc
 import warnings
@@ -18,14 +18,14 @@ PATIENCE, POSITIONS = 32, 20
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """A tenth of the calls show the same."""
+    """Reduce the numbers of calls before a warning."""
     for name, value in {"PATIENCE": PATIENCE, "POSITIONS": POSITIONS}.items():
         assert getattr(forgotten, name) > value
         monkeypatch.setattr(forgotten, name, value)
 
 
 class Loop:
-    """One parameter, its optimizer, an estimator, and what was said."""
+    """One parameter, its optimizer, an estimator, and the recorded warnings."""
 
     def __init__(self, est=None, make=torch.optim.SGD, attach=True, learned=True):
         self.parameter = torch.nn.Parameter(torch.ones(4))
@@ -56,7 +56,7 @@ class Loop:
                 self.optimizer.zero_grad()
 
     def heard(self, *parts):
-        """Exactly one warning, with these words."""
+        """Check that there is exactly one warning and that it has these words."""
         assert len(self.said) == 1 and all(part in self.said[0] for part in parts), self.said
         return True
 
@@ -74,7 +74,7 @@ def remembers():
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_an_optimizer_made_anew(kept):
-    """The attached optimizer is gone, or lives on somewhere and never steps again."""
+    """The attached optimizer is deleted, or is kept and never steps again."""
     loop = Loop()
     old = loop.optimizer if kept else None
     loop.train(10)
@@ -101,7 +101,7 @@ def test_no_commit_from_the_start(attach):
 @pytest.mark.parametrize("window", [1, 5])
 @pytest.mark.parametrize("make", [torch.optim.SGD, partial(torch.optim.AdamW, fused=True)])
 def test_no_commit_in_three_updates(window, make):
-    """As soon as the next batch comes, in every loop and under every trainer."""
+    """Warn at the first batch after the third update, for every loop and trainer."""
     loop = Loop(attach=False, make=make)
     loop.train(3, window)
     assert not loop.said
@@ -118,13 +118,13 @@ def test_commits_by_hand_are_no_alarm():
         loop.train(1, window=2)
         other.step()
         loop.est.step()
-    loop.train(2)  # a loop that has committed knows how; it may take its time
+    loop.train(2)  # a loop that has committed by hand may commit later
     loop.call(PATIENCE - 3)
     assert not loop.said
 
 
 def test_a_step_of_several_optimizers_is_one_update():
-    """One that steps more often than the other counts as often as that."""
+    """An update is counted when all optimizers have stepped; one optimizer steps more often here."""
     loop = Loop(attach=False)
     other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     for step in range(16):
@@ -136,7 +136,7 @@ def test_a_step_of_several_optimizers_is_one_update():
 
 
 def test_long_windows_are_no_alarm():
-    """Less than eight times the longest so far, also where no optimizer is left and commits are by hand."""
+    """Do not warn below eight times the longest window, also for commits by hand after the optimizer is deleted."""
     loop = Loop()
     loop.train(2, window=8)
     loop.optimizer = None
@@ -150,7 +150,7 @@ def test_long_windows_are_no_alarm():
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation as it is usually written: step() is not what its users call."""
+    """Sharpness-aware minimisation in its usual form: users need not call step()."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"rho": 0.05, "lr": lr})
@@ -177,7 +177,7 @@ class SAM(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_sam_commits(by_hand):
-    """Its hook never runs where first_step and second_step are called; that of the optimizer inside does."""
+    """SAM's own hook does not run for first_step and second_step; that of its inner optimizer does."""
     loop, commits = Loop(make=SAM, attach=False), []
     loop.est.register_step_post_hook(lambda *_: commits.append(loop.est.t))
     handle = loop.est.attach(loop.optimizer)
@@ -216,7 +216,7 @@ def test_a_learned_temperature_in_no_optimizer(make, attach):
 
 
 def test_a_learned_temperature_in_no_optimizer_whose_gradient_the_model_takes_away():
-    """As model.zero_grad() does, which reaches the estimator's own parameters through as_module."""
+    """model.zero_grad() does this, since it includes the estimator's parameters through as_module."""
     loop = Loop(clip(), learned=False)
     for _ in range(PATIENCE):
         loop.train(1)
@@ -228,7 +228,7 @@ def test_a_learned_temperature_in_no_optimizer_whose_gradient_the_model_takes_aw
 @pytest.mark.parametrize("make", [clip, remembers])
 @pytest.mark.parametrize("attach", [False, True])
 def test_a_learned_temperature_that_is_learned(make, attach):
-    """By the attached optimizer, by another one, by one whose rate is 0 for a while, in long windows."""
+    """Test the attached optimizer, another optimizer, a learning rate that is 0 for a while, and long windows."""
     loop = Loop(make(), attach=attach)
     loop.est.register_step_post_hook(lambda *_: None)
     for _ in range(PATIENCE + 10):
@@ -284,7 +284,7 @@ def test_one_batch_that_has_other_rows_is_enough(first):
 
 @pytest.mark.parametrize("save", ["state_dict", "save"])
 def test_a_save_without_any_commit_is_noticed_at_once(tmp_path, save):
-    """A short run may be over before PATIENCE is."""
+    """Do not wait for PATIENCE calls, since a short run may end earlier."""
     loop = Loop(attach=False)
 
     def saved():
@@ -295,7 +295,7 @@ def test_a_save_without_any_commit_is_noticed_at_once(tmp_path, save):
         loop.said += [str(w.message) for w in caught]
 
     saved()
-    loop.train(1)  # perhaps the first part of a window
+    loop.train(1)  # possibly the first part of a window
     saved()
     assert not loop.said
     loop.train(2)
@@ -303,7 +303,7 @@ def test_a_save_without_any_commit_is_noticed_at_once(tmp_path, save):
     assert loop.heard("3 calls", "none of them", "est.step()")
     saved()
     loop.train(PATIENCE)
-    assert len(loop.said) == 1  # it is said once
+    assert len(loop.said) == 1  # the warning is given once
     loop = Loop()
     loop.train(3)
     loop.call(2)
@@ -311,7 +311,7 @@ def test_a_save_without_any_commit_is_noticed_at_once(tmp_path, save):
     assert not loop.said
 
 
-# a scale that nothing uses ----------------------------------------------------------------------------------------
+# an unused scale --------------------------------------------------------------------------------------------------
 
 
 class Clip(torch.nn.Module):
@@ -328,18 +328,18 @@ class Clip(torch.nn.Module):
 
 @pytest.fixture
 def one_rank():
-    """A process group of this process alone: DDP is as strict in it as in a larger one."""
+    """Create a process group of this process only, in which DDP is as strict as in a larger one."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
 
 def train_clip(how):
-    """Three updates; what was said, how it ended, and after how many commits."""
+    """Run three updates; return the warnings, how the run ended, and the number of commits."""
     clip = Clip()
     if how == "frozen":
         clip.logit_scale.requires_grad_(False)
-    if how == "ignored":  # torch's name of a parameter of the model itself
+    if how == "ignored":  # torch's name for a parameter of the root module
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(clip, [".logit_scale"])
     model = clip if how == "bare" else DistributedDataParallel(clip, find_unused_parameters=how == "unused")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -361,7 +361,7 @@ def train_clip(how):
 
 def test_a_scale_that_ddp_waits_for(one_rank):
     said, ended, t = train_clip("idle")
-    assert t == 1 and "Expected to have finished reduction" in ended  # by torch, at the second call
+    assert t == 1 and "Expected to have finished reduction" in ended  # raised by torch at the second call
     assert len(said) == 1 and all(w in said[0] for w in ("'logit_scale'", "requires_grad_(False)", "tau=1 / scale"))
 
 

@@ -1,4 +1,4 @@
-"""Storage that fails under a run: full, read-only, truncated or removed. An error that says where, and what is kept."""
+"""Storage that fails during a run: full, read-only, truncated or removed. Errors name the file and what is kept."""
 
 import contextlib
 import errno
@@ -27,7 +27,7 @@ STEP = 6
 
 @contextlib.contextmanager
 def small_disk(path, size, *options, mount=mounted):
-    """A disk of so many bytes; skips where none may be mounted."""
+    """Mount a disk of ``size`` bytes; skip the test if file systems cannot be mounted."""
     with contextlib.ExitStack() as stack:
         try:
             disk = stack.enter_context(mount(path, size, *options))
@@ -50,7 +50,7 @@ def visit(est, rows, seed=0):
 
 
 def spread(seed):
-    """Rows on pages of their own."""
+    """Return rows that are on different pages."""
     return torch.randperm(N // 256, generator=torch.Generator().manual_seed(seed))[:STEP] * 256
 
 
@@ -74,7 +74,7 @@ def test_a_commit_on_a_full_disk_changes_nothing(calls, tmp_path, monkeypatch):
     assert raised.value.errno == errno.ENOSPC
     monkeypatch.undo()
     assert torch.equal(store.block(0, N), before)
-    store.scatter(spread(1), block(STEP, 2))  # once there is room again
+    store.scatter(spread(1), block(STEP, 2))  # after space has become free
     assert store.gather(spread(1)).unique().tolist() == [2]
 
 
@@ -110,10 +110,10 @@ for number in range(1 << 12):
 
 @pytest.mark.launch
 def test_a_disk_that_really_fills_is_an_error_not_a_crash(tmp_path):
-    """A table of 16 MiB on a disk of two: every page that is written is new."""
+    """A table of 16 MiB on a disk of 2 MiB: every page that is written is new."""
     with small_disk(tmp_path / "disk", 2 << 20) as disk:
         done = run_code(PAGES, disk / "rows")
-    assert done.returncode == 0, (done.returncode, done.stderr)  # a write into the mapping alone: -SIGBUS
+    assert done.returncode == 0, (done.returncode, done.stderr)  # with writes through the mapping: -SIGBUS
     number, code, written = map(int, done.stdout.split())
     assert code == errno.ENOSPC and 0 < number < 10 and written == 64 * number
 
@@ -134,18 +134,18 @@ for number in range(1 << 12):
 
 @pytest.mark.launch
 def test_a_file_system_in_memory_that_fills_is_an_error_not_a_crash(tmp_path):
-    """A table of 16 MiB where there are eight; reading through the mapping would take room there too."""
+    """A table of 16 MiB in a file system of 8 MiB, where reads through a mapping would take space too."""
     with small_disk(tmp_path / "disk", 8 << 20, mount=mounted_in_memory) as disk:
         done = run_code(READS, disk / "rows")
     assert done.returncode == 0, (done.returncode, done.stderr)  # otherwise -SIGBUS
     said = done.stdout
-    commits = re.search(r"the rows end with commit (\d+)", said)  # told by a later one: the thread writes behind
+    commits = re.search(r"the rows end with commit (\d+)", said)  # a later commit raises: writes are asynchronous
     assert commits and 2 <= int(commits[1]) <= 33 and "No space left" in said and "rows.rows" in said, said
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no file system in memory")
 def test_reading_a_table_in_memory_takes_no_room():
-    """There a page that is read through a mapping takes room, and a full file system ends the process."""
+    """In a tmpfs a page that is read through a mapping takes space, and a full file system kills the process."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         est = on_disk(folder, n=1_000_001)
         visit(est, torch.arange(0, 1_000_001, 200_000))
@@ -166,7 +166,7 @@ def test_a_table_that_cannot_be_loaded_into_is_refused_until_the_next_load(tmp_p
     with pytest.raises(OSError, match=r"No space left.*rows\.rows"):
         compopt.load(est, saved)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="load a checkpoint"):  # half a load is no state
+    with pytest.raises(ValueError, match="load a checkpoint"):  # a partial load is not a valid state
         est.read(torch.arange(3))
     compopt.load(est, saved)
     assert_same_bits(shown(est, N), shown(source, N))
@@ -230,7 +230,7 @@ def test_a_removed_table_is_warned_of_and_the_run_goes_on(tmp_path):
         est.read(spread(1))
     state = shown(est, N)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # once is enough
+        warnings.simplefilter("error")  # no second warning
         saved = compopt.save(est, tmp_path / "checkpoints")
     again = on_disk(tmp_path / "rows")
     compopt.load(again, saved)
@@ -271,7 +271,7 @@ def test_a_read_only_directory(how, tmp_path, monkeypatch):
             refused(est, disk, "read-only: name another directory")
         return
     (tmp_path / "disk").mkdir()
-    if os.geteuid() == 0:  # may write everywhere
+    if os.geteuid() == 0:  # root may write everywhere
 
         def denied(path, *args, exist_ok=False, **options):
             if exist_ok and os.path.isdir(path):
@@ -279,7 +279,7 @@ def test_a_read_only_directory(how, tmp_path, monkeypatch):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
 
         monkeypatch.setattr(os, "mkdir", denied)
-        monkeypatch.setattr(Path, "mkdir", denied)  # which has its own name for it in Python 3.10
+        monkeypatch.setattr(Path, "mkdir", denied)  # Path has its own reference in Python 3.10
         monkeypatch.setattr(os, "access", lambda *args: False)
     (tmp_path / "disk").chmod(0o500)
     refused(est, tmp_path / "disk", "may not write there: name another directory")

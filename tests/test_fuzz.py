@@ -28,7 +28,7 @@ def silent(load, est, path):
 
 
 def careless(load, est, path):
-    """Change one bit of the estimator."""
+    """Load, but change one bit of the estimator if the load is refused."""
     try:
         return load(est, path)
     except ValueError:

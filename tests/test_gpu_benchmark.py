@@ -1,4 +1,4 @@
-"""`make gpu` on the pretend accelerator: every part runs, and the page says which device printed it."""
+"""`make gpu` on the pretend accelerator: every part runs, and the page names the device."""
 
 import json
 import math
@@ -31,7 +31,7 @@ STEP = [
 def test_a_trace_without_a_wait():
     others = [
         event("cudaEventSynchronize", 20, 3),  # the thread that writes rows
-        event("cudaDeviceSynchronize", 90, 1),  # the profiler's own, after the steps
+        event("cudaDeviceSynchronize", 90, 1),  # from the profiler, after the steps
     ]
     assert trace.read(STEP + others) == {"waits": {}, "launches": 3 / trace.STEPS, "recorded": 4}
 
@@ -45,7 +45,7 @@ def test_a_trace_with_one(name, thread):
 
 
 def test_the_fused_kernel_is_measured_in_both_precisions(monkeypatch):
-    """Plain torch stands for it, since the features are on the CPU."""
+    """Plain torch replaces the kernel, since the features are on the CPU."""
     monkeypatch.setattr(fused, "reason_for_torch", lambda backend, z: None)
     monkeypatch.setattr(fused, "DENSE", 0)  # nothing is compiled
     machine = Machine(torch.device("cpu"), small=True, pretends=False, ends=math.inf)

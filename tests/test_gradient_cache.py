@@ -1,4 +1,4 @@
-"""compopt.gradient_cache: the gradients of the whole batch at once, in every framework."""
+"""compopt.gradient_cache gives the gradients of the whole batch, in every framework."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_estimator(kind):
 
 # ranks -----------------------------------------------------------------------------------------------------------
 
-# once, for each of 5 sharded modules, twice at first (static), or in each of 4 micro-batches
+# one; one for each of 5 sharded modules; two at first with a static graph; one in each of 4 micro-batches
 REDUCTIONS = {"DDP": 1, "Accelerate": 1, "Scaler": 1, "ByHand": 0, "FSDP2": 5, "StaticDDP": 3}
 REDUCTIONS |= {"ZeRO0": 1, "ZeRO1": 1, "ZeRO2": 4, "ZeRO3": 4}
 
@@ -58,7 +58,7 @@ SOME_FEATURES = "pair", "tau", "labels", "negatives", "frozen", "adapters", "che
 
 
 def cases():
-    """Frameworks x features, x estimators, x ranks."""
+    """Return combinations of frameworks and features, of estimators, and of ranks."""
     torch_only = ["DDP", "FSDP2", "Accelerate", "Scaler"]
     features = [feature for feature in FEATURES if feature != "compiled"]
     found = [(framework, "sogclr", feature, 2) for framework in torch_only[:2] for feature in features]
@@ -81,7 +81,7 @@ DAILY = [("DDP", "clip", "pair", 2)]
     "case", [pytest.param(c, id="-".join(map(str, c)), marks=[] if c in DAILY else pytest.mark.full) for c in cases()]
 )
 def test_frameworks_of_torch(case):
-    """Ranks with unequal numbers of micro-batches equal one process, and reduce as often as for one batch."""
+    """Ranks with unequal numbers of micro-batches equal one process, with as many reductions as for one batch."""
     framework, kind, feature, ranks = case
     results = the_pool(ranks, timeout=120).run(on_ranks, ranks, *case)
     assert_like_one_process(results, (kind, feature), 1e-10)
@@ -103,7 +103,7 @@ def deepspeed_cases():
 @pytest.mark.usefixtures("deepspeed_compiled")
 @pytest.mark.parametrize("case", deepspeed_cases(), ids=lambda case: "-".join(map(str, case)))
 def test_deepspeed(case):
-    """Under ZeRO 0 the model has single precision, in which a whole batch is up to 5e-6 away from double precision."""
+    """Under ZeRO 0 the model uses single precision, which is up to 5e-6 off double precision for a whole batch."""
     framework, kind, feature, ranks = case
     pool = the_pool(ranks, timeout=120)
     results = pool.run(on_ranks, ranks, *case)
@@ -133,14 +133,14 @@ def test_several_calls_for_one_update(framework, request):
 
 
 class Either(Encoders):
-    """Encodes one of both, told by the width of the inputs."""
+    """Encoders that select a tower by the width of the inputs."""
 
     def forward(self, x):
         return self.first(x) if x.shape[1] == 5 else self.second(x) + 0 * self.scale.squeeze()
 
 
 def both_towers(group, unused):
-    """Gradients where both towers are one wrapped module, or the error."""
+    """Return the gradients if both towers are one wrapped module, or the error."""
     model = DistributedDataParallel(Either(torch.float64), find_unused_parameters=unused)
     *inputs, index = data(dist.get_rank(), SHARES[2], torch.float64)
     try:
@@ -153,7 +153,7 @@ def both_towers(group, unused):
 @pytest.mark.full
 @pytest.mark.distributed
 def test_towers_that_are_one_module_for_ddp():
-    """Its last pass uses some parameters only; what is not reduced must not reach a step."""
+    """The last pass of DDP uses only some parameters; gradients that are not reduced must not reach a step."""
     *inputs, index = data(0, SHARES[1], torch.float64)
     expected = Encoders(torch.float64)
     whole(compopt.DCLEstimator(0.3), expected, inputs[:2], index, encode=two)
@@ -162,11 +162,11 @@ def test_towers_that_are_one_module_for_ddp():
     assert all("find_unused_parameters=True" in message for message in the_pool(2).run(both_towers, 2, False))
 
 
-# what models do --------------------------------------------------------------------------------------------------
+# features of models ----------------------------------------------------------------------------------------------
 
 
 def one_graph(est, tower, x, size):
-    """One backward pass through all micro-batches, encoded one after another."""
+    """Run one backward pass through all micro-batches, which are encoded one after another."""
     z1, z2 = (torch.cat([tower(part) for part in x.split(size)]) for _ in range(2))
     loss = est(z1, z2, torch.arange(len(x)))
     loss.backward()
@@ -201,7 +201,7 @@ def test_batch_normalisation_is_refused_or_updated_once():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
-    """Weights that the first pass casts without a graph get gradients in the second, from a scaled loss too."""
+    """Weights that the first pass casts without a graph get gradients in the second, also from a scaled loss."""
     *inputs, index = data(0, SHARES[1], torch.float32)
     cached, expected = Encoders(torch.float32), Encoders(torch.float32)
     with torch.autocast("cpu", dtype):
@@ -219,7 +219,7 @@ def test_graphs_hold_the_activations_of_one_micro_batch():
 
 
 def held_on_ranks(group, framework):
-    """Bytes that graphs hold for a micro-batch, for a batch of four of them, and for that batch at once."""
+    """Return the bytes that graphs hold for a micro-batch, for four micro-batches, and for the four at once."""
     with fresh_accelerate():
         sizes = (4, 4), (16, 4), (16, 16)
         return [most_held(framework, batch, compopt.gradient_cache, size) for batch, size in sizes]
@@ -240,7 +240,7 @@ def test_graphs_hold_one_micro_batch_in_every_framework(framework, request):
         assert cached <= 1.02 * micro_batch and at_once > 2 * micro_batch
 
 
-# the rest of the arguments ---------------------------------------------------------------------------------------
+# other arguments -------------------------------------------------------------------------------------------------
 
 
 def test_a_frozen_tower_is_encoded_once_and_others_twice():
@@ -249,7 +249,7 @@ def test_a_frozen_tower_is_encoded_once_and_others_twice():
     for name in calls:
         getattr(model, name).register_forward_hook(lambda *_, name=name: calls.update({name: calls[name] + 1}))
     model.first.requires_grad_(False)
-    towers = (model.first, model.second.forward)  # a method, of which only a hook on what it calls would tell
+    towers = (model.first, model.second.forward)  # a method: hooks of the tower do not run, only those of its layers
     compopt.gradient_cache(compopt.DCLEstimator(), towers, tuple(inputs[:2]), index, micro_batch_size=4)
     assert calls == {"first": 4, "second": 0} and model.second[0].weight.grad is not None
 
@@ -320,7 +320,7 @@ def test_mistakes_are_named(change, error, message):
         compopt.gradient_cache(compopt.DCLEstimator(), index=index, **{**call, **change})
 
 
-# what is refused, and what stays ----------------------------------------------------------------------------------
+# refused calls, and state after errors ----------------------------------------------------------------------------
 
 
 def cached(towers, batch, **options):
@@ -367,7 +367,7 @@ def test_an_error_in_the_second_pass_keeps_running_statistics():
 
     def encode(tower, part):
         calls.append(tower)
-        if len(calls) == 10:  # eight of the first pass
+        if len(calls) == 10:  # the first pass has eight
             raise KeyError("second pass")
         return tower(part)
 

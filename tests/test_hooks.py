@@ -1,4 +1,4 @@
-"""Hooks as in torch.optim: six families, each with a handle that removes it."""
+"""Hooks as in torch.optim: six kinds, each with a handle that removes it."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def deposit(est):
 
 
 def trained(steps=0):
-    """An estimator with one deposit waiting, or committed."""
+    """Return an estimator with one deposit, pending or committed."""
     est = deposit(compopt.SogCLREstimator(N, tau=0.1))
     if steps:
         est.step()
@@ -36,7 +36,7 @@ def test_step_hooks(when, expected):
     deposit(est).step()
     assert seen == expected
     handle.remove()
-    handle.remove()  # twice is harmless
+    handle.remove()  # a second call is harmless
     deposit(est).step()
     assert len(seen) == 2 and visits(est) == 18
 

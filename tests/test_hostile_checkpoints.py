@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else may have written: no code comes out of them, nor do sizes that they make up."""
+"""Untrusted checkpoints: no code in them is run, and no memory is allocated for sizes that they claim."""
 
 import ast
 import hashlib
@@ -50,7 +50,7 @@ def refused(path, match, est=None):
 
 
 def edit(path, change):
-    """Change a manifest as somebody who knows the format."""
+    """Change a manifest and its checksum, as an attacker who knows the format."""
     content = json.loads((path / "manifest.json").read_text())
     content = change(content) or content
     content["crc32"] = manifest.body_crc(content)
@@ -61,7 +61,7 @@ def edit(path, change):
 
 
 def test_no_module_unpickles_a_file():
-    """torch pickles what ranks send each other; nothing else is pickled."""
+    """torch pickles messages between ranks; nothing else is pickled."""
     suspects = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
     found = set()
     for path in LIBRARY.rglob("*.py"):
@@ -124,7 +124,7 @@ def test_absurd_numbers(key, value, tmp_path):
 
 
 KINDS = ("config", "sample_groups", "files", "save_id", "data_fingerprint", "spans", "file", "group")
-FALSE = [("data_fingerprint", value) for value in (None, "x", [])]  # as good as none
+FALSE = [("data_fingerprint", value) for value in (None, "x", [])]  # not compared with an estimator without one
 OF_KINDS = [(key, value) for key in KINDS for value in (5, "x", [], None) if (key, value) not in FALSE]
 
 
@@ -214,7 +214,7 @@ def test_texts_that_are_no_manifest(text, match, tmp_path):
     path = compopt.save(trained(), tmp_path)
     (path / "manifest.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     refused(tmp_path, rf"manifest\.json is damaged.*{match}")
-    copy = shutil.copytree(path, tmp_path / "renamed")  # its name is in its manifest
+    copy = shutil.copytree(path, tmp_path / "renamed")  # identified by its manifest instead of its name
     refused(copy, rf"manifest\.json is damaged.*{match}")
 
 
@@ -232,7 +232,7 @@ def test_a_manifest_too_long_to_be_read_is_not_written(tmp_path, monkeypatch):
 
 
 def replace(path, name, tensors):
-    """Another file in the place of one, vouched for by the manifest."""
+    """Replace a file, with its size and checksum in the manifest, and return its name."""
     file = next(path.glob(f"{name}*"))
 
     def vouch(content):
@@ -286,7 +286,7 @@ def put(tensors, name, value):
     [("log_u", float("nan"), "finite, row 0 has"), ("tau", -0.1, "> 0, row 0"), ("count", -1, ">= 0, row 0")],
 )
 def test_rows_that_no_run_writes(name, value, match, tmp_path):
-    """The same check as for load_state_dict, of files whose checksums fit."""
+    """Files with matching checksums are checked in the same way as in load_state_dict."""
     est = compopt.ISogCLREstimator(N)
     run(est, *features(N, 4, 5, dtype=torch.float32), torch.arange(N))
     est.step()
@@ -340,7 +340,7 @@ def test_headers(content, name, tmp_path):
 
 
 def test_a_text_with_the_same_content_is_not_the_same(tmp_path):
-    """The checksum is of the content: a number in other letters, a space, a key that is there twice."""
+    """Refuse another notation of a number, a space, and a duplicate key, which do not change the checksum."""
     path = compopt.save(trained(), tmp_path)
     file = path / "manifest.json"
     text = file.read_text()
@@ -353,7 +353,7 @@ def test_a_text_with_the_same_content_is_not_the_same(tmp_path):
 
 
 def test_a_header_that_is_longer_than_any(tmp_path):
-    """A valid one, of nothing but spaces."""
+    """Refuse a valid header that is filled with spaces."""
     path = compopt.save(trained(), tmp_path)
     content = struct.pack("<Q", 2 << 20) + b"{}".ljust(2 << 20)
     refused(tmp_path, f"{replace(path, 'state', content)} is damaged: it has a header of {2 << 20} bytes")
@@ -363,9 +363,9 @@ def test_a_header_that_is_longer_than_any(tmp_path):
 
 
 def header(name, count):
-    """The beginning of a file of 4 * count bytes with one tensor of float32."""
+    """Return the beginning of a file of 4 * count bytes with one float32 tensor."""
     text = b""
-    for _ in range(3):  # its own length is in it
+    for _ in range(3):  # the header contains its own length
         end = 4 * count - 8 - len(text)
         end -= end % 4
         tensor = {name: {"dtype": "F32", "shape": [end // 4], "data_offsets": [0, end]}}
@@ -390,7 +390,7 @@ except ValueError as error:
 
 
 def in_little_memory(path, folder):
-    """Return what a process says that may take 200 MiB more than its sizes of chunks."""
+    """Return the output of a process that loads with a limit of 200 MiB of additional memory."""
     done = run_code(LIMITED, path, folder)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

@@ -1,4 +1,4 @@
-"""The icon data set, built from a package of a few hand-written icons; no network."""
+"""The icon data set, built from a package of a few hand-written icons without network."""
 
 import io
 import json
@@ -30,7 +30,7 @@ SETS = [
         "fluent",
         {
             "phone-tablet-20-regular": SQUARE,
-            "phone-tablet-24-regular": SQUARE + DOT,  # the same to the eye
+            "phone-tablet-24-regular": SQUARE + DOT,  # renders to the same picture
             "home-20-regular": DOT,
             "home-24-regular": BAR,
             "gone-20-regular": DOT,
@@ -94,7 +94,7 @@ def row(data, source):
 
 
 def test_which_icons_are_shown_and_what_they_are_called(data):
-    """ph:home looks like fluent:home-24-regular, and is called the same."""
+    """ph:home has the same picture and name as fluent:home-24-regular and is left out."""
     captions = dict(zip(data.sources, [data.names[position] for position in data.caption], strict=True))
     assert captions == {
         "fluent:phone-tablet-20-regular": "phone tablet",

@@ -1,4 +1,4 @@
-"""One commit per real update, rows and weights of one process: DDP, FSDP2, GradScaler, accelerate."""
+"""One commit per real update, results equal to one process: DDP, FSDP2, GradScaler, accelerate."""
 
 import contextlib
 import importlib
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.distributed
 
 
 def ours(function, *args):
-    """On two processes."""
+    """Run a function on two processes."""
     return the_pool(2, timeout=120).run(function, 2, *args)
 
 
 def counting(est):
-    """Commits, counted by a hook."""
+    """Return a list to which a hook adds every commit."""
     commits = []
     est.register_step_post_hook(lambda *_: commits.append(1))
     return commits
@@ -89,7 +89,7 @@ def full_weights(model):
 
 
 def train_scaled(group, fused, scaled=True, adapter=True, sharded=False):
-    """The second update overflows, if there is a scaler; FSDP2 on two ranks, or one process."""
+    """Train with FSDP2 on two ranks, or in one process; with a scaler the second update overflows."""
     model, rank = Encoders(), dist.get_rank() if sharded else 0
     if sharded:
         from torch.distributed.fsdp import fully_shard
@@ -134,7 +134,7 @@ def test_amp_handle_and_other_optimizers():
     first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model.first, model.second))
     scaler = torch.amp.GradScaler("cpu")
     handle = amp.attach(est, first, scaler)
-    amp.attach(est, first, scaler)  # twice is once
+    amp.attach(est, first, scaler)  # a second call has no effect
 
     def window(overflow):
         x1, x2, index = micro_batches(1, dtype=torch.float32)[0]
@@ -148,7 +148,7 @@ def test_amp_handle_and_other_optimizers():
         model.zero_grad()
         return pending
 
-    assert window(overflow=True) == 1 and est.t == 1  # the other optimizer's skip is not ours
+    assert window(overflow=True) == 1 and est.t == 1  # a skipped step of the other optimizer does not count
     handle.remove()
     window(overflow=False)
     assert est.pending == 1 and est.t == 1
@@ -167,7 +167,7 @@ def accelerator(**options):
 
 
 class Samples(Items):
-    """As tuples."""
+    """Samples as tuples."""
 
     def __init__(self, count, dtype):
         super().__init__(count, 1, dtype)
@@ -190,7 +190,7 @@ def prepare(accelerator, count, shard=True, dtype=torch.float64, blocking=True):
 
 
 def train_accelerate(group, count, epochs, precision, dtype, prefetch):
-    """accelerate steps on the last window of an epoch, however short."""
+    """Train with accelerate, which also steps on an incomplete last window of an epoch."""
     with accelerator(gradient_accumulation_steps=WINDOW, mixed_precision=precision) as acc:
         model, optimizer, loader, est = prepare(acc, count, dtype=dtype)
         commits, trace = counting(est), []
@@ -212,7 +212,7 @@ def test_accelerate(prefetch):
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate_with_odd_windows(precision):
-    """Seven micro-batches in windows of two, two epochs."""
+    """Test seven micro-batches in windows of two for two epochs."""
     plain, ahead = (ours(train_accelerate, 7, 2, precision, torch.float32, prefetch) for prefetch in (False, True))
     for (trace, commits), (other, _) in zip(plain, ahead, strict=True):
         assert commits == len(trace) == 8 and len({step[0].sum().item() for step in trace}) == 8
@@ -220,7 +220,7 @@ def test_accelerate_with_odd_windows(precision):
 
 
 def save_and_resume(group, folder, blocking):
-    """Four updates in one go; two, a save into a used folder, a fresh start, two more; rows of another save."""
+    """Compare four updates with two, a load into a used estimator and two more; refuse the rows of another save."""
 
     def updates(model, optimizer, loader, est, which):
         for number, (x1, x2, index) in enumerate(loader):
@@ -241,7 +241,7 @@ def save_and_resume(group, folder, blocking):
         acc.wait_for_everyone()
     with accelerator() as acc:
         parts = prepare(acc, 4)
-        updates(*parts, range(3))  # something else before
+        updates(*parts, range(3))  # other updates before the load
         acc.load_state(folder)
         assert parts[3].t == 2 and parts[3].pending == 0
         updates(*parts, range(2, 4))
@@ -271,7 +271,7 @@ def test_batches_from_the_main_process_are_refused():
 
 
 def test_accelerate_without_a_group_is_told(monkeypatch):
-    """torchrun on a machine without accelerators, and neither ``cpu=True`` nor ``accelerate launch --cpu``."""
+    """Warn for torchrun on a machine without accelerators, if neither ``cpu=True`` nor ``--cpu`` is given."""
     from compopt.integrations import accelerate as integration
 
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -284,7 +284,7 @@ def test_accelerate_without_a_group_is_told(monkeypatch):
 
 
 class Engine:
-    """Stands for DeepSpeed's engine: a tag has the client state, and nothing of ours."""
+    """Stand-in for DeepSpeed's engine: the directory of a tag has the client state, but no rows."""
 
     global_steps = 3
 
@@ -296,7 +296,7 @@ class Engine:
 
 
 def test_universal_checkpoints_have_the_rows_of_their_tag(tmp_path):
-    """``ds_to_universal`` copies the files of a tag, and not its folders."""
+    """``ds_to_universal`` copies the files of a tag, but not its folders."""
     from compopt.integrations import deepspeed as integration
 
     def trained(steps):
@@ -325,7 +325,7 @@ def test_universal_checkpoints_have_the_rows_of_their_tag(tmp_path):
     shutil.copytree(old / "compopt", elsewhere / "compopt")
     loaded(elsewhere)
     shutil.rmtree(old / "compopt")
-    (elsewhere.parent / "renamed").mkdir()  # what is beside it is another save's
+    (elsewhere.parent / "renamed").mkdir()  # the directory beside it belongs to another save
     shutil.copytree(tmp_path / "run" / "global_step1" / "compopt", elsewhere.parent / "renamed" / "compopt")
     shutil.rmtree(elsewhere / "compopt")
     with pytest.raises(FileNotFoundError, match="ds_to_universal"):

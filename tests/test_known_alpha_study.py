@@ -1,4 +1,4 @@
-"""The study of known normalizers: their weights against dense ones, and the way from the data to the page."""
+"""The study of known normalizers: its weights against dense ones, and all steps from the data to the page."""
 
 import copy
 from dataclasses import replace
@@ -18,7 +18,7 @@ N, B, TAU = 96, 32, known_alpha.TAU
 
 
 def batches(count):
-    """Features whose positives are near, ``(2, B, DIM)``, and the samples that they are of."""
+    """Yield features with near positives, ``(2, B, DIM)``, and the positions of their samples."""
     generator = torch.Generator().manual_seed(0)
     for number in range(count):
         z = torch.randn(2, B, known_alpha.DIM, generator=generator)
@@ -26,7 +26,7 @@ def batches(count):
 
 
 def trained(loss):
-    """An estimator of the study that has seen every sample, and some twice."""
+    """Return an estimator of the study that has seen every sample, some of them twice."""
     est = known_alpha.build(loss, N)
     for z, index in batches(4):
         est(*z, index)
@@ -43,7 +43,7 @@ BOUNDS = {"": lambda w: w, ", bounded": lambda w: w.clamp(max=1), ", saturated":
 
 
 def dense(z, total, outer=False, bound="", queue=None, own_slots=None):
-    """Gradients of pairs that weigh ``exp(s_ij / tau) / total_i``; what is in a queue moves the anchor alone."""
+    """Return gradients for pair weights ``exp(s_ij / tau) / total_i``; pairs with a queue move only the anchor."""
     z = z.clone().requires_grad_()
     a, value = F.normalize(z, dim=2), 0.0
     for side in range(2):
@@ -129,7 +129,7 @@ def test_with_todays_alpha_the_gradient_is_the_librarys(loss):
 
 @pytest.fixture()
 def study(monkeypatch, tmp_path):
-    """Few samples of words, one learning rate, no glyphs."""
+    """Reduce the study to few samples of words, one learning rate, no glyphs."""
     monkeypatch.setenv("COMPOPT_CACHE", str(tmp_path))
     monkeypatch.setattr("benchmarks.studies.default.tasks.text.load", made_up)
     monkeypatch.setattr(known_alpha, "EVERY", 4)  # once in each pass

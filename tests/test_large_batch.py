@@ -1,4 +1,4 @@
-"""Batches that leave every block size behind, against dense autograd: what loops over six samples cannot see."""
+"""Batches larger than every block size against dense autograd, for errors that loops over six samples cannot show."""
 
 import math
 
@@ -9,18 +9,18 @@ import compopt
 from tests.database import MODES, dual_options
 from tests.helpers import features, generator, near, run
 
-N, B, DIM = 2000, 389, 24  # a prime: no block divides it
+N, B, DIM = 2000, 389, 24  # a prime: not divisible by any block size
 
 
 def batch(seed, dtype=torch.float64):
-    """Features and an index with some dozens of repeats."""
+    """Return features and an index with some dozens of repeats."""
     index = torch.randint(0, N, (B,), generator=generator(seed))
     index[-30:] = index[:30]
     return *features(B, DIM, seed, dtype=dtype), index
 
 
 class Dense:
-    """Moving average and (optionally) a momentum dual with whole matrices; autograd does the gradients."""
+    """Moving average and (optionally) a momentum dual with full matrices and autograd."""
 
     def __init__(self, mode, gamma, tau, reference, dual=None):
         self.mode, self.gamma, self.reference, self.dual = mode, gamma, reference, dual
@@ -31,7 +31,7 @@ class Dense:
         self.m = torch.zeros(N, width, dtype=torch.float64)
 
     def step(self, z1, z2, index):
-        """One forward and commit: (loss, g1, g2)."""
+        """Run one forward and commit; return (loss, g1, g2)."""
         z1, z2 = (z.detach().double().requires_grad_() for z in (z1, z2))
         a, b = (z / z.norm(dim=1, keepdim=True) for z in (z1, z2))
         negative = index[:, None] != index[None, :]
@@ -69,7 +69,7 @@ class Dense:
         return loss, g1, g2
 
     def commit(self, index, u, gradients, like):
-        """Means over the occurrences of a sample."""
+        """Commit the means over the occurrences of each sample."""
         occurrences = torch.bincount(index, minlength=N)[:, None]
         seen = occurrences[:, 0] > 0
 
@@ -87,7 +87,7 @@ class Dense:
 
 
 def follow(est, dense, dtype, rtol):
-    """Loss and gradients of a few steps; -> rows and which of them were visited."""
+    """Compare loss and gradients for a few steps. -> rows, and a mask of the visited ones"""
     for t in range(3):
         z1, z2, index = batch(t, dtype)
         for got, want in zip(run(est, z1, z2, index), dense.step(z1, z2, index), strict=True):
@@ -124,7 +124,7 @@ def test_individual_temperatures(mode):
 @pytest.mark.parametrize("chunk_size", [None, 64])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_infonce_is_cross_entropy(threads, chunk_size):
-    """CLIP's loss and both gradients at B = 389, float32, on one and two threads."""
+    """Compare with CLIP's loss and both gradients at B = 389 in float32, on one and two threads."""
     torch.set_num_threads(threads)
     try:
         z1, z2 = features(B, DIM, 20, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The house: which room may import which, read from the imports themselves."""
+"""Layers of the library: allowed imports between its top-level modules ("rooms"), checked in the source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 LIBRARY = Path(__file__).parent.parent / "compopt"
-# From the ground up. A room imports rooms of lower floors, and no others.
+# From the lowest floor to the highest. A room may import only rooms of lower floors.
 FLOORS = [
     {"tiles"},
     {"accelerator", "batch", "checks", "files", "functional", "rng"},
@@ -25,17 +25,17 @@ FLOORS = [
     {"diagnostics", "gradient_cache", "losses", "pairwise", "presets"},
     {"integrations"},
 ]
-# Packages that are optional; imported inside a function, where they are used. Callbacks of trainers derive from a class
-# of theirs, and nothing imports these modules.
+# Optional packages, which are imported inside the functions that use them. Callbacks of trainers derive from classes of
+# such packages and import them at the top; no other module imports these callbacks.
 OPTIONAL = {"accelerate", "deepspeed", "fsspec", "open_clip", "open_clip_train", "safetensors", "scipy", "sklearn"}
 OPTIONAL |= {"pyarrow", "sentence_transformers", "threadpoolctl", "tqdm", "transformers"}
-# Modules in the language of an optional package, which they import at the top; imported where they are used.
+# Modules in the language of an optional package, which they import at the top; they are imported inside functions.
 OPTIONAL_MODULES = {"compopt.tiles.language"}
 MODULES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__init__.py")
 
 
 def module(path: Path) -> str:
-    """``compopt.kernel.local`` of its file."""
+    """Return the name of the module in a file, such as ``compopt.kernel.local``."""
     parts = path.relative_to(LIBRARY.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -62,11 +62,11 @@ def imports(source: str) -> list[tuple[str, bool]]:
 
 
 def refused(source: str, here: str) -> list[str]:
-    """Imports that a module in room ``here`` must not have: upwards, of the whole package, relative, by name."""
+    """Return imports forbidden for a module in room ``here``: upwards, of the whole package, relative, by name."""
     found = []
     for name, _ in imports(source):
         upwards = name.startswith("compopt.") and room(name) != here and floor(room(name)) >= floor(here)
-        by_name = name == "importlib" and floor(here) < len(FLOORS) - 1  # from the top nothing is upwards
+        by_name = name == "importlib" and floor(here) < len(FLOORS) - 1  # the top floor has nothing above it
         if upwards or by_name or name == "compopt" or name.startswith("."):
             found.append(name)
     return found
@@ -85,7 +85,7 @@ def test_every_room_has_a_floor():
 
 
 def test_rooms_import_downwards():
-    """Type-only imports count: they are dependences too."""
+    """Type-only imports count as dependencies too."""
     upwards = {module(path): refused(path.read_text(), room(module(path))) for path in MODULES}
     assert {name: found for name, found in upwards.items() if found} == {}
 
@@ -122,7 +122,7 @@ def test_the_page_lists_rooms_in_the_order_of_their_floors():
 
 
 def test_no_circles_between_modules():
-    """Not inside a room either."""
+    """Circular imports inside a room are not allowed either."""
     below = {module(p): {n for n, _ in imports(p.read_text()) if n in NAMES and n != module(p)} for p in MODULES}
     done: set[str] = set()
 

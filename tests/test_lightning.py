@@ -1,4 +1,4 @@
-"""``compopt.integrations.lightning``: Lightning's runs are the plain loop's; rows in its checkpoints."""
+"""``compopt.integrations.lightning``: runs equal the plain loop, and checkpoints contain the rows."""
 
 import logging
 import os
@@ -40,7 +40,7 @@ class DualEncoder(pl.LightningModule):
 
 
 class Spoil(pl.Callback):
-    """Makes one update overflow."""
+    """Callback that makes one update overflow."""
 
     def on_after_backward(self, trainer, module):
         if trainer.global_step in SKIPPED:
@@ -48,7 +48,7 @@ class Spoil(pl.Callback):
 
 
 class Resumable(torch.utils.data.DataLoader):
-    """A loader that Lightning can resume in the middle of an epoch."""
+    """Data loader that Lightning can resume in the middle of an epoch."""
 
     taken = first = 0
 
@@ -70,7 +70,7 @@ def ranks():
 
 
 def loader(dtype=torch.float64, drop_last=True):
-    """In each process the plain loop's batches."""
+    """Return a loader that has the batches of the plain loop in each process."""
     data, part = Items(dtype=dtype), MICRO // ranks()
     own = [at for at in range(len(data)) if at % MICRO // part == (dist.get_rank() if ranks() > 1 else 0)]
     return Resumable(data, part, sampler=own, drop_last=drop_last)
@@ -83,7 +83,7 @@ def callback(*args, **options):
 
 
 def fit(folder, module=None, own=None, callbacks=(), ckpt_path=None, data=None, **options):
-    """-> the module. ``own``: our callback; ``False``: there is none."""
+    """Train and return the module. ``own``: the estimator callback; ``None``: a default one; ``False``: none."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -96,7 +96,7 @@ def fit(folder, module=None, own=None, callbacks=(), ckpt_path=None, data=None, 
         "enable_progress_bar": False, "enable_model_summary": False, "callbacks": [every, *ours, *callbacks],
     }  # fmt: skip
     trainer = pl.Trainer(**{**defaults, **options})
-    with mock.patch.dict(os.environ):  # Lightning takes WORLD_SIZE away
+    with mock.patch.dict(os.environ):  # Lightning removes WORLD_SIZE
         trainer.fit(module, loader(module.kind) if data is None else data, ckpt_path=ckpt_path)
     return module
 
@@ -110,7 +110,7 @@ def result(module):
 
 @pytest.fixture(scope="module", params=["inside", "directory"])
 def finished(request, tmp_path_factory):
-    """Folder of a run, which has a checkpoint of each update, its weights and rows, a callback to resume it with."""
+    """Return the folder of a run with a checkpoint per update, its weights and rows, and a callback to resume it."""
     folder = tmp_path_factory.mktemp("finished")
     own = partial(callback, directory=folder / "rows", keep=20) if request.param == "directory" else callback
     module = fit(folder, own=own())
@@ -142,7 +142,7 @@ def test_a_skipped_step_commits_nothing(tmp_path, fused):
 
 
 class TwoOptimizers(DualEncoder):
-    """Each encoder has its own, stepped by hand."""
+    """Each encoder has its own optimizer, stepped by hand."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +172,7 @@ def test_several_optimizers(tmp_path):
 
 
 class TwoEstimators(DualEncoder):
-    """One of them inside another part of the module."""
+    """Two estimators, one of them inside another part of the module."""
 
     def setup(self, stage):
         super().setup(stage)
@@ -189,7 +189,7 @@ class TwoEstimators(DualEncoder):
 
 
 class Recorder(pl.loggers.logger.DummyLogger):
-    """Keeps what is logged."""
+    """Logger that keeps the logged metrics."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +200,7 @@ class Recorder(pl.loggers.logger.DummyLogger):
 
 
 def test_several_estimators(tmp_path):
-    """Each has a callback, its rows in the checkpoint, and a value in the log where the loss has one."""
+    """Each has a callback, its rows in the checkpoint, and a metric that is logged with the loss."""
     results = []
     for checkpoint in (None, tmp_path / "step=2.ckpt"):
         more, logger = {"callbacks": [callback("part.second")], "log_every_n_steps": 2}, Recorder()
@@ -214,7 +214,7 @@ def test_several_estimators(tmp_path):
 
 
 def test_validating_loads_no_rows(tmp_path):
-    """A checkpoint without rows serves for its weights, and one with rows leaves the estimator alone."""
+    """A checkpoint without rows loads its weights, and one with rows does not change the estimator."""
     for own in (False, None):
         fit(tmp_path / str(own), own=own)
         trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[callback()], barebones=False)
@@ -227,7 +227,7 @@ def test_validating_loads_no_rows(tmp_path):
 
 
 class Travels(DualEncoder):
-    """Its rows are in the state of the optimizer."""
+    """Module whose rows are in the state of the optimizer."""
 
     def __init__(self, where):
         super().__init__()
@@ -281,7 +281,7 @@ def test_a_module_without_an_estimator_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("own", "count"), [(False, 1), (None, 0)])
 def test_a_loss_that_nobody_commits_is_told(tmp_path, own, count):
-    """After three updates."""
+    """Warn after three updates without a commit."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(tmp_path, own=own)
@@ -298,7 +298,7 @@ def whole_weights(module):
 
 
 def whole_and_again(folder, make, strategy=lambda: "ddp", own=lambda: None, **options):
-    """In one go, and from the second checkpoint on; -> weights and rows of both, the counts."""
+    """Train without interruption and from the second checkpoint on. -> weights and rows of both, the counts"""
     whole = fit(folder, make(), own(), strategy=strategy(), **options)
     again = fit(folder + "-again", make(), own(), strategy=strategy(), ckpt_path=f"{folder}/step=2.ckpt", **options)
     both = [(whole_weights(module), rows(module.est)) for module in (whole, again)]
@@ -322,7 +322,7 @@ def test_two_ranks(tmp_path, shard, directory):
 
 
 class Sharded(DualEncoder):
-    """FSDP2; checkpoints are directories."""
+    """FSDP2, whose checkpoints are directories."""
 
     def configure_model(self):
         from torch.distributed.fsdp import fully_shard
@@ -351,7 +351,7 @@ def zero_two(group, folder):
     from lightning.pytorch.strategies import deepspeed
 
     class OnTheCPU(deepspeed.DeepSpeedStrategy):
-        """Lightning asks for CUDA devices."""
+        """DeepSpeed strategy of Lightning, which otherwise requires CUDA devices, on the CPU."""
 
         root_device = property(lambda self: torch.device("cpu", self.local_rank))
 
@@ -376,7 +376,7 @@ def test_deepspeed_zero_two(tmp_path):
 
 
 def test_processes_that_train_alone_are_told(tmp_path, monkeypatch):
-    """torchrun on a CPU, where ``devices="auto"`` is one."""
+    """Warn under torchrun on a CPU, where ``devices="auto"`` is one."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.warns(UserWarning, match=r"trains alone.*devices="):
         fit(tmp_path)

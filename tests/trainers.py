@@ -1,4 +1,4 @@
-"""Data, the plain loops that trainers must equal, and accidents, for the tests beside trainers."""
+"""Data, plain reference loops, and injected overflows for the tests of trainers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEYS = ("x1", "x2", "index")
 
 
 class Items(torch.utils.data.Dataset):
-    """Samples of micro-batches laid end to end, as dictionaries: in order, they are the plain loop's batches."""
+    """Samples of consecutive micro-batches as dictionaries; read in order, they form the batches of the plain loop."""
 
     def __init__(self, updates=UPDATES, window=WINDOW, dtype=torch.float64):
         data = micro_batches(updates * window, dtype=dtype)
@@ -31,12 +31,12 @@ class Items(torch.utils.data.Dataset):
 
 
 def estimator(dtype=torch.float64, **options):
-    """The one of every run here."""
+    """Return the estimator of all runs here."""
     return compopt.ISogCLREstimator(N, rho=0.5, dtype=dtype, **options)
 
 
 def update(optimizer, est, skipped):
-    """The end of a window, without a trainer."""
+    """End a window without a trainer."""
     if skipped:
         est.discard()
     else:
@@ -46,7 +46,7 @@ def update(optimizer, est, skipped):
 
 
 def plain_loop(updates=UPDATES, dtype=torch.float64, precision=None, shard=False, skipped=()):
-    """The run in plain torch, DDP where there are ranks; -> weights and rows after it."""
+    """Train in plain torch, with DDP for several ranks; -> weights and rows afterwards."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if world > 1 else 0
     bare = Encoders(dtype)
@@ -64,19 +64,19 @@ def plain_loop(updates=UPDATES, dtype=torch.float64, precision=None, shard=False
 
 
 def same(found, expected):
-    """Weights and rows, bit for bit."""
+    """Return whether weights and rows are bit-identical."""
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def spoil(module):
-    """An overflow in one gradient, of the shard of this rank."""
+    """Make one gradient overflow, in the shard of this rank."""
     gradient = next(module.parameters()).grad
     (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[0] = torch.inf
 
 
 @contextlib.contextmanager
 def fresh_accelerate():
-    """accelerate keeps its state in singletons; they are new afterwards."""
+    """Reset the singletons in which accelerate keeps its state, on exit."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     try:

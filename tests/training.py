@@ -1,4 +1,4 @@
-"""A small contrastive training that one process and several can do alike, step by step."""
+"""A small contrastive training that gives the same results on one process and on several, step by step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ needs_fsdp2 = pytest.mark.skipif(torch.__version__ < (2, 6), reason="fully_shard
 
 
 class Encoders(nn.Module):
-    """Two encoders behind one forward, as DistributedDataParallel wants it."""
+    """Two encoders behind one forward, as DistributedDataParallel requires."""
 
     def __init__(self, dtype=torch.float64):
         super().__init__()
@@ -27,13 +27,13 @@ class Encoders(nn.Module):
         return self.first(x1), self.second(x2)
 
     def groups(self):
-        """Two parameter groups, as weight decay wants them."""
+        """Return two parameter groups, with and without weight decay."""
         return [{"params": [self.first.weight, self.second.weight], "weight_decay": 0.01},
                 {"params": [self.first.bias, self.second.bias], "weight_decay": 0.0}]  # fmt: skip
 
 
 def micro_batches(count, rank=0, ranks=1, dtype=torch.float64, seed=3):
-    """`count` micro-batches of the global size MICRO; a rank gets its slice of each."""
+    """Return `count` micro-batches of the global size MICRO; a rank gets its slice of each."""
     g = torch.Generator().manual_seed(seed)
     part = slice(rank * MICRO // ranks, (rank + 1) * MICRO // ranks)
     result = []
@@ -44,18 +44,18 @@ def micro_batches(count, rank=0, ranks=1, dtype=torch.float64, seed=3):
 
 
 def weights(module):
-    """All parameters in one vector, float64."""
+    """Return all parameters in one float64 vector."""
     return torch.cat([p.detach().double().flatten() for p in module.parameters()])
 
 
 def rows(est):
-    """All rows in one matrix, float64."""
+    """Return all rows in one float64 matrix."""
     columns = est.read(torch.arange(N))
     return torch.cat([columns[name].double().reshape(N, -1) for name in sorted(columns)], dim=1)
 
 
 def reference(updates, skipped=(), dtype=torch.float64, window=WINDOW, lr=1e-2):
-    """One process, windows of micro-batches, AdamW; skipped windows change nothing. -> (weights, rows) after each."""
+    """Train in one process with AdamW; skipped windows change nothing. -> (weights, rows) after each window."""
     model, est = Encoders(dtype), compopt.ISogCLREstimator(N, rho=0.5, dtype=dtype)
     optimizer = torch.optim.AdamW(model.groups(), lr=lr)
     data, trace = micro_batches(updates * window, dtype=dtype), []
