@@ -284,7 +284,8 @@ def wrong_share(found: Scores) -> float:
 
     where a rank of 1/2 counts as half. Storey (2002) uses this estimator for the share of true null hypotheses. A model
     that memorises wrong pairs lowers their ranks, and the share is then underestimated; compute it after the first
-    epochs.
+    epochs. A right pair that the model has not learned has the ranks of a wrong pair and is counted as one, so that the
+    share is overestimated where many pairs are hard to learn (``benchmarks/results/curation.md``, words).
 
     Args:
         found: result of :func:`scores`, with ranks.
