@@ -49,7 +49,7 @@ from recipes import batches
 
 DATA = ("glyphs", "words")
 PAIRS, PASSES, TAU, GAMMA = 8192, 4, 0.07, 0.8
-RATES, LARGE_RATE = (4e-3, 1.2e-2), 1.6e-2  # at batch 64 (the second is near the best of TODAY's losses) and 256
+RATES, LARGE_RATE = (4e-3, 1.2e-2), 1.6e-2  # at batch 64 (the second is near the best of the baselines) and 256
 PROTOTYPES, RESTART_EVERY, PART = 1024, 100, 4
 EVERY = 16  # calls between two comparisons of a known alpha with the updated one
 PROBED, REPEATS = (1.5, 3.5), 4  # passes after which the exact gradient is compared, and batches of each sample

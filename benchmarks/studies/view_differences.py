@@ -1,4 +1,4 @@
-"""SogCLR's Figure 2 and its consequence: differences between the two views of a sample towards other samples.
+"""SogCLR's Figure 2 and its consequence: differences of a sample's two views in similarities to other samples.
 
 SogCLR keeps one normalizer per sample, the mean of those of its two views. For each quarter of the glyph faces by
 ``epsilon_i^2`` (:func:`compopt.diagnostics.view_differences`), the study measures the distance of the two views'
