@@ -59,7 +59,7 @@ normalised there too."""
 
 
 class Operations(TorchDispatchMode):
-    """Count the operations that are dispatched in the context.
+    """Dispatch mode that counts the operations in its context.
 
     Attributes:
         count: operations so far, without views.

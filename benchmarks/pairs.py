@@ -3,7 +3,7 @@
     python -m benchmarks.pairs            # writes benchmarks/results/pairs.md and pairs.json, in some four minutes
     python -m benchmarks.pairs --quick    # B = 256, printed and not written
 
-A call is a loss with both feature gradients. Contenders run round-robin in one process, in a new order each round;
+A call is a loss with both feature gradients. Contenders run in turns in one process, in a new order each round;
 ratios pair the calls of one round. Batches of more than 1,024 samples run with ``chunk_size`` only, in fewer rounds.
 """
 

@@ -26,7 +26,7 @@ VERSIONS = ("3.10:2.4.0", "3.11:2.4.0", "3.12:2.13.0", "3.13:2.13.0")
 PACKAGES = """numpy safetensors fsspec scipy scikit-learn pillow matplotlib tqdm accelerate
     pytest pytest-timeout pytest-xdist hypothesis sybil webdataset setuptools<81""".split()
 DAILY = "not full and not launch and not slow"
-NOT_HERE = ("test_docs.py", "test_page_blocks.py", "test_pages.py", "test_packaging.py")  # pages, and every adapter
+NOT_HERE = ("test_docs.py", "test_page_blocks.py", "test_pages.py", "test_packaging.py")  # pages, and all adapters
 ABOUT = """The daily tests (`python -m benchmarks.versions`), without those of pages and of trainers that are not
 installed there. Tests skip what a torch does not have: `torch.distributed.checkpoint` with parts of rows needs 2.5,
 FSDP2's `fully_shard` 2.6."""

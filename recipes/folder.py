@@ -15,7 +15,7 @@ from recipes.cache import Unavailable
 from recipes.tasks import ImageViews, Labelled, Views
 
 SIZE = 32  # pixels per side
-FORMAT = 1  # raise when the reading or the file's layout changes
+FORMAT = 1  # increase when the reading or the file's layout changes
 
 
 def load(folder: Path, cache: str | os.PathLike[str] | None = None) -> tuple[torch.Tensor, torch.Tensor]:

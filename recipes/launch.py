@@ -105,7 +105,7 @@ def on_main(function: Callable[[], Any]) -> Any:
 
 
 class Pulse:
-    """Exchange a few numbers of each process once per step, asynchronously."""
+    """Asynchronous exchange of a few numbers between all processes, once per step."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None

@@ -1,4 +1,4 @@
-"""Compare losses with both feature gradients with the unavoidable matrix products and with open_clip's ClipLoss."""
+"""Measure losses with both feature gradients, against the unavoidable matrix products and open_clip's ClipLoss."""
 
 from __future__ import annotations
 

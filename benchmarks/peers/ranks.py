@@ -26,11 +26,11 @@ from benchmarks.peers import losses, packages
 from benchmarks.peers.gradients import GAMMA, TAU, N, estimator_call, features, relative, rescaled
 from benchmarks.report import environment, finish, table
 
-Build = Callable[[int, int], losses.Loss]  # (rank, ranks) -> the loss as its documentation says to build it
+Build = Callable[[int, int], losses.Loss]  # (rank, ranks) -> the loss, built as its documentation says
 
 
 class Traffic(TorchDispatchMode):
-    """Record the bytes that one rank sends with ring collectives: one entry per collective in which it sends."""
+    """Dispatch mode that records the bytes that one rank sends in a ring, one entry per collective that sends."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()

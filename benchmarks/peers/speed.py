@@ -1,9 +1,9 @@
-"""Compare time and memory of a loss with both feature gradients with those of other packages.
+"""Compare time and memory of our losses, with both feature gradients, with those of other packages.
 
     python -m benchmarks.peers.speed            # writes benchmarks/results/peers_speed.md (half an hour)
     python -m benchmarks.peers.speed --quick    # small, printed only
 
-Contenders run round-robin in one process on fresh features, as in ``benchmarks/kernel.py``. Those that are expected to
+Contenders run in turns in one process on fresh features, as in ``benchmarks/kernel.py``. Those that are expected to
 need more memory than ``--memory`` (extrapolated from smaller sizes) are left out and listed.
 """
 

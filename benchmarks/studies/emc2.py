@@ -8,8 +8,8 @@ candidates per anchor, batches of four, plain SGD, beta = 5, burn-in 3. The grad
 
 The estimators are compared with the Negative Cache (Lindgren et al., NeurIPS 2021), which draws one negative by the
 Gumbel-max trick from stale features of all candidates and encodes it again, and with the loss of the batch's anchors
-against all candidates, whose gradient is the best that a method with small batches can use. Losses and gradients are
-those of the paper, per direction: the mean of ``log sum_j exp((s_ij - s_ii) / tau)``.
+against all candidates, whose gradient no method with small batches can improve. Losses and gradients are those of the
+paper, per direction: the mean of ``log sum_j exp((s_ij - s_ii) / tau)``.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class DCLW(nn.Module):
         return self.tau * torch.logsumexp(similar / self.tau, 1)
 
     def step(self) -> None:
-        """It keeps nothing."""
+        """Do nothing, as the loss has no state."""
 
 
 class MicroBatches(nn.Module):
@@ -84,7 +84,7 @@ class MicroBatches(nn.Module):
         return (self.tau * torch.logsumexp(logits, 1) - positive).mean()
 
     def step(self) -> None:
-        """It keeps nothing."""
+        """Do nothing, as the loss has no state."""
 
 
 class CrossBatchMemory(nn.Module):
