@@ -1,11 +1,11 @@
-"""Compile the kernels of compopt.tiles ahead of time, without a device, and read what became of them.
+"""Compile the kernels of compopt.tiles ahead of time, without a device, and report their resource usage.
 
     python -m benchmarks.compiled sm_90            # facts of every kernel for one target, as JSON; needs triton
     python -m benchmarks.compiled gfx942 --daily   # of the kernels that the tests ask for
 
-A kernel is compiled in each precision and in these variants: ``shared``: one temperature and no maximum; ``anchors``: a
-temperature of every anchor, with moments and counts; ``policy``: with thresholds, two strengths, three keys and groups
-too. Triton's interpreter must be off (TRITON_INTERPRET).
+Each kernel is compiled in every precision and in these variants: ``shared`` (one temperature, no maximum), ``anchors``
+(a temperature per anchor, with moments and counts) and ``policy`` (additionally thresholds, two strengths, three keys
+and groups). Triton's interpreter must be off (TRITON_INTERPRET).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "anchors": {},
     "policy": {"THRESHOLD": True, "SPARED": True, "HARD": True, "KEYS": 3, "WITHIN": True},
 }
-# Instructions of tensor cores (of matrix cores) of each target.
+# Tensor-core (AMD: matrix-core) instruction of each target.
 INSTRUCTIONS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "gfx942": "v_mfma"}
 NUMBERS = ("shared", "beta", "beta_further")
 
 
 def cases(target: str, daily: bool) -> Iterator[tuple[str, str, str]]:
-    """Kernel, precision and variant of everything that is compiled for a target."""
+    """Yield kernel, precision and variant of every compilation for a target."""
     for precision in PRECISIONS:
-        if precision == "tf32x3" and (daily or target == "gfx942"):  # which has no such product
+        if precision == "tf32x3" and (daily or target == "gfx942"):  # not supported by gfx942
             continue
         for kernel in KERNELS:
             for variant in VARIANTS:
@@ -64,7 +64,7 @@ def compile_one(kernel: str, precision: str, variant: str, target: str, tile: Ti
     constants = {**PLAIN, **VARIANTS[variant], "PRECISION": "ieee" if precision == "bf16" else precision}
     constants |= {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
     signature = {name: _type(name, precision, constants) for name in function.arg_names}
-    # as at run time, where P and Q may be any numbers
+    # the same alignment as at run time, where P and Q are arbitrary
     multiples = ("d", "out_stride")
     aligned = [n for n, (name, kind) in enumerate(signature.items()) if kind[0] == "*" or name in multiples]
     source = ASTSource(
@@ -97,7 +97,7 @@ def _type(name: str, precision: str, constants: dict[str, Any]) -> str:
 
 
 def _of_nvidia(made: Any, instruction: str) -> dict[str, int]:
-    """Registers and stack, which has spilled registers, as Triton's cuobjdump reads them from the machine code."""
+    """Return registers and stack (with spills) as reported by Triton's cuobjdump, and the instruction count in PTX."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -110,7 +110,7 @@ def _of_nvidia(made: Any, instruction: str) -> dict[str, int]:
 
 
 def _of_amd(made: Any, instruction: str) -> dict[str, int]:
-    """The same from the metadata of the assembly."""
+    """Return the same values, read from the metadata and the text of the assembly."""
     text = made.asm["amdgcn"]
     names = ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
     registers, stack, spills = (int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in names)

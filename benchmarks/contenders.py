@@ -1,4 +1,4 @@
-"""Contenders of the kernel: losses and bare products, each as one call on a batch of features."""
+"""Contenders of the kernel benchmark: losses and bare matrix products, each as one call on a batch of features."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compopt.kernel.features import NORM_MIN, with_gradients
 
 TAU = 0.07
 CHUNK = 512
-SAMPLES_PER_BATCH = 4  # data-set size n = 4 B: rows are revisited, and a batch is not the data set
+SAMPLES_PER_BATCH = 4  # data-set size n = 4 B: rows are revisited, and a batch is only a part of the data set
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # (z1 (B, d), z2 (B, d), index (B,)) -> loss
 Runner = Callable[[Tensor, Tensor, Tensor], None]
@@ -34,7 +34,7 @@ def loss_and_gradients(loss: LossFn) -> Runner:
 
 
 def estimator(make: Callable[..., compopt.ContrastiveEstimator], commit: bool = False, with_dim: bool = False):
-    """Builds a contender from an estimator; ``make`` builds that for n samples, or for features of a dimension."""
+    """Return the builder of a contender; ``make`` builds its estimator from the number of samples, or from ``d``."""
 
     def build(B: int, d: int) -> Runner:
         est = make(d if with_dim else SAMPLES_PER_BATCH * B)
@@ -52,7 +52,7 @@ def estimator(make: Callable[..., compopt.ContrastiveEstimator], commit: bool = 
 
 
 def products(preallocate: bool):
-    """The three products of every bimodal method; their values stand in for the coefficient matrix."""
+    """Return the builder of a bimodal method's three products; similarities replace the coefficient matrix."""
 
     def build(B: int, d: int) -> Runner:
         buffers = (torch.empty(B, B), torch.empty(B, d), torch.empty(B, d)) if preallocate else (None,) * 3
@@ -70,7 +70,7 @@ def products(preallocate: bool):
 
 
 def unimodal_products(B: int, d: int) -> Runner:
-    """Every view is anchor and candidate: `Z Z^T` and `(A + A^T) Z` of the 2B stacked features."""
+    """Build `Z Z^T` and `(A + A^T) Z` of the 2B stacked features, where every view is an anchor and a candidate."""
 
     def run(z1: Tensor, z2: Tensor, index: Tensor) -> None:
         with torch.no_grad():
@@ -87,7 +87,7 @@ def cross_entropy_both_ways(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
 
 
 def operations_alone(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
-    """InfoNCE with the operations of the library's kernel in a straight line: no checks, no options, no state."""
+    """Compute InfoNCE by the operations of the library's kernel, without checks, options or state."""
     features = torch.stack([z1, z2])
     with torch.no_grad():
         norm = torch.linalg.vector_norm(features, dim=-1, keepdim=True).clamp_(min=NORM_MIN)

@@ -5,10 +5,10 @@
     python -m benchmarks.faults --kills 20 --round 2 --output /tmp/faults.md    # a short look
 
 A small encoder, AdamW and an estimator train for some steps and save often. The process is killed with SIGKILL at a
-random moment, which often falls inside a save; a new process loads the newest complete checkpoint and goes on, until
-it is killed in turn or ends. Checked after every kill: there is a checkpoint unless none had been finished; it loads;
-model, optimizer and rows are bit for bit those that the undisturbed run had after so many steps. Checked after every
-end: the final state is bit for bit that of the undisturbed run. Any difference ends the program with an error.
+random moment, often during a save; a new process loads the newest complete checkpoint and continues until it is killed
+or finishes. After every kill, there must be a checkpoint unless none had been completed, it must load, and model,
+optimizer and rows must be bit for bit those of the undisturbed run after as many steps. The final state of every
+finished run must be bit for bit that of the undisturbed run. Any difference ends the program with an error.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from benchmarks.machine import free_port
 from benchmarks.report import RESULTS, append_run, environment, heading, read_runs, table
 
 DIM, BATCH = 8, 32
-BEGUN, INSIDE = 0, 1  # what a run tells of itself: bytes of shared memory
-TIMEOUT = 30.0  # of the process group: seconds after which a rank gives up another one
+BEGUN, INSIDE = 0, 1  # positions of the status bytes of a run in shared memory
+TIMEOUT = 30.0  # seconds: timeout of the process group
 
 ABOUT = """SIGKILL at a random moment of a training-and-saving loop. After every kill the newest complete checkpoint
 was loaded and compared, bit for bit, with the state that an undisturbed run had after so many steps; every
@@ -73,10 +73,10 @@ def ranks() -> int:
 
 
 class Training:
-    """Model, optimizer and estimator, and their common checkpoint.
+    """Model, optimizer and estimator with a common checkpoint.
 
-    The model's file is written, under the number of the step, before ``compopt.save``: the newest complete checkpoint
-    of the estimator then always has its model.
+    The model's file, named by the number of the step, is written before ``compopt.save``, so that the newest complete
+    checkpoint of the estimator always has a matching model.
     """
 
     def __init__(self, setting: Setting, directory: Path) -> None:
@@ -92,7 +92,7 @@ class Training:
         self.handle: Any = None
 
     def step(self, number: int) -> None:
-        """One update; its batch is a function of its number."""
+        """Make one update; its batch is a function of its number."""
         generator = torch.Generator().manual_seed(number)
         # half of the samples come from a small set, so that rows are visited again
         index = torch.cat([torch.randperm(50, generator=generator)[: BATCH // 2],
@@ -126,7 +126,7 @@ class Training:
 
     @property
     def saving(self) -> bool:
-        """A save goes on beside training."""
+        """Return whether a background save is in progress."""
         return self.handle is not None and not self.handle.done
 
     def load(self) -> None:
@@ -137,7 +137,7 @@ class Training:
         self.optimizer.load_state_dict(optimizer)
 
     def digest(self) -> str:
-        """A hash of all bits of the state."""
+        """Return a hash of the whole state."""
         total = hashlib.sha256()
         states = [*self.model.state_dict().values()]
         for moments in self.optimizer.state_dict()["state"].values():
@@ -149,7 +149,7 @@ class Training:
 
 
 def train(setting: Setting, directory: Path, flags: mmap.mmap | None = None) -> dict[int, str]:
-    """Run from the newest checkpoint, if there is one, to the end; the digests of its steps, if nobody kills it."""
+    """Train from the newest checkpoint, if any, to the end; return the final digest, without ``flags`` of all steps."""
     run = Training(setting, directory)
     if any((directory / "checkpoints").glob("*/manifest.json")):
         run.load()
@@ -183,7 +183,7 @@ class Outcome:
 
 
 def forked(function, *args) -> tuple[int, int]:
-    """Run a function in a child that ends without cleaning up; the child's id and the pipe that gets its answer."""
+    """Run a function in a child process that exits without cleanup; return its id and the pipe of its answer."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -199,19 +199,19 @@ def forked(function, *args) -> tuple[int, int]:
 
 
 class Ranks:
-    """Children that run one function together: ``function(*args)``, in a process group if there are several."""
+    """Child processes that all run ``function(*args)``, in a process group if there are several."""
 
     def __init__(self, count: int, function, *args) -> None:
         port = free_port()
         self.children = [forked(as_rank, number, count, port, function, *args) for number in range(count)]
 
     def kill(self, which: list[int]) -> None:
-        """By SIGKILL; those that have ended already are zombies, which do not mind."""
+        """Send SIGKILL to some children; it has no effect on children that have ended already (zombies)."""
         for number in which:
             os.kill(self.children[number][0], signal.SIGKILL)
 
     def answers(self) -> list[str | None]:
-        """Answers at their end; ``None``: killed. The others of a killed one fail: ``""``."""
+        """Wait for all children and return their answers: ``None`` if killed, ``""`` if failed after another's kill."""
         said = []
         for pid, reading in self.children:
             with os.fdopen(reading) as pipe:
@@ -224,7 +224,7 @@ class Ranks:
 
 
 def await_end(pid: int) -> int:
-    """The status of a child; one that another rank's end leaves waiting is an error."""
+    """Wait for a child and return its status; raise if it still waits long after another rank has ended."""
     end = time.monotonic() + TIMEOUT + 60
     while time.monotonic() < end:
         found, status = os.waitpid(pid, os.WNOHANG)
@@ -237,10 +237,10 @@ def await_end(pid: int) -> int:
 
 
 def as_rank(number: int, count: int, port: int, function, *args) -> str:
-    """One of them."""
+    """Run a function as one of the ranks."""
     torch.set_num_threads(1)
     if count > 1:
-        if number:  # the errors of the other ranks are wanted, and many
+        if number:  # hide the errors of the other ranks, which are expected
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         dist.init_process_group(
             "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=count,
@@ -250,25 +250,25 @@ def as_rank(number: int, count: int, port: int, function, *args) -> str:
 
 
 def to_the_end(setting: Setting, directory: Path, flags: mmap.mmap) -> str:
-    """Train to the end, in a child; the final digest."""
+    """Train to the end and return the final digest; runs in a child."""
     return train(setting, directory, flags)[setting.steps]
 
 
 def recovered(setting: Setting, directory: Path) -> str:
-    """Load the newest checkpoint, in a child; its step and its digest."""
+    """Load the newest checkpoint and return its step and its digest; runs in a child."""
     run = Training(setting, directory)
     run.load()
     return f"{run.est.t} {run.digest()}"
 
 
 def reference(setting: Setting, directory: Path) -> str:
-    """Train undisturbed, in a child; the digests of all steps."""
+    """Train without a kill and return the digests of all steps; runs in a child."""
     return " ".join(f"{t}:{digest}" for t, digest in train(setting, directory).items())
 
 
 @functools.cache
 def undisturbed(setting: Setting, directory: Path) -> tuple[dict[int, str], float]:
-    """The digest of every step, and the seconds that all of them take a run that makes no digests."""
+    """Return the digest of every step, and the duration in seconds of a run that computes only the final digest."""
     said = Ranks(setting.ranks, reference, setting, fresh(directory)).answers()[0]
     flags = mmap.mmap(-1, 16)
     ranks = Ranks(setting.ranks, to_the_end, setting, fresh(directory), flags)
@@ -279,9 +279,9 @@ def undisturbed(setting: Setting, directory: Path) -> tuple[dict[int, str], floa
 
 
 def torture(setting: Setting, kills: int, seed: int, root: Path, say=lambda outcome: None) -> Outcome:
-    """Kill and recover until there were so many kills and the last run has ended.
+    """Kill and recover runs until there were ``kills`` kills and the last run has finished.
 
-    Of several ranks one is killed, or, every other time, all of them at once.
+    With several ranks, either a random one or all of them at once are killed, with equal probability.
     """
     generator, outcome = random.Random(seed), Outcome()
     expected, duration = undisturbed(setting, root / "reference")
@@ -290,7 +290,7 @@ def torture(setting: Setting, kills: int, seed: int, root: Path, say=lambda outc
         while alive:
             flags = mmap.mmap(-1, 16)
             ranks = Ranks(setting.ranks, to_the_end, setting, directory, flags)
-            if generator.random() < 0.8:  # else also while it is built or loads
+            if generator.random() < 0.8:  # otherwise the kill may also come during construction or loading
                 await_flag(flags, BEGUN)
             time.sleep(generator.uniform(0.0, duration))
             everyone = list(range(setting.ranks))
@@ -310,7 +310,7 @@ def torture(setting: Setting, kills: int, seed: int, root: Path, say=lambda outc
 
 
 def await_flag(flags: mmap.mmap, which: int) -> None:
-    """Until a child has said so, but not for ever."""
+    """Wait until a child has set the flag, at most for the timeout."""
     end = time.monotonic() + TIMEOUT
     while not flags[which] and time.monotonic() < end:
         time.sleep(0.002)
@@ -320,7 +320,7 @@ def check_recovery(setting: Setting, directory: Path, expected: dict[int, str], 
     """Check, after a kill, that the newest checkpoint loads, on one rank, and holds a state of the undisturbed run."""
     if not any((directory / "checkpoints").glob("*/manifest.json")):
         outcome.before_first += 1
-        shutil.rmtree(directory / "rows", ignore_errors=True)  # as the error of a left table file says
+        shutil.rmtree(directory / "rows", ignore_errors=True)  # as the error about a leftover table file advises
         return
     alone = dataclasses.replace(setting, ranks=1, offload=None)
     said = Ranks(1, recovered, alone, directory).answers()[0]
@@ -331,7 +331,7 @@ def check_recovery(setting: Setting, directory: Path, expected: dict[int, str], 
 
 
 def fresh(directory: Path) -> Path:
-    """Make an empty directory; what was there goes."""
+    """Create an empty directory; its previous content is removed."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     return directory
@@ -341,20 +341,20 @@ def fresh(directory: Path) -> Path:
 
 
 def settings() -> list[Setting]:
-    """Placements of one rank and shards of two, each saved between two steps and beside them."""
+    """Return placements on one rank and shards on two, each with blocking and with background saves."""
     places = [{"offload": None}, {"offload": "cpu"}, {"offload": "disk"}]
     places += [{"offload": place, "ranks": 2, "shard": True} for place in (None, "disk")]
     return [Setting(n=100_000, blocking=blocking, **place) for place in places for blocking in (True, False)]
 
 
 def rounds(path: Path, setting: Setting) -> list[dict]:
-    """The rounds of a setting that the file of runs has."""
+    """Return the rounds of a setting that the file of runs contains."""
     wanted = dataclasses.asdict(setting).items()
     return [run for run in read_runs(path) if wanted <= run["setting"].items()]
 
 
 def carry_out(path: Path, kills: int, per_round: int, minutes: float, seed: int, root: Path) -> None:
-    """Add rounds, a setting at a time, until there were so many kills in all or the time is over."""
+    """Add rounds of the settings in turn, until the total number of kills or the time limit is reached."""
     end, every = time.monotonic() + 60 * minutes, settings()
     for number in itertools.count():
         for setting in every:
@@ -391,7 +391,7 @@ def report(env: dict, path: Path, page: Path) -> None:
 
 
 def main() -> None:
-    """Kill and recover runs with every placement; go on from the file of runs."""
+    """Kill and recover runs with every placement; continue from the file of runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=1000, help="in all, those of earlier calls included")
     parser.add_argument("--round", type=int, default=10, help="kills of one setting before the next one's turn")

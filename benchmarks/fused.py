@@ -1,4 +1,4 @@
-"""Report on the fused kernel without a GPU: its machine code, its errors, and the time that a model expects.
+"""Report on the fused kernel without a GPU: its machine code, its errors, and the times that a model predicts.
 
     python -m benchmarks.fused            # writes benchmarks/results/fused.md and fused.json; in the environment of
                                           # make test-triton: .venv-triton/bin/python -m benchmarks.fused
@@ -31,8 +31,8 @@ from compopt import functional as F
 
 B, D = 128, 128
 TAUS = (0.07, 0.02, 0.01, 0.005)
-# TFLOP/s of dense products, 10^12 exponentials/s, TB/s of memory: data sheets; exponentials are 16 per clock and
-# multiprocessor (FlashAttention-3 has the same 3.9 for H100 SXM).
+# TFLOP/s of dense products, 10^12 exponentials/s and TB/s of memory, from data sheets; there are 16 exponentials per
+# clock and multiprocessor (FlashAttention-3 gives the same 3.9 for H100 SXM).
 DEVICES = {
     "H100 SXM": {"bf16": 989.0, "tf32": 495.0, "exp": 3.9, "memory": 3.35},
     "A100 SXM": {"bf16": 312.0, "tf32": 156.0, "exp": 2.4, "memory": 2.0},
@@ -59,13 +59,13 @@ S, S again, A Y and A^T X. One exponential per pair and pass with one temperatur
 
 
 def to_tf32(z: Tensor) -> Tensor:
-    """Round float32 to 10 bits of mantissa, to the nearest, ties to even."""
+    """Round float32 to 10 bits of mantissa, to nearest, ties to even."""
     words = z.contiguous().view(torch.int32)
     return ((words + 0xFFF + ((words >> 13) & 1)) & ~0x1FFF).view(torch.float32)
 
 
 def features() -> tuple[Tensor, Tensor]:
-    """Unit features in float64."""
+    """Return unit features in float64."""
     generator = torch.Generator().manual_seed(0)
     z1, noise = torch.randn(2, B, D, generator=generator, dtype=torch.float64)
     return normalize(z1, dim=1), normalize(z1 + noise, dim=1)
@@ -98,7 +98,7 @@ def errors() -> list[dict[str, Any]]:
 
 
 def compiled() -> list[dict[str, Any]]:
-    """Compile for one target after the other, in processes whose interpreter is off."""
+    """Compile for every target, each in a process with Triton's interpreter off."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = []
     for target in TARGETS:
@@ -113,7 +113,7 @@ def compiled() -> list[dict[str, Any]]:
 
 
 def model(device: str, precision: str, size: int, d: int, exponentials: int) -> dict[str, Any]:
-    """Seconds of a loss with gradients, see :data:`MODEL`; traffic is one write and two reads of the coefficients."""
+    """Predict the seconds of a loss with gradients, see :data:`MODEL`; coefficients are written once and read twice."""
     rates, pairs = DEVICES[device], size * size
     product = 2 * pairs * d / (rates[precision] * 1e12)
     exps = exponentials * pairs / (rates["exp"] * 1e12)

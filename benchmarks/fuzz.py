@@ -1,18 +1,18 @@
-"""Random damage to checkpoints and random calls: everything wrong must be noticed.
+"""Fuzz tests: random damage to checkpoints and random calls of estimators.
 
     python -m benchmarks.fuzz damage --seed 0 --flips 10000 --others 1000
     python -m benchmarks.fuzz calls --seed 0 --count 100000
 
-``damage``: a bit of a checkpoint flips, a file is cut, lengthened, blanked, removed, exchanged with another or with one
-of another save. Each trial loads the checkpoint: that must raise, name a damaged file, and leave every bit of the
-estimator's state.
+``damage``: one bit of a checkpoint is flipped, or a file is truncated, lengthened, partly zeroed, removed, exchanged
+with another file, or replaced by a file of the previous save. Each trial loads the checkpoint: loading must raise an
+error that names a damaged file, and must leave every bit of the estimator's state unchanged.
 
-``calls``: random calls of every estimator, most with a few changes, between commits and edits. Each must be refused by
-the library with an error that its contract names, with every bit of the state kept, or agree with the float64 twin of
-``tests/reference``; a feature that is no number makes the loss NaN and keeps the rows that it reaches. ``--trial K``
-repeats one.
+``calls``: random calls of every estimator, most with a few changes, between commits and edits. The library must either
+refuse a call with a documented error and leave every bit of the state unchanged, or agree with the float64 reference
+of ``tests/reference``; a feature that is not finite must make the loss NaN and keep the rows that it affects.
+``--trial K`` repeats one trial.
 
-Anything else ends the program with an error, after the page is written.
+Any other outcome ends the program with an error, after the page is written.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ KEYS = ("seed", "seconds", "commit", "date")
 
 
 def page(title: str, about: str, head: list[str], body: list[list[Any]], labels: int) -> str:
-    """A section with a table whose last line adds up the columns after the first ``labels``."""
+    """Return a section with a table whose last line has the totals of the columns after the first ``labels``."""
     totals = [sum(line[i] for line in body) for i in range(labels, len(head))]
     lines = [*body, ["all", *[""] * (labels - 1), *totals]]
     cells = [[f"{cell:,}" if isinstance(cell, int) else cell for cell in line] for line in lines]
@@ -82,20 +82,20 @@ def calls_page(results: dict[str, Any]) -> str:
 
 
 def failures(results: dict[str, Any]) -> int:
-    """Count the trials of damage that went wrong."""
+    """Return the number of damage trials that failed."""
     counts = [count for by_file in results["counts"].values() for count in by_file.values()]
     return sum(count.get(wrong, 0) for count in counts for wrong in fuzz_damage.WRONG)
 
 
 def run_damage(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Damage checkpoints; results, and how many trials went wrong."""
+    """Damage checkpoints and return the results and the number of failed trials."""
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         results = fuzz_damage.damage(Path(folder), args.seed, args.flips, args.others)
     return results, failures(results)
 
 
 def run_calls(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Call estimators at random; results, and how many trials went wrong."""
+    """Call estimators at random and return the results and the number of failed trials."""
     results = fuzz_calls.calls(args.seed, args.count, args.trial, args.seconds)
     for number, kind, wrong, text in results["findings"]:
         print(f"{kind}: {wrong}: {text}\npython -m benchmarks.fuzz calls --seed {args.seed} --trial {number}\n")
@@ -107,7 +107,7 @@ PAGES = {"damage": damage_page, "calls": calls_page}
 
 
 def write(kind: str, results: dict[str, Any], env: dict[str, Any]) -> None:
-    """Write the section of this kind; that of the other kind stays as it was printed."""
+    """Write the section of this kind and keep that of the other kind."""
     path = report.RESULTS / "fuzz.json"
     known = json.loads(path.read_text())["results"] if path.exists() else {}
     page = path.with_suffix(".md")

@@ -1,8 +1,8 @@
-"""Random calls, commits and edits of every estimator, beside its float64 twin of ``tests/reference``.
+"""Random calls, commits and edits of every estimator, compared with its float64 reference in ``tests/reference``.
 
-A trial makes an estimator and a few calls. A call begins as a right one (:class:`Given`); functions change it and
-return the outcome that is expected (``AGREE`` with the twin, ``REFUSE``, a loss of ``NAN``, or ``EITHER``). A
-:class:`Trial` carries it out and raises :class:`Wrong` at the first difference.
+A trial creates an estimator and its reference (the twin) and makes a few calls. A call is valid at first
+(:class:`Given`); functions modify it and return the expected outcome (``AGREE`` with the twin, ``REFUSE``, a loss of
+``NAN``, or ``EITHER``). A :class:`Trial` carries out the calls and raises :class:`Wrong` at the first difference.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ CONTEXTS = ("eval", "no_grad", "inference", "autocast", "errors", "gradients")  
 OUTCOMES = ("calls", "refused", "agreed", "nan", "uncompared")
 LIBRARY = str(Path(compopt.__file__).parent)
 CLEAR = (ValueError, TypeError, IndexError, RuntimeError)
-# How far a result may be from the twin's, relative to the largest entry, by the dtype of the features.
+# Tolerance of a result relative to the largest entry of the twin's, by the dtype of the features.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 1e-3}
-ROUNDING = {torch.float64: 0.0, torch.float32: 0.0, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of gradients
+ROUNDING = {torch.float64: 0.0, torch.float32: 0.0, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # for gradients
 
 
 class Wrong(Exception):
@@ -48,7 +48,7 @@ class Wrong(Exception):
 
 
 class HookError(Exception):
-    """Error of a function of the caller; it must come through as it is."""
+    """Error raised by a function of the caller, which must propagate unchanged."""
 
 
 def raising(*args: Any) -> None:
@@ -60,18 +60,18 @@ def raising(*args: Any) -> None:
 
 @dataclass
 class Given:
-    """One call: its arguments, and what is known of the estimator.
+    """Arguments of one call, and properties of its estimator.
 
     Attributes:
-        rng: where changes draw from.
-        args: by name, as they are handed over.
-        n: rows, or ``None``.
-        bimodal: both modalities have names of their own.
-        directions: how many have anchors.
-        learns: the temperature is the estimator's own matter.
-        network: the features' dimension is fixed.
-        encodes: chains may ask for features.
-        closed: no candidates beside the batch's.
+        rng: random generator of the changes.
+        args: arguments by name.
+        n: number of rows, or ``None``.
+        bimodal: whether the two modalities may have separate indices.
+        directions: number of directions with anchors.
+        learns: whether the estimator learns its temperatures itself.
+        network: whether the estimator has a network, which fixes the dimension of the features.
+        encodes: whether Markov chains may request features through ``encode``.
+        closed: whether candidates beyond those of the batch are refused.
         context: ``"train"`` or one of ``CONTEXTS``; in ``"errors"`` warnings are errors, ``"gradients"`` calls
             ``feature_gradients``.
         table: features of all samples, for ``encode``.
@@ -96,7 +96,7 @@ class Given:
         return self.rng.choice(["z1", "z2"])
 
     def both(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Change both features, and what must be like them."""
+        """Apply a change to both features and to ``extra``, which must match them."""
         for name in ("z1", "z2", "extra"):
             if name in self.args:
                 self.args[name] = change(self.args[name])
@@ -106,19 +106,19 @@ class Given:
         return torch.tensor([self.rng.randrange(high) for _ in many], dtype=torch.int64)
 
     def replace(self, name: str, position: int, value: Any) -> None:
-        """Put another value in one place."""
+        """Replace the value at one position of an argument."""
         changed = self.args[name].clone()
         changed[divmod(position, changed.shape[1]) if changed.dim() == 2 else position] = value
         self.args[name] = changed
 
     def generator(self) -> torch.Generator:
-        """Draws of torch that follow the trial's."""
+        """Return a torch generator that is seeded by the trial's generator."""
         return torch.Generator().manual_seed(self.rng.randrange(1 << 30))
 
 
 Change = Callable[[Given], "str | None"]  # None: it does not apply
-TAKEN: list[Change] = []  # changes that an estimator takes
-SPOILED: list[Change] = []  # changes that it must refuse, or answer with NaN
+TAKEN: list[Change] = []  # changes that an estimator accepts
+SPOILED: list[Change] = []  # changes that it must refuse, or for which the loss must be NaN
 
 
 def taken(change: Change) -> Change:
@@ -133,7 +133,7 @@ def spoiled(change: Change) -> Change:
 
 @taken
 def other_memory(given: Given) -> str:
-    """The same features in another layout: transposed, every second column of a wider tensor, a negated view."""
+    """Store the same features in another layout: transposed, every second column of a wider tensor, a negated view."""
     layouts = (
         lambda z: z.t().contiguous().t(),
         lambda z: z.repeat_interleave(2, dim=1)[:, ::2],
@@ -145,9 +145,9 @@ def other_memory(given: Given) -> str:
 
 @taken
 def shared_memory(given: Given) -> str | None:
-    """One row for all samples of one side, with a stride of 0; or both sides in the same memory."""
+    """Expand one row to all samples of one side, with a stride of 0, or pass the same tensor for both sides."""
     if given.network:
-        return None  # gradients of its prototypes are rounding alone, and AdaGrad makes steps of them
+        return None  # the gradients of its prototypes are rounding errors, which AdaGrad scales to full steps
     name = given.side()
     if given.rng.random() < 0.5:
         given.args[name] = given.args[name][:1].expand(given.size(), -1)
@@ -165,7 +165,7 @@ def scaled(given: Given) -> str:
 
 @taken
 def other_index(given: Given) -> str:
-    """The same index in another dtype, or with a stride."""
+    """Pass the same index in a random integer dtype and with a stride of 3."""
     dtype = given.rng.choice([torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
     given.args["index"] = given.args["index"].to(dtype).repeat_interleave(3)[::3]
     return AGREE
@@ -173,7 +173,7 @@ def other_index(given: Given) -> str:
 
 @taken
 def repeated(given: Given) -> str | None:
-    """A sample that is in the batch twice."""
+    """Put one sample into the batch twice."""
     if given.size() < 3 or len(set(given.args["index"].tolist())) < 3:
         return None
     given.replace("index", 0, given.args["index"][1])
@@ -190,7 +190,7 @@ def second_index(given: Given) -> str | None:
 
 @taken
 def labels(given: Given) -> str:
-    """Two samples of one class."""
+    """Pass labels; two samples share a class if the batch has more than two."""
     names = list(range(given.size()))
     names[0] = names[-1] if given.size() > 2 else names[0]
     given.args[given.rng.choice(["labels", "group"])] = torch.tensor(names) - given.rng.randrange(3)
@@ -199,7 +199,7 @@ def labels(given: Given) -> str:
 
 @taken
 def extra(given: Given) -> str:
-    """Further candidates, perhaps none, perhaps with positions."""
+    """Pass up to three extra candidates, sometimes with positions."""
     z, count = given.args["z1"], given.rng.randrange(4)
     given.args["extra"] = torch.randn(count, z.shape[1], generator=given.generator(), dtype=torch.float64).to(z.dtype)
     if given.rng.random() < 0.5 and given.args["index"] is not None:
@@ -209,7 +209,7 @@ def extra(given: Given) -> str:
 
 @taken
 def tau(given: Given) -> str:
-    """A temperature of every shape."""
+    """Pass temperatures of a random shape."""
     shape = given.rng.choice([None, (), (given.size(),), (given.size(), 1), (given.size(), given.directions)])
     value: Any = given.rng.uniform(0.1, 0.6)
     if shape is not None:
@@ -221,7 +221,7 @@ def tau(given: Given) -> str:
 
 @taken
 def encode(given: Given) -> str:
-    """Features of samples outside the batch."""
+    """Pass a function that returns features of samples outside the batch."""
     if not given.encodes or "index2" in given.args:
         given.args["encode"] = lambda positions: None
         return REFUSE
@@ -237,12 +237,12 @@ def encode(given: Given) -> str:
 
 @taken
 def elsewhere(given: Given) -> str:
-    """Another mode of the estimator or of torch."""
+    """Make the call in another mode of the estimator or of torch."""
     given.context = given.rng.choice(CONTEXTS)
     return AGREE
 
 
-# What is no matrix of features; the first 14 fail on both sides too.
+# Changes that make features invalid; the first 15 must also be refused when made on both sides.
 NOT_FEATURES: tuple[Callable[[Tensor], Any], ...] = (
     *(lambda z: z.long(), lambda z: z > 0, lambda z: z.to(torch.complex64), lambda z: z.to(torch.float8_e5m2)),
     *(lambda z: z.tolist(), lambda z: z.detach().double().resolve_neg().numpy(), lambda z: None, lambda z: 1.0),
@@ -267,12 +267,12 @@ NOT_TAU: tuple[Callable[[int], Any], ...] = (
 )
 BAD_VALUES = (float("nan"), float("inf"), float("-inf"))
 FAR = (-1, -(1 << 63), (1 << 63) - 1, 1 << 31, 1 << 32)
-TINY = 5  # values that any integer type holds
+TINY = 5  # smaller values fit into every integer dtype
 
 
 @spoiled
 def bad_features(given: Given) -> str:
-    """One side is no matrix of features like the other."""
+    """Replace one side by a value that is not a matrix of features that matches the other side."""
     name = given.side()
     given.args[name] = given.rng.choice(NOT_FEATURES)(given.args[name])
     return REFUSE
@@ -280,7 +280,7 @@ def bad_features(given: Given) -> str:
 
 @spoiled
 def bad_both(given: Given) -> str:
-    """Neither side is a matrix of features of two samples."""
+    """Replace both sides by values that are not matrices of features of at least two samples."""
     change, before = given.rng.choice([*NOT_FEATURES[:15], lambda z: z[:0], lambda z: z[:1]]), given.size()
     for name in ("z1", "z2"):
         given.args[name] = change(given.args[name])
@@ -292,7 +292,7 @@ def bad_both(given: Given) -> str:
 
 @spoiled
 def bad_dimension(given: Given) -> str | None:
-    """Features of another dimension than the network's."""
+    """Pass features whose dimension differs from that of the network."""
     if not given.network:
         return None
     given.both(lambda z: z.repeat(1, 2))
@@ -302,15 +302,15 @@ def bad_dimension(given: Given) -> str | None:
 @spoiled
 def no_index(given: Given) -> str | None:
     if given.network and given.n is None:
-        return None  # names of its own in every call: the memory tells them apart
+        return None  # a memory distinguishes the internal numbers of samples without an index
     given.args["index"] = None
-    told = "extra_index" not in given.args or "index2" in given.args  # whose positions those of extra are
+    told = "extra_index" not in given.args or "index2" in given.args  # extra_index has positions of the second modality
     return AGREE if given.n is None and told else REFUSE
 
 
 @spoiled
 def out_of_range(given: Given) -> str | None:
-    """A position of no sample."""
+    """Pass a position that is out of range."""
     if given.n is None or given.args["index"] is None:
         return None
     name = given.rng.choice([name for name in ("index", "index2") if name in given.args])
@@ -321,7 +321,7 @@ def out_of_range(given: Given) -> str | None:
 
 @spoiled
 def extra_out_of_range(given: Given) -> str | None:
-    """A candidate at a position of no sample."""
+    """Pass an extra candidate whose position is out of range."""
     if given.n is None or given.encodes or "index2" in given.args:
         return None
     given.args["extra"] = torch.ones(2, given.args["z1"].shape[1], dtype=given.args["z1"].dtype)
@@ -331,7 +331,7 @@ def extra_out_of_range(given: Given) -> str | None:
 
 @spoiled
 def bad_positions(given: Given) -> str | None:
-    """Something else where positions or labels belong."""
+    """Replace positions or labels by a value of an invalid type or shape."""
     name = given.rng.choice(["index", "index", "index2", "labels", "group"])
     if name == "index2" and not given.bimodal:
         return None
@@ -342,7 +342,7 @@ def bad_positions(given: Given) -> str | None:
 
 @spoiled
 def bad_extra(given: Given) -> str:
-    """Further candidates that are none, or positions of nothing."""
+    """Pass invalid extra candidates, or positions of extra candidates that are invalid or missing."""
     z = given.args["z1"]
     given.args["extra"] = given.rng.choice([*NOT_FEATURES[:6], *NOT_FEATURES[7:15], *NOT_FEATURES[17:]])(z)
     if given.rng.random() < 0.3:
@@ -366,7 +366,7 @@ def extreme_tau(given: Given) -> str:
 
 @spoiled
 def one_sample(given: Given) -> str | None:
-    """The same sample, or class, all over the batch."""
+    """Give all samples of the batch the same index or the same class."""
     name = given.rng.choice(["index", "labels"])
     if name == "labels" and "group" in given.args:
         return None
@@ -376,7 +376,7 @@ def one_sample(given: Given) -> str | None:
 
 @spoiled
 def two_names(given: Given) -> str:
-    """Labels by both of their names, or a second index where there is no second modality."""
+    """Pass labels under both of their names, or a second index if there is no second modality."""
     if not given.bimodal and given.rng.random() < 0.5:
         given.args["index2"] = given.integers(TINY)
     else:
@@ -386,7 +386,7 @@ def two_names(given: Given) -> str:
 
 @spoiled
 def bad_encode(given: Given) -> str:
-    """A function that raises, or returns something else; chains may never ask."""
+    """Pass an ``encode`` that is invalid, raises, or returns invalid values; the chains may never call it."""
     z = given.args["z1"]
     d = z.shape[1]
     wrong = [
@@ -402,7 +402,7 @@ def bad_encode(given: Given) -> str:
 
 @spoiled
 def not_finite(given: Given) -> str | None:
-    """A value that is no number, or a finite row whose norm is not."""
+    """Set one value to NaN or infinity, or to a finite value for which the norm of the row overflows."""
     if given.rng.random() < 0.5:
         name = given.rng.choice([name for name in ("z1", "z2", "extra") if len(given.args.get(name, ()))])
         value = given.rng.choice(BAD_VALUES)
@@ -417,7 +417,7 @@ def not_finite(given: Given) -> str | None:
 
 @spoiled
 def without_direction(given: Given) -> str:
-    """A row of zeros or of almost nothing, or a tensor that autograd may not save."""
+    """Scale a row to zero or almost zero, or pass an inference tensor, which autograd cannot save."""
     name, row = given.side(), given.rng.randrange(given.size())
     if given.rng.random() < 0.5:
         with torch.inference_mode():
@@ -428,7 +428,7 @@ def without_direction(given: Given) -> str:
     return EITHER
 
 
-# hyper-parameters that are none, and that are beyond all reason
+# invalid values and extreme values of hyper-parameters
 REFUSED_VALUES = (
     *(float("nan"), "x", b"x", {}, object(), 1j, [1.0, 2.0, 3.0], lambda: 0, np.ones(3), torch.ones(3)),
     *(torch.tensor(float("nan")), torch.ones((), device="meta"), torch.ones(1, 1)),
@@ -441,13 +441,13 @@ EXTREME_VALUES = (float("inf"), float("-inf"), -1, 0, 1e300, -1e300, 1 << 70, No
 
 @functools.cache
 def raises(path: str) -> list[tuple[int, int]]:
-    """Lines of a file that are part of a ``raise``."""
+    """Return the line ranges of all ``raise`` statements of a file."""
     nodes = ast.walk(ast.parse(Path(path).read_text()))
     return [(node.lineno, node.end_lineno or node.lineno) for node in nodes if isinstance(node, ast.Raise)]
 
 
 def is_clear(error: BaseException) -> bool:
-    """Return whether the library itself raised it, by a ``raise`` of its own, as an error that its contract names."""
+    """Return whether a ``raise`` statement of the library raised the error, with a documented type and a message."""
     if isinstance(error, Warning):  # where warnings are errors
         return True
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -456,21 +456,21 @@ def is_clear(error: BaseException) -> bool:
 
 
 def fingerprint(est: compopt.ContrastiveEstimator) -> tuple[str, int, str]:
-    """Every bit of the state, committed and pending."""
+    """Return a digest of the state, the number of pending calls, and a digest of the state after a commit."""
     later = copy.deepcopy(est)
     later.step()
     return digest(est), est.pending, digest(later)
 
 
 def leaf(value: Any) -> Any:
-    """A leaf of autograd's graph with the strides that the tensor had; anything else as it is."""
+    """Return a floating-point tensor as a leaf of autograd's graph with the same strides; other values unchanged."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta or value.is_inference():
         return value
     return value.detach().requires_grad_()
 
 
 class CallTau(FixedReference):
-    """The temperatures of one call, in the order in which the twin asks for them: by direction, then by sample."""
+    """Temperatures of one call, in the order in which the twin reads them: by direction, then by sample."""
 
     def __init__(self, tau: float | Tensor, batch: int, directions: int) -> None:
         spread = torch.as_tensor(tau, dtype=torch.float64).detach()
@@ -485,8 +485,8 @@ class Trial:
     """One estimator with its twin, and a few random calls, commits and edits.
 
     Args:
-        seed, number: what is drawn.
-        counts: of the calls by their last change and what became of them; it is added to.
+        seed, number: seed of all random draws.
+        counts: numbers of calls by their last change and their outcome, updated in place.
     """
 
     def __init__(self, seed: int, number: int, counts: dict[str, Counter[str]]) -> None:
@@ -503,13 +503,13 @@ class Trial:
         if self.est.n is None:
             self.ref.groups[0]["n"] = 1 << 63
         self.draws = torch.Generator().manual_seed(rng.randrange(1 << 30))
-        # What draws or trains amplifies rounding: in lower precision it has no twin.
+        # Sampling and training amplify rounding errors: they are not compared in lower precision.
         self.slack = 100.0 if self.info.network else 1.0
         self.compared = exact or not (self.info.draws or self.info.network)
         self.names: list[str] = []  # changes of the last call
 
     def run(self) -> None:
-        """Carry out a few actions, and compare the rows at the end."""
+        """Carry out a few actions and compare the rows at the end."""
         actions = {self.call: 20, self.commit: 3, self.discard: 1, self.edit: 1, self.spoil_groups: 2}
         actions |= {self.hook: 1, self.append: 1}
         for _ in range(self.rng.randint(1, 4)):
@@ -521,7 +521,7 @@ class Trial:
     def count(self, kind: str, outcome: str) -> None:
         self.counts.setdefault(kind, Counter()).update(["calls", outcome])
 
-    # what is done
+    # actions
 
     def commit(self) -> None:
         self.est.step()
@@ -533,7 +533,7 @@ class Trial:
         self.ref.discard()
 
     def edit(self) -> None:
-        """Another hyper-parameter, within reason."""
+        """Change hyper-parameters to other valid values."""
         groups = self.est.sample_groups
         position = self.rng.randrange(len(groups))
         for key, value in (("gamma", 0.5), ("tau", 0.3), ("rho", 0.2), ("max_grad", 1.0)):
@@ -541,7 +541,7 @@ class Trial:
                 groups[position][key] = self.ref.groups[position][key] = value
 
     def append(self) -> None:
-        """Another data set."""
+        """Add a sample group, often of an invalid size."""
         before, count = fingerprint(self.est), self.rng.choice([3, 0, -1, 1.5, "3", None, True])
         error = self.attempt("add_sample_group", lambda: self.est.add_sample_group({"n": count}))
         legal = count == 3 and self.est.n is not None and error is None
@@ -551,7 +551,7 @@ class Trial:
             self.n += count
 
     def hook(self) -> None:
-        """A hook of the caller that fails before or after a commit."""
+        """Register a hook that raises before or after a commit."""
         before, pending, early = fingerprint(self.est), self.est.pending, self.rng.random() < 0.5
         register = self.est.register_step_pre_hook if early else self.est.register_step_post_hook
         handle = register(raising)
@@ -570,7 +570,7 @@ class Trial:
             self.compare_rows("hook")
 
     def spoil_groups(self) -> None:
-        """A hyper-parameter that is none: the next call must refuse it, and forget it when it is mended."""
+        """Set an invalid or extreme hyper-parameter; a refused call must not change the state; restore the value."""
         group = self.rng.choice(self.est.sample_groups)
         given, kept = self.given(), dict(group)
         if not kept:
@@ -578,7 +578,7 @@ class Trial:
         before, key = fingerprint(self.est), self.rng.choice(sorted(kept))
         value = self.rng.choice([*REFUSED_VALUES, *EXTREME_VALUES])
         if isinstance(kept[key], int) and isinstance(value, int) and value > 9:
-            return  # a number of updates that would never end
+            return  # so many updates would take too long
         group[key] = value
         expected = REFUSE if any(value is one for one in REFUSED_VALUES) else EITHER
         if (shape := self.rng.random()) < 0.2:
@@ -589,7 +589,7 @@ class Trial:
                 group.update({key: kept[key], "unknown": 1})
         what = f"sample_groups {key}={value!r:.40}"
         error = self.attempt(what, lambda: self.est(**given.args))
-        if error is None and expected is EITHER:  # a value that it takes: nothing to compare with
+        if error is None and expected is EITHER:  # an accepted value: nothing to compare with
             self.end("sample_groups")
             return
         group.clear()
@@ -597,7 +597,7 @@ class Trial:
         self.judge_refusal("sample_groups", error, before, expected, what)
 
     def given(self) -> Given:
-        """A call that is right."""
+        """Return a valid call."""
         batch = self.rng.randint(2, 4)
         z1, z2 = features(batch, database.DIM, self.rng.randrange(1 << 30), dtype=self.dtype)
         index = torch.randperm(self.n, generator=self.draws)[:batch]
@@ -607,7 +607,7 @@ class Trial:
         return Given(self.rng, {"z1": z1, "z2": z2, "index": index}, *known)
 
     def call(self) -> None:
-        """A call with some changes, judged by what must come of them."""
+        """Make a call with some changes and check its outcome."""
         given, self.names, expected = self.given(), ["unchanged"], AGREE
         changes = self.rng.sample(TAKEN, self.rng.choices([0, 1, 2, 3], [1, 3, 3, 2])[0])
         if self.rng.random() < 0.45:
@@ -640,7 +640,7 @@ class Trial:
             self.judge_numbers(kind, given, leaves, found[0], depositing)
 
     def enter(self, given: Given, leaves: dict[str, Any]) -> Tensor:
-        """Call in the mode that is asked for, and go backward."""
+        """Call the estimator in the given context and run the backward pass."""
         modes = {
             "no_grad": torch.no_grad,
             "inference": torch.inference_mode,
@@ -663,13 +663,13 @@ class Trial:
                 return loss
             loss = self.est(**{**given.args, **leaves})
         if loss.requires_grad:
-            if self.info.tau_leaf is not None:  # a temperature that somebody else learns
+            if self.info.tau_leaf is not None:  # a temperature that the user's optimizer learns
                 self.info.tau_leaf(self.est).grad = None
             loss.backward()
         return loss.detach()
 
     def attempt(self, kind: str, action: Callable[[], object]) -> Exception | None:
-        """Carry it out, and return its error; one that is not clear is a finding."""
+        """Run an action and return its error, if any; raise :class:`Wrong` if the error is not clear."""
         try:
             action()
         except HookError as error:
@@ -684,17 +684,17 @@ class Trial:
         return None
 
     def end(self, kind: str) -> None:
-        """No twin can tell what follows: the state must be writable, and the trial ends."""
+        """Commit and end the trial, as the twin does not cover the following states."""
         self.done = True
         self.attempt(kind, self.est.step)
         self.count(kind, "uncompared")
 
-    # how it is judged
+    # checks
 
     def judge_refusal(
         self, kind: str, error: Exception | None, before: Any, expected: str | None, what: str = ""
     ) -> None:
-        """It was refused, and should have been, and changed nothing."""
+        """Check that the call was refused only if expected, and that a refusal left the state unchanged."""
         if error is None:
             if expected == REFUSE:
                 raise Wrong(kind, "not refused", what)
@@ -706,12 +706,12 @@ class Trial:
         self.count(kind, "refused")
 
     def same(self, kind: str, before: Any, what: str = "") -> None:
-        """No bit has changed."""
+        """Check that no bit of the state has changed."""
         if before is not None and fingerprint(self.est) != before:
             raise Wrong(kind, "state changed", what)
 
     def judge_nan(self, kind: str, given: Given, loss: Tensor, before: Any) -> None:
-        """The loss shows it, and the next commit keeps the rows that a bad feature reaches, and all that is no row."""
+        """Check that the loss is not finite and that the next commit keeps all affected rows and the other state."""
         if bool(loss.isfinite()):
             raise Wrong(kind, "loss not NaN", f"{loss.item()}")
         self.count(kind, "nan")
@@ -719,7 +719,7 @@ class Trial:
         state = self.est.state_dict()
         self.est.step()
         after = self.est.state_dict()
-        if not before[1]:  # what was pending before is committed, or not
+        if not before[1]:  # earlier pending rows may or may not be committed
             reached = self.reached(given)
             pairs = [(rows[reached], after["rows"][name][reached]) for name, rows in state["rows"].items()]
             if reached.numel():
@@ -731,11 +731,11 @@ class Trial:
             raise Wrong(kind, "state changed", "rows are not finite")
 
     def reached(self, given: Given) -> Tensor:
-        """Rows that a bad feature surely reaches: all, or where anchors have rows of their own those of its sample."""
+        """Return the rows that a bad feature certainly affects: all rows, or only those of its own sample."""
         good = torch.linalg.vector_norm(given.args["z1"], dim=1).isfinite()
         good &= torch.linalg.vector_norm(given.args["z2"], dim=1).isfinite()
         index = given.args["index"]
-        if index is None or good.all():  # it is in extra: anchors that are not its negatives go on
+        if index is None or good.all():  # the value is in extra: anchors of which it is no negative are committed
             return torch.arange(0)
         if self.mode != "forward" and not {"index2", "extra", "labels", "group"} & set(given.args):
             return torch.arange(self.n)
@@ -744,7 +744,7 @@ class Trial:
         return torch.tensor(sorted(set(index[~good].tolist()) - visited), dtype=torch.int64)
 
     def judge_numbers(self, kind: str, given: Given, leaves: dict[str, Any], loss: Tensor, depositing: bool) -> None:
-        """Loss and gradients are the twin's."""
+        """Check that loss and gradients agree with the twin's."""
         want = self.twin(given, depositing) if self.compared else None
         if want is None:
             if not bool(loss.isfinite()) and not set(self.names) & {"labels", "second_index", "extreme_tau"}:
@@ -758,7 +758,7 @@ class Trial:
             names = [name for name in ("z1", "z2", "extra") if name in leaves]
             largest = max(float(g.abs().max()) for g in want[1:] if g.numel())
             shortest = min(float(given.args[name].double().norm(dim=1).min()) for name in ("z1", "z2"))
-            floor = rtol * 1e-2 / shortest + 1e-6 * (self.dtype == torch.float16)  # of what cancels or underflows
+            floor = rtol * 1e-2 / shortest + 1e-6 * (self.dtype == torch.float16)  # for cancellation and underflow
             rough = rtol + ROUNDING[self.dtype]
             for name, expected in zip(names, want[1:], strict=True):
                 self.near(kind, f"gradient of {name}", leaves[name].grad, expected, rough, rough * largest + floor)
@@ -770,13 +770,13 @@ class Trial:
         self.count(kind, "agreed")
 
     def near(self, kind: str, what: str, got: Tensor | None, want: Tensor, rtol: float, atol: float) -> None:
-        """Two results are alike."""
+        """Check that two results agree within the tolerances."""
         rtol, atol = rtol * self.slack, atol * self.slack
         if got is None or not torch.allclose(got.double(), want.double(), rtol=rtol, atol=atol):
             raise Wrong(kind, "other numbers", f"{what}: got {got}, want {want}, {rtol} {atol}")
 
     def compare_rows(self, kind: str) -> None:
-        """All rows are those of the twin."""
+        """Check that all rows agree with the twin's."""
         if not self.compared:
             return
         rtol = TOLERANCE[self.est.dtype]
@@ -789,7 +789,7 @@ class Trial:
         visits = torch.tensor([[self.ref.visits(i, c) for c in range(self.ref.columns)] for i in range(self.n)])
         self.near(kind, "count", rows["count"], visits.amax(1), 0, 0)
         for i, c in visits.nonzero().tolist():
-            alone = copy.copy(self.ref)  # it is asked for all columns, of which some may never have been seen
+            alone = copy.copy(self.ref)  # read() needs all columns, some of which may never have been visited
             alone.rows = {key: {i: {k: held[i].get(c) for k in range(2)}} for key, held in self.ref.rows.items()}
             want = {name: values[0] for name, values in alone.read(i).items()}
             for name in self.info.columns:
@@ -797,7 +797,7 @@ class Trial:
                 self.near(kind, at, rows[name][i, c], exact, rtol, rtol)
 
     def twin(self, given: Given, depositing: bool) -> tuple[Tensor, ...] | None:
-        """The reference's numbers; ``None`` where an anchor has no negative at all, which it does not know."""
+        """Return loss and gradients of the twin; ``None`` if it raises or an anchor has no negative."""
         args = {name: value for name, value in given.args.items() if name not in ("tau", "encode", "labels")}
         args["group"] = given.args.get("labels", given.args.get("group"))
         if args["index"] is None:
@@ -823,8 +823,8 @@ class Trial:
 
 
 def one(seed: int, number: int, counts: dict[str, Counter[str]]) -> tuple[str, str, str] | None:
-    """Run one trial; what went wrong."""
-    trial: Trial | None = None  # it may fail while it is made
+    """Run one trial and return what went wrong, if anything."""
+    trial: Trial | None = None  # the constructor may fail
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -842,7 +842,7 @@ def one(seed: int, number: int, counts: dict[str, Counter[str]]) -> tuple[str, s
 
 
 def calls(seed: int, count: int, only: int | None = None, seconds: float = float("inf")) -> dict[str, Any]:
-    """Run trials until there are enough or the time is over, and count."""
+    """Run trials up to ``count`` or the time limit, and return counts and findings."""
     started, findings, done = time.perf_counter(), [], 0
     counts: dict[str, Counter[str]] = {}
     for number in range(count) if only is None else [only]:

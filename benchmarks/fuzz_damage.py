@@ -1,4 +1,4 @@
-"""Damage to a checkpoint, at random: is it noticed, is its file named, and is the estimator as it was?"""
+"""Random damage to checkpoints: loading must raise, name a damaged file and leave the estimator unchanged."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import torch
 import compopt
 
 N, DIM, BATCH = 400, 4, 32
-Change = dict[Path, bytes | None]  # new contents by file; None: it is gone
+Change = dict[Path, bytes | None]  # new contents by file; None: the file is removed
 WRONG = ("not noticed", "file not named", "estimator changed", "another error")
 
 
 @dataclass
 class Case:
-    """A checkpoint, an earlier one of the same run, and an estimator with a state of its own."""
+    """A checkpoint, an earlier one of the same run, and an estimator in another state."""
 
     path: Path
     former: Path
@@ -37,12 +37,12 @@ class Case:
 
 
 def rows() -> compopt.ContrastiveEstimator:
-    """Build an estimator that keeps all it has in rows."""
+    """Build an estimator whose whole state is in rows."""
     return compopt.ISogCLREstimator([{"n": N - 100, "gamma": 0.6}, {"n": 100}], rho=1.0, tau_init=0.07, lr=1e-5)
 
 
 def network() -> compopt.ContrastiveEstimator:
-    """Build one with a network beside its rows."""
+    """Build an estimator with a network in addition to its rows."""
     temperature = compopt.TemperatureDual(N, rho=1.0, tau_init=0.07, tau_min=0.02)
     return compopt.ContrastiveEstimator(compopt.NeuralNormalizer(DIM, prototypes=16, updates=2), temperature)
 
@@ -51,7 +51,7 @@ BUILDS = (rows, network)
 
 
 def train(est: compopt.ContrastiveEstimator, seed: int, steps: int, among: int = N) -> None:
-    """Visit some of the first rows."""
+    """Train on random samples among the first ones."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         z1, z2 = torch.randn(2, BATCH, DIM, generator=generator, requires_grad=True).unbind()
@@ -66,13 +66,13 @@ def prepare(build: Callable[[], compopt.ContrastiveEstimator], folder: Path) -> 
     former = compopt.save(run, folder)
     train(run, 1, 3, among=40)
     path = compopt.save(run, folder)
-    compopt.load(est, path)  # an undamaged one loads
+    compopt.load(est, path)  # the undamaged checkpoint loads
     train(est, 2, 5)
     return Case(path, former, est, digest(est))
 
 
 def digest(est: compopt.ContrastiveEstimator) -> str:
-    """Every bit of the state in a few letters."""
+    """Return a hash of the whole state."""
     state, found = est.state_dict(), hashlib.sha256()
     for part in (state.pop("rows"), *state.pop("extra").values()):
         for name, value in part.items():
@@ -92,7 +92,7 @@ def flip(case: Case, file: Path, rng: random.Random) -> Change:
 
 
 def truncate(case: Case, file: Path, rng: random.Random) -> Change:
-    """Cut the end off."""
+    """Truncate the file."""
     content = file.read_bytes()
     return {file: content[: rng.choice([0, len(content) - 1, rng.randrange(len(content))])]}
 
@@ -103,7 +103,7 @@ def lengthen(case: Case, file: Path, rng: random.Random) -> Change:
 
 
 def blank(case: Case, file: Path, rng: random.Random) -> Change:
-    """Make a range zero, as a lost block of a disk."""
+    """Set a range to zero, like a lost block of a disk."""
     content = bytearray(file.read_bytes())
     start = rng.randrange(len(content))
     stop = min(len(content), start + rng.randint(1, 512))
@@ -116,13 +116,13 @@ def remove(case: Case, file: Path, rng: random.Random) -> Change:
 
 
 def swap(case: Case, file: Path, rng: random.Random) -> Change:
-    """Exchange it with another file of the checkpoint."""
+    """Exchange the file with another file of the checkpoint."""
     other = rng.choice([one for one in case.files() if one != file])
     return {file: other.read_bytes(), other: file.read_bytes()}
 
 
 def mix(case: Case, file: Path, rng: random.Random) -> Change:
-    """Put files of the save before in the places of this and some others."""
+    """Replace the file and some others by files of the previous save."""
     change: Change = {}
     files = case.files()
     for one in [file, *rng.sample(files, rng.randint(0, min(3, len(files))))]:
@@ -138,7 +138,7 @@ OTHERS = (truncate, lengthen, blank, remove, swap, mix)
 
 
 def trial(case: Case, change: Change) -> str | None:
-    """Load the damaged checkpoint, and mend it again; what went wrong."""
+    """Load the damaged checkpoint, repair it, and return what went wrong, if anything."""
     kept = {file: file.read_bytes() for file in change}
     try:
         for file, content in change.items():
@@ -159,14 +159,14 @@ def trial(case: Case, change: Change) -> str | None:
 
 
 def put(file: Path, content: bytes | None) -> None:
-    """Write a file of its own: the one that is there may be shared with another checkpoint."""
+    """Replace a file by a new one, since the existing one may be shared with another checkpoint, or remove it."""
     file.unlink(missing_ok=True)
     if content is not None:
         file.write_bytes(content)
 
 
 def run(cases: list[Case], flips: int, others: int, rng: random.Random) -> Iterator[tuple[str, str, str | None]]:
-    """Damage every file in turn: the kind of damage, the kind of file, and what went wrong."""
+    """Damage every file in turn; yield the kind of damage, the kind of file, and what went wrong."""
     for kinds, trials in (((flip,), flips), (OTHERS, others)):
         done = 0
         while done < trials:
@@ -175,7 +175,7 @@ def run(cases: list[Case], flips: int, others: int, rng: random.Random) -> Itera
             file = files[done // len(cases) % len(files)]
             kind = rng.choice(kinds)
             change = {f: c for f, c in kind(case, file, rng).items() if c is None or c != f.read_bytes()}
-            if not change:  # the range was zero, or the saves share the file: another kind
+            if not change:  # the range was zero already, or the saves share the file: draw another kind
                 continue
             wrong = trial(case, change)
             yield kind.__name__, file.name.split("-")[0].split(".")[0], wrong
@@ -184,10 +184,10 @@ def run(cases: list[Case], flips: int, others: int, rng: random.Random) -> Itera
 
 
 def damage(folder: Path, seed: int, flips: int, others: int) -> dict[str, Any]:
-    """Make checkpoints, damage them, and count."""
+    """Create checkpoints, damage them, and return counts of the outcomes."""
     rng, started, numbers = random.Random(seed), time.perf_counter(), count(1)
     counts: dict[str, dict[str, Counter[str]]] = {}
-    # the same names in every run, so that a seed says all
+    # the same file names in every run, so that the seed determines everything
     with patch.object(secrets, "token_hex", lambda length: f"{next(numbers):0{2 * length}x}"):
         cases = [prepare(build, folder / build.__name__) for build in BUILDS]
     sizes = {}
@@ -197,7 +197,7 @@ def damage(folder: Path, seed: int, flips: int, others: int) -> dict[str, Any]:
     for kind, file, wrong in run(cases, flips, others, rng):
         tally = counts.setdefault(kind, {}).setdefault(file, Counter())
         tally.update(["trials"] if wrong is None else ["trials", wrong])
-    for case in cases:  # mended each time
+    for case in cases:  # every trial repaired its damage
         compopt.load(case.est, case.path)
     found = {kind: {file: dict(tally) for file, tally in by_file.items()} for kind, by_file in counts.items()}
     return {"seed": seed, "checkpoints": sizes, "counts": found, "seconds": round(time.perf_counter() - started, 1)}

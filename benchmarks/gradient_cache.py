@@ -1,10 +1,10 @@
-"""Time, memory and exactness of gradient caches beside each other, on one batch of one CLIP model.
+"""Compare time, memory and exactness of gradient caches on one batch of a CLIP model.
 
     python -m benchmarks.gradient_cache             # writes benchmarks/results/gradient_cache.md
 
-It needs open_clip with its trainer, GradCache and sentence-transformers; what is missing is named and left out. Every
-scheme runs in a process of its own, by the other package's own code: ``train_one_epoch`` of open_clip's trainer with
-``--accum-freq``, ``GradCache``, and ``CachedMultipleNegativesRankingLoss``.
+It needs open_clip with its trainer, GradCache and sentence-transformers; schemes of missing packages are skipped and
+listed. Every scheme runs in a separate process and uses the package's own code: ``train_one_epoch`` of open_clip's
+trainer with ``--accum-freq``, ``GradCache``, and ``CachedMultipleNegativesRankingLoss``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ sentence-transformers has no learned temperature."""
 
 
 def new_model(dtype: torch.dtype = torch.float32) -> Any:
-    """A small CLIP; the same weights each time."""
+    """Return a small CLIP model, with the same weights in every call."""
     import open_clip
 
     torch.manual_seed(0)
@@ -93,7 +93,7 @@ def open_clip_trainer(model: Any, images: Tensor, texts: Tensor, size: int) -> N
 
 
 class Tower(nn.Module):
-    """One tower of the model behind ``forward``."""
+    """Module whose ``forward`` is one tower of the model."""
 
     def __init__(self, model: Any, name: str) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Tower(nn.Module):
 def grad_cache(model: Any, images: Tensor, texts: Tensor, size: int) -> None:
     import gradcache
 
-    sys.modules.setdefault("grad_cache", gradcache)  # version 0.0.1 imports itself by another name than it has
+    sys.modules.setdefault("grad_cache", gradcache)  # version 0.0.1 imports itself under another name
     from gradcache.grad_cache import GradCache
 
     def loss(z1: Tensor, z2: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def grad_cache(model: Any, images: Tensor, texts: Tensor, size: int) -> None:
 
 
 class Sentences(nn.Sequential):
-    """A model as sentence-transformers calls it: the inputs of one column."""
+    """Model with the interface of sentence-transformers, which passes the inputs of one column."""
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         (name, value), *_ = inputs.items()
@@ -151,9 +151,9 @@ def gradients(model: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def measure(name: str, batch: int, size: int, repeats: int, exact: Path) -> dict[str, Any]:
-    """Carry out one scheme, in this process."""
+    """Measure one scheme in this process."""
     run, model, inputs = SCHEMES[name][0], new_model(), new_batch(batch)
-    run(model, *new_batch(4), 2)  # what is imported late is no memory of a step
+    run(model, *new_batch(4), 2)  # late imports must not count as memory of a step
     times = []
     with Peak() as peak:
         before = peak.most
@@ -169,7 +169,7 @@ def measure(name: str, batch: int, size: int, repeats: int, exact: Path) -> dict
 
 
 def write_exact(batch: int, path: Path) -> float:
-    """Gradients of the whole batch in float64; return millions of parameters."""
+    """Save the gradients of the whole batch in float64; return the number of parameters in millions."""
     model, (images, texts) = new_model(torch.float64), new_batch(batch)
     whole(model, images.double(), texts, batch)
     torch.save(gradients(model), path)

@@ -1,13 +1,13 @@
-"""Time and memory of the pair-weight kernel against what no method can avoid and against plain autograd.
+"""Compare time and memory of the pair-weight kernel with the unavoidable matrix products and with plain autograd.
 
     python -m benchmarks.kernel            # writes benchmarks/results/kernel.md and kernel.json
     python -m benchmarks.kernel --quick    # a smaller run, printed and not written
     python -m benchmarks.kernel --small --threads 1 --rounds 2000    # small calls alone, printed
 
-Every contender turns two normalised feature matrices into a loss and both feature gradients. Contenders run
-round-robin in one process (A B C A B C ...), each round on fresh random features, so that a slow moment of
-the machine falls on all of them; ratios are taken within a round. Peak memory is measured in a process of its
-own for each contender.
+Every contender computes a loss and both feature gradients from two normalised feature matrices. Contenders run in turns
+in one process, in a random order in each round, each round on fresh random features, so that a temporary slowdown of
+the machine affects all of them; ratios are taken within a round. Peak memory is measured in a separate process for each
+contender.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def batch(B: int, d: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def interleaved(contenders: dict[str, Contender], B: int, d: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call: `rounds` values per contender, after two warm-up rounds."""
+    """Return the seconds of each call: `rounds` values per contender, after two warm-up rounds."""
     runners = {name: contender.build(B, d) for name, contender in contenders.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     for i in range(-2, rounds):
         z1, z2, index = batch(B, d, seed=i + 2)
-        for name, run in random.Random(i).sample(list(runners.items()), len(runners)):  # no fixed neighbours
+        for name, run in random.Random(i).sample(list(runners.items()), len(runners)):  # random order
             a, b = z1.clone().requires_grad_(), z2.clone().requires_grad_()
             start = time.perf_counter()
             run(a, b, index)
@@ -71,32 +71,32 @@ def interleaved(contenders: dict[str, Contender], B: int, d: int, rounds: int) -
 
 
 def ratios(seconds: dict[str, list[float]], name: str, base: str) -> list[float]:
-    """Quartiles of the ratio of two contenders in the same round."""
+    """Return the quartiles of the ratio of two contenders in the same round."""
     return quartiles([a / b for a, b in zip(seconds[name], seconds[base], strict=True)])
 
 
 def peak_bytes(contender: Contender, B: int, d: int) -> int:
-    """Bytes that one call adds to this process at its peak, its gradients included and its inputs not."""
+    """Return the bytes that one call adds to this process at its peak, with its gradients and without its inputs."""
     z1, z2, index = batch(B, d, seed=1)
     products(preallocate=False)(B, d)(z1, z2, index)  # BLAS allocates its own workspace
     for size in (8, B):
         run = contender.build(size, d)
         a, b = z1[:size].clone().requires_grad_(), z2[:size].clone().requires_grad_()
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from the present VmRSS
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current VmRSS
         before = status("VmRSS")
         run(a, b, torch.arange(size) if size < B else index)
     return status("VmHWM") - before
 
 
 def peak_bytes_apart(suite: str, name: str, B: int, d: int, module: str = "benchmarks.kernel") -> int:
-    """`peak_bytes` in a process of its own, whose allocator returns what is freed: live buffers count."""
+    """Run `peak_bytes` in a separate process whose allocator returns freed memory, so that only live buffers count."""
     command = [sys.executable, "-m", module, "--peak-of", suite, name, "--sizes", str(B), "--dim", str(d)]
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     return int(subprocess.run(command, check=True, capture_output=True, text=True, env=env, cwd=ROOT).stdout)
 
 
 def check_equal_work(B: int, d: int) -> None:
-    """Check that the estimator, and its bare operations, give the gradient of cross-entropy (times tau)."""
+    """Check that the estimator and its bare operations give the gradient of cross-entropy (times tau)."""
     z1, z2, index = batch(B, d, seed=0)
     grads = []
     for loss in (cross_entropy_both_ways, compopt.InfoNCEEstimator(TAU), operations_alone):
@@ -126,7 +126,7 @@ def measure(suite: str, names: list[str], B: int, d: int, rounds: int, memory: b
 
 
 def section(result: dict) -> list[str]:
-    """Title and table of one suite at one size."""
+    """Return title and table of one suite at one size."""
     B, d = result["batch"], result["dim"]
     bases = [key for key in next(iter(result["rows"].values())) if key.startswith("ratio")]
     small = result["suite"] == "small"
@@ -141,14 +141,14 @@ def section(result: dict) -> list[str]:
         if small:
             cells += [f"{row['least'] * 1e6:.0f}", f"{row['least'] / result['rows'][CROSS_ENTROPY]['least']:.2f}"]
         if with_memory:
-            peak = row["peak_bytes"]  # two float32 gradients of B x d are 8 B d bytes of it
+            peak = row["peak_bytes"]  # includes 8 B d bytes of two float32 gradients of B x d
             cells += [f"{peak / 2**20:.1f}", f"{(peak - 8 * B * d) / (4 * B * B):.2f}"]
         body.append(cells)
     return [f"## {result['suite']}, B = {B}, d = {d} ({result['rounds']} rounds)", table(head, body)]
 
 
 def rounds_for(B: int, seconds: float) -> int:
-    """The number of rounds that takes about ``seconds``, at ten contenders and 60 GFLOP/s: between 5 and 200."""
+    """Return the number of rounds, from 5 to 200, that take about ``seconds`` at ten contenders and 60 GFLOP/s."""
     per_round = 10 * 1.5 * 6 * 512 * B * B / 60e9
     return int(min(200, max(5, seconds / per_round)))
 

@@ -1,11 +1,11 @@
-"""Lost ranks: what do the others see, and after how long, when one rank is killed, raises, hangs or runs out of data?
+"""Measure how and when the other ranks fail after one rank is killed, raises, hangs or runs out of data.
 
     python -m benchmarks.losses              # writes benchmarks/results/losses.md and losses.json
     python -m benchmarks.losses --timeout 5  # of the process group, in seconds
 
-Three ranks (gloo) train. In its fourth step one of them fails. Every other rank must end with an error of its own
-within the group's timeout; each says what it saw. One that is still there a minute after the timeout ends the
-program with an error.
+Three ranks (gloo) train, and one of them fails in its fourth step. Every other rank must end with its own error within
+the group's timeout, and reports this error. A rank that is still running a minute after the timeout ends the program
+with an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.report import ROOT, environment, finish, table
 from tests.launching import environment as launching
 
 RANKS, LOST, GRACE = 3, 1, 60.0
-START = 120.0  # seconds until all ranks are there
+START = 120.0  # seconds that ranks may need to start
 N, BATCH, DIM, STEPS, FAILS_AT = 400, 6, 4, 6, 3
 WAYS = ("killed", "raises inside a call", "raises between calls", "out of data", "hangs")
 PLACES = {"beside the features": {}, "on disk, sharded": {"offload": "disk", "shard": True}}
@@ -43,7 +43,7 @@ had its error. The timeout of the group was {timeout:.0f} s."""
 
 
 def fail(how: str, clock: Path) -> bool:
-    """Fail on purpose, and note when; returns whether the loop ends here."""
+    """Fail on purpose and record the time; return whether the loop must end here."""
     clock.write_text(str(time.time()))
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -55,7 +55,7 @@ def fail(how: str, clock: Path) -> bool:
 
 
 def train(rank: int, how: str, place: dict[str, Any], group: dist.ProcessGroup, clock: Path) -> None:
-    """Train; the features carry a graph, as an encoder's do."""
+    """Train on features with a graph, like those of an encoder."""
     est = compopt.SogCLREstimator(N, gamma=0.9, tau=0.1, process_group=group, **place)
     for step in range(STEPS):
         index = torch.arange(BATCH) + BATCH * (dist.get_world_size() * step + rank)
@@ -69,13 +69,13 @@ def train(rank: int, how: str, place: dict[str, Any], group: dist.ProcessGroup, 
 
 
 def one_rank(rank: int, port: str, how: str, place: dict[str, Any], timeout: float, clock: Path) -> None:
-    """Train, and print the error that ended it, as JSON."""
+    """Train, and print the error that ended the training as JSON."""
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS,
         timeout=datetime.timedelta(seconds=START),
     )  # fmt: skip
     torch.set_num_threads(1)
-    dist.barrier()  # on a busy machine processes take longer to begin than ranks may wait for each other
+    dist.barrier()  # on a busy machine the start of the processes takes longer than the group's timeout
     group = dist.new_group(timeout=datetime.timedelta(seconds=timeout))
     try:
         train(rank, how, place, group, clock)
@@ -86,11 +86,11 @@ def one_rank(rank: int, port: str, how: str, place: dict[str, Any], timeout: flo
     dist.destroy_process_group()
 
 
-# -- all of them ---------------------------------------------------------------------------------------------------
+# -- all ranks -----------------------------------------------------------------------------------------------------
 
 
 def lose(how: str, place: dict[str, Any], timeout: float, folder: Path) -> list[dict[str, Any]]:
-    """Errors of the other ranks, and how many seconds after the failure they came."""
+    """Run the ranks; return the errors of the others and the seconds from the failure to each error."""
     if place.get("offload") == "disk":
         place = {**place, "offload_dir": str(folder / "rows")}
     given = [str(free_port()), how, json.dumps(place), str(timeout), str(folder / "clock")]

@@ -1,4 +1,4 @@
-"""Time and memory of this machine's processes, and functions that run on several ranks of it."""
+"""Utilities that measure time and memory of processes and run functions on several local ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ MIB = 2**20
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
 
 
 def status(field: str) -> int:
-    """A size in bytes from Linux's status of this process, for example ``VmRSS``."""
+    """Return a size in bytes from ``/proc/self/status``, for example ``VmRSS``."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def resident() -> dict[str, int]:
-    """Bytes of this process in memory: anonymous ones, and pages of files."""
+    """Return the resident bytes of this process: anonymous memory, and pages of files."""
     return {field: status(field) for field in ("RssAnon", "RssFile")}
 
 
@@ -52,14 +52,14 @@ class Peak(threading.Thread):
 
 
 def free_port() -> int:
-    """A TCP port of the loopback that nothing uses now."""
+    """Return a TCP port of the loopback interface that is currently unused."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run ``work(rank, ranks, *args)`` in fresh processes, several of which form a gloo group; results by rank."""
+    """Run ``work(rank, ranks, *args)`` in fresh processes, in a gloo group if several; return results by rank."""
     import torch.multiprocessing as mp
 
     context, port = mp.get_context("spawn"), free_port()

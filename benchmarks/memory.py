@@ -1,9 +1,9 @@
-"""Memory that a table costs each rank, sharded and not, and that saving a large one adds.
+"""Measure the memory of a table on each rank, sharded and not, and the memory that saving a large table adds.
 
     python -m benchmarks.memory                     # writes benchmarks/results/memory.md
     python -m benchmarks.memory --quick             # small tables, printed only
 
-Every rank is a process. Rows are all written before anything is read off, so that no page is merely promised.
+Every rank is a process. All rows are written before the measurement, so that all memory pages are allocated.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ beyond that before it. With several ranks, the largest of the ranks."""
 
 
 def fill(est: compopt.SogCLREstimator) -> None:
-    """Write every row of this process, as training would have in the end."""
-    store = est._engine.table.store  # the public interface writes what was visited, batch by batch
+    """Write every row of this process, as after long training."""
+    store = est._engine.table.store  # the public interface writes only visited rows, by batch
     for start in range(0, store.n, 1 << 20):
         stop = min(start + (1 << 20), store.n)
         block = torch.randn(stop - start, 2, dtype=torch.float64).view(torch.int64)
         store.scatter(torch.arange(start, stop), block)
-    ctypes.CDLL(None).malloc_trim(0)  # what only the filling needed is not the table's
+    ctypes.CDLL(None).malloc_trim(0)  # release memory that only the filling needed
 
 
 def placed(case: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Arguments that place an estimator's rows."""
+    """Return the arguments that place an estimator's rows."""
     place = {"offload": case["offload"], "shard": case["shard"]}
     return place | ({"offload_dir": folder} if case["offload"] == "disk" else {})
 
 
 def measure_rank(rank: int, ranks: int, case: dict[str, Any], folder: str) -> dict[str, float]:
-    """Bytes of one rank's table and of saving it, and seconds of the save."""
+    """Measure the bytes of one rank's table and of saving it, and the seconds of the save."""
     compopt.save(compopt.SogCLREstimator(1000), f"{folder}/warm{rank}" if ranks == 1 else f"{folder}/warm")
     before = resident()
     est = compopt.SogCLREstimator(case["n"], **placed(case, f"{folder}/rows"))
@@ -59,7 +59,7 @@ def measure_rank(rank: int, ranks: int, case: dict[str, Any], folder: str) -> di
 
 
 def measure(case: dict[str, Any], folder: str | None) -> dict[str, Any]:
-    """Carry out a case in processes of its own; the largest value of the ranks."""
+    """Measure a case in separate processes and return the largest values over the ranks."""
     print(", ".join(f"{key}={value}" for key, value in case.items()), flush=True)
     with tempfile.TemporaryDirectory(prefix="memory-", dir=folder) as place:
         found = on_ranks(case["ranks"], measure_rank, case, place)

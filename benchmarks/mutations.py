@@ -1,7 +1,7 @@
-"""Small wrong changes of a source file: what `benchmarks/mutants.py` puts into the library, one at a time.
+"""Mutations of a source file, which `benchmarks/mutants.py` applies to the library one at a time.
 
-A mutation replaces one expression or statement; the rest of the file keeps its text and its line numbers. Nothing
-is mutated where it cannot change a result: docstrings, annotations, messages of errors, decorators, `__repr__`.
+A mutation replaces one expression or statement; the rest of the file keeps its text and its line numbers. Code that
+cannot change a result is not mutated: docstrings, annotations, error messages, decorators, `__repr__`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ FLIPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Mod: ast.Add, ast.MatMult: ast.Mult, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
     ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
-# a function and the one that a tired hand might write
+# functions and the ones that could be written by mistake in their place
 NAMES = {
     "min": "max", "amin": "amax", "minimum": "maximum", "argmin": "argmax", "clamp_min": "clamp_max",
     "any": "all", "zeros": "ones", "zeros_like": "ones_like", "sum": "mean", "exp": "log", "cos": "sin",
     "logaddexp": "maximum", "scatter_add_": "scatter_", "index_add_": "index_copy_",
 }  # fmt: skip
 NAMES |= {other: name for name, other in NAMES.items()}
-SYMMETRIC = {"equal", "isinstance", "maximum", "minimum", "max", "min", "logaddexp"}  # nothing new, or a crash
-SILENT = ("__repr__", "__str__", "extra_repr", "_repr", "__del__")  # what they do is seen by people alone
+SYMMETRIC = {"equal", "isinstance", "maximum", "minimum", "max", "min", "logaddexp"}  # no change, or a crash
+SILENT = ("__repr__", "__str__", "extra_repr", "_repr", "__del__")  # no effect on results
 
 
 @dataclass(frozen=True)
 class Mutation:
     """One change of one file: the bytes from `start` to `end` become `after`."""
 
-    path: str  # within the checkout
+    path: str  # relative to the checkout
     function: str
     line: int
     kind: str
@@ -42,15 +42,15 @@ class Mutation:
     after: str
     start: int
     end: int
-    digest: str  # of the file as it was
+    digest: str  # of the unchanged file
 
     @property
     def key(self) -> str:
-        """The same for the same change of the same file, and for no other."""
+        """Unique identifier of this mutation of this version of the file."""
         return f"{self.path}:{self.start}:{self.kind}:{self.after}:{self.digest}"
 
     def apply(self, source: bytes) -> bytes:
-        """The changed file."""
+        """Return the source with this mutation."""
         return source[: self.start] + self.after.encode() + source[self.end :]
 
 
@@ -59,7 +59,7 @@ def is_text(node: ast.AST) -> bool:
 
 
 def of_expression(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """(kind, what it becomes) of one expression."""
+    """Yield (kind, replacement) for one expression."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         yield "comparison", ast.Compare(node.left, [FLIPS[type(node.ops[0])]()], node.comparators)
     elif isinstance(node, ast.BinOp) and type(node.op) in FLIPS and not (is_text(node.left) or is_text(node.right)):
@@ -79,7 +79,7 @@ def of_expression(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def of_call(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
-    """Another function, two arguments swapped, a keyword dropped."""
+    """Yield mutations of a call: another function, two swapped arguments, a dropped keyword."""
     if isinstance(node.func, ast.Attribute) and node.func.attr in NAMES:
         other = ast.Attribute(node.func.value, NAMES[node.func.attr], ast.Load())
         yield "function", ast.Call(other, node.args, node.keywords)
@@ -90,12 +90,12 @@ def of_call(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
         first, second = node.args[:2]
         if not isinstance(second, ast.Starred) and ast.dump(first) != ast.dump(second):
             yield "arguments", ast.Call(node.func, [second, first, *node.args[2:]], node.keywords)
-    if node.keywords and node.keywords[-1].arg not in (None, "strict"):  # zip's strict is a guard: nothing is shorter
+    if node.keywords and node.keywords[-1].arg not in (None, "strict"):  # zip's strict is only a check
         yield "keyword", ast.Call(node.func, node.args, node.keywords[:-1])
 
 
 def of_statement(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """(kind, source that replaces it) of one statement of one line or several."""
+    """Yield (kind, replacement source) for one statement, which may span several lines."""
     writes = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute | ast.Subscript)
     calls = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
     if writes or calls or isinstance(node, ast.AugAssign | ast.Raise | ast.Break | ast.Continue):
@@ -109,7 +109,7 @@ def is_typing(test: ast.AST) -> bool:
 
 
 def visited(node: ast.AST, function: str = "") -> Iterator[tuple[ast.AST, str]]:
-    """Every node that may change, with the qualified name of what it stands in."""
+    """Yield every node that may be mutated, with the qualified name of the function or class that contains it."""
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list", "bases", "format_spec", "type_params"):
             continue
@@ -124,12 +124,12 @@ def visited(node: ast.AST, function: str = "") -> Iterator[tuple[ast.AST, str]]:
                     continue
                 name = f"{function}.{child.name}".lstrip(".")
             yield child, name
-            if not isinstance(child, ast.Raise):  # its message stays; it may go as a whole
+            if not isinstance(child, ast.Raise):  # a message is not mutated; the whole statement may be removed
                 yield from visited(child, name)
 
 
 def mutations(path: Path, root: Path) -> list[Mutation]:
-    """All mutations of a file, in the order of its text."""
+    """Return all mutations of a file, in source order."""
     source = path.read_bytes()
     starts = [0]
     for line in source.splitlines(keepends=True):
@@ -146,7 +146,7 @@ def mutations(path: Path, root: Path) -> list[Mutation]:
 
     for node, function in visited(ast.parse(source)):
         if not function:
-            continue  # constants of a module, most of them words
+            continue  # module level: mostly string constants
         for kind, text in of_statement(node):
             add(node, function, kind, text)
         for kind, changed in of_expression(node):
@@ -155,7 +155,7 @@ def mutations(path: Path, root: Path) -> list[Mutation]:
 
 
 def compiles(mutation: Mutation, source: bytes) -> bool:
-    """Parentheses do not fit everywhere: in a `del`, before an f-string's colon."""
+    """Return whether the mutated source parses and differs; parentheses are invalid e.g. in a `del` statement."""
     try:
         tree = ast.parse(mutation.apply(source))
     except SyntaxError:

@@ -1,12 +1,12 @@
-"""A day of two nodes, compressed: the CLIP trainer is told to stop, loses nodes and folders, and goes on.
+"""Interrupt and resume the CLIP trainer on two nodes: stop requests, full disks, lost nodes and lost folders.
 
     python -m benchmarks.nodes                  # every event once
     python -m benchmarks.nodes --rounds 20      # and so often
 
-Two agents of torchrun on one machine are two nodes: they share an output folder, have a folder for their rows each, and
-a store for uploads. After each event they start again with ``--resume``. The end must be that of a run that nobody
-disturbed, weights and rows, bit for bit, in the output and in the store. From the state that the loss of a node left,
-one node and three go on too. It runs in the environment of ``make test-clip``.
+Two agents of torchrun on one machine act as two nodes: they share an output folder and a store for uploads, and each
+has its own folder for rows. After each event they restart with ``--resume``. The final weights and rows, in the output
+and in the store, must be bit for bit those of an uninterrupted run. The state after the loss of a node is also resumed
+on one node and on three. It runs in the environment of ``make test-clip``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def digest(folder: Path, epoch: int) -> str:
 
 
 def run(flags: Callable[..., Sequence[str]], output: Path, count: int, *more: str) -> None:
-    """Train to the end on so many nodes, which begin with empty disks."""
+    """Train to the end on ``count`` nodes, which begin with empty disks."""
     disks = disks_of(output.with_name(f"{output.name}-disks"), count)
     with Nodes(flags, [output] * count, disks, *LONG, *more) as nodes:
         if nodes.end() != [0] * count:
@@ -49,7 +49,7 @@ def run(flags: Callable[..., Sequence[str]], output: Path, count: int, *more: st
 
 
 def go_on_elsewhere(flags: Callable[..., Sequence[str]], state: Path, epochs: int, count: int) -> dict[str, Any]:
-    """Go on from a copy of a run's folder on another number of nodes."""
+    """Resume from a copy of a run's folder on another number of nodes."""
     copy = state.with_name(f"on-{count}")
     shutil.copytree(state, copy)
     run(flags, copy, count, "--epochs", str(epochs), "--resume")
@@ -58,9 +58,9 @@ def go_on_elsewhere(flags: Callable[..., Sequence[str]], state: Path, epochs: in
 
 
 def carry_out(folder: Path, rounds: int) -> dict[str, Any]:
-    """Let every event happen so often, and compare the end."""
+    """Run every event ``rounds`` times and compare the final state with that of an uninterrupted run."""
     flags = functools.partial(arguments, (write_pairs(folder / "shards", SIZES), write_model(folder)))
-    epochs, started = rounds * len(EVENTS) + 1, time.perf_counter()  # an event takes some of an epoch's ten updates
+    epochs, started = rounds * len(EVENTS) + 1, time.perf_counter()  # an event uses some of the ten updates of an epoch
     run(flags, folder / "undisturbed", 2, "--epochs", str(epochs))
     day, others = Day(flags, folder, epochs), []
     for number in range(rounds):

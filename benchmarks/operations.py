@@ -1,12 +1,12 @@
-"""Torch operations of one training step at a small batch: on an accelerator each of them is a launch.
+"""Count the torch operations of one training step at a small batch; on an accelerator each is a kernel launch.
 
     python -m benchmarks.operations                    # writes benchmarks/results/operations.md
     python -m benchmarks.operations --record FILE      # counts of this commit, for the next line
     python -m benchmarks.operations --before FILE      # them too, in a column of their own
     python -m benchmarks.operations --quick            # printed only
 
-A step is a call, its backward pass and ``est.step()``, B = 64, d = 128, both directions, in the middle of training.
-What ``torch`` dispatches is counted but for views, which compute nothing; allocations count.
+A step is a call, its backward pass and ``est.step()``, with B = 64, d = 128, both directions, after some earlier steps.
+All operations that ``torch`` dispatches are counted, including allocations, except views, which compute nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ESTIMATORS: dict[str, Callable[[], compopt.ContrastiveEstimator]] = {
     ),
 }
 REFERENCE = "`F.cross_entropy` both ways"
-# What was set out to be reached.
+# Target numbers of operations.
 GOALS = {
     "InfoNCE": 54,
     "DCL": 54,
@@ -59,7 +59,7 @@ normalised there too."""
 
 
 class Operations(TorchDispatchMode):
-    """Counts what is dispatched inside.
+    """Dispatch mode that counts the operations in its context.
 
     Attributes:
         count: operations so far, without views.
@@ -81,7 +81,7 @@ def _is_view(func: Any) -> bool:
 
 
 def operations(make: Callable[[], compopt.ContrastiveEstimator] | None) -> int:
-    """Operations of one step; of cross-entropy without an estimator."""
+    """Return the number of operations of one step; without an estimator, of cross-entropy."""
     est = None if make is None else make()
     loss = cross_entropy_both_ways if est is None else est
     for t in range(STEPS):

@@ -1,9 +1,9 @@
-"""Cost of each option of a policy of pairs per call, against the same estimator without a policy.
+"""Measure the cost per call of each option of a pair policy, relative to the same estimator without a policy.
 
     python -m benchmarks.pairs            # writes benchmarks/results/pairs.md and pairs.json, in some four minutes
     python -m benchmarks.pairs --quick    # B = 256, printed and not written
 
-A call is a loss with both feature gradients. Contenders run round-robin in one process, in a new order each round;
+A call is a loss with both feature gradients. Contenders run in turns in one process, in a new order each round;
 ratios pair the calls of one round. Batches of more than 1,024 samples run with ``chunk_size`` only, in fewer rounds.
 """
 
@@ -25,7 +25,7 @@ from compopt import PairPolicy
 ABOUT = """DCL, tau 0.07, float32, random normalised features, d = {dim}. *ms*: processor time of a call;
 *ratio*: to no policy in the same round; median (first to third quartile)."""
 TAU, GUIDE_DIM, CHUNK = 0.07, 64, 512
-SMALL = 1024  # largest batch that runs without chunks too, and in all rounds
+SMALL = 1024  # largest batch that also runs without chunks, and in all rounds
 POLICIES: dict[str, PairPolicy | None] = {
     "none": None,
     "prior": PairPolicy(prior=0.05),
@@ -41,7 +41,7 @@ POLICIES: dict[str, PairPolicy | None] = {
 
 
 def given(policy: PairPolicy | None, rows: Tensor) -> dict[str, Any]:
-    """Arguments of a call that a policy asks for; the last bits of the rows stand for classes and data sets."""
+    """Return the additional arguments that a policy requires; residues of the rows serve as classes and data sets."""
     if policy is None:
         return {}
     features = torch.randn(2, len(rows), GUIDE_DIM, generator=torch.Generator().manual_seed(len(rows)))
@@ -55,7 +55,7 @@ def given(policy: PairPolicy | None, rows: Tensor) -> dict[str, Any]:
 
 
 def measure(B: int, d: int, rounds: int, chunk_size: int | None) -> dict[str, list[float]]:
-    """Seconds of processor time of each call by policy, after a warm-up round on at most ``SMALL`` samples."""
+    """Return the processor time of each call by policy, after a warm-up round on at most ``SMALL`` samples."""
     made = {name: compopt.DCLEstimator(TAU, pairs=p, chunk_size=chunk_size) for name, p in POLICIES.items()}
     seconds: dict[str, list[float]] = {name: [] for name in made}
     for i in range(-1, rounds):

@@ -1,6 +1,6 @@
-"""Reports of benchmarks and studies: where they were measured, tables and spreads, result files and files of runs.
+"""Reports of benchmarks and studies: environment, tables, spreads, result files and files of runs.
 
-It loads neither accelerate nor matplotlib, so that a benchmark of memory can import it.
+The module imports neither accelerate nor matplotlib, so that memory benchmarks can import it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import compopt
 
 BENCHMARKS = Path(__file__).resolve().parent
 ROOT, RESULTS = BENCHMARKS.parent, BENCHMARKS / "results"
-CODE = ("compopt", "recipes", "benchmarks", ":!benchmarks/results")  # what a result depends on
+CODE = ("compopt", "recipes", "benchmarks", ":!benchmarks/results")  # code that a result depends on
 
 
-# -- where ---------------------------------------------------------------------------------------------------------
+# -- environment ---------------------------------------------------------------------------------------------------
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, versions, commit, date, load and command: what a reader needs to repeat a measurement."""
+    """Return hardware, versions, commit, date, load and command, which are needed to repeat a measurement."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _processor(),
@@ -48,30 +48,30 @@ def environment() -> dict[str, Any]:
 
 
 def machine(env: dict[str, Any]) -> str:
-    """System, processor and cores in one phrase."""
+    """Return system, processor and number of cores in one phrase."""
     return f"{env['system']}, {env['cpu']}, {env['cores']} cores"
 
 
 def commit() -> str:
-    """The commit of the checkout, and whether its code has changed since."""
+    """Return the commit of the checkout, and note uncommitted changes of its code."""
     changed = _git("status", "--porcelain", "--", *CODE)
     return (_git("rev-parse", "--short", "HEAD") or "none") + (" and uncommitted changes" if changed else "")
 
 
 def command() -> str:
-    """The command of this process, as ``python -m ...`` where it was started so."""
+    """Return the command of this process, as ``python -m ...`` if it runs a module."""
     main = sys.modules["__main__"].__spec__
     start = ["-m", main.name.removesuffix(".__main__")] if main is not None else [sys.argv[0]]
     return shlex.join(["python", *start, *sys.argv[1:]])
 
 
 def _git(*arguments: str) -> str:
-    """Output of git; empty outside a repository."""
+    """Return the output of git; empty outside a repository."""
     return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
 
 
 def _processor() -> str:
-    """The processor's model name where the system tells it."""
+    """Return the model name of the processor, if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -84,12 +84,12 @@ def _processor() -> str:
 
 
 def table(head: Sequence[str], body: Sequence[Sequence[str]], align: str = "lr") -> str:
-    """A table in Markdown.
+    """Return a Markdown table.
 
     Args:
         head: titles of the columns.
         body: cells, a sequence per row.
-        align: ``l`` or ``r`` per column; the last letter holds for the columns that remain.
+        align: ``l`` or ``r`` per column; the last letter applies to all remaining columns.
     """
     sides = align.ljust(len(head), align[-1])
     rule = "|" + "|".join("---:" if side == "r" else "---" for side in sides) + "|"
@@ -98,7 +98,7 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]], align: str = "lr")
 
 
 def heading(title: str, env: dict[str, Any]) -> list[str]:
-    """The top of a result page, in lines: its title and where it was measured."""
+    """Return the first lines of a result page: its title and a table of the environment."""
     return [f"# {title}", "", table(["", ""], [[key, str(value)] for key, value in env.items()], "l"), ""]
 
 
@@ -106,27 +106,27 @@ def heading(title: str, env: dict[str, Any]) -> list[str]:
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """[first quartile, median, third quartile], by linear interpolation between the sorted values.
+    """Return [first quartile, median, third quartile], by linear interpolation between the sorted values.
 
-    These are the quartiles of the values themselves ("inclusive"), as in numpy, torch and pandas. They never lie
-    outside of the values, which the other definition's do where there are few.
+    The method is "inclusive", as in numpy, torch and pandas: the quartiles always lie within the range of the values,
+    whereas those of the "exclusive" method may lie outside if there are few values.
     """
     return statistics.quantiles(values, n=4, method="inclusive")
 
 
 def spread(three: Sequence[float], digits: int = 2, unit: float = 1.0) -> str:
-    """``median (first to third quartile)`` of what :func:`quartiles` gives, in multiples of ``unit``."""
+    """Format the result of :func:`quartiles` as ``median (first to third quartile)``, in multiples of ``unit``."""
     low, median, high = (f"{value / unit:,.{digits}f}" for value in three)
     return f"{median} ({low} to {high})"
 
 
 def paired(gaps: Sequence[float]) -> str:
-    """Mean of differences by seed ± its standard error."""
+    """Format the mean of per-seed differences ± its standard error."""
     return f"{statistics.mean(gaps):+.1f} ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.1f}"
 
 
 def mean_spread(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:
-    """``mean`` of one value, ``mean ± standard deviation`` of several, ``-`` of none."""
+    """Format one value as ``mean``, several as ``mean ± standard deviation``, none as ``-``."""
     if not values:
         return "-"
     scaled = [scale * value for value in values]
@@ -140,15 +140,15 @@ def mean_spread(values: Sequence[float], scale: float = 1.0, digits: int = 1) ->
 def finish(
     name: str, title: str, env: dict[str, Any], parts: Sequence[str], results: object, quick: bool = False
 ) -> None:
-    """Print a page, and unless it was a quick look write it and its figures into the folder of results.
+    """Print a page and, unless ``quick``, write it and its figures to the folder of results.
 
     Args:
-        name: of the files, ``NAME.md`` and ``NAME.json``.
-        title: of the page.
-        env: see :func:`environment`; it was taken before the measurement.
+        name: stem of the files ``NAME.md`` and ``NAME.json``.
+        title: title of the page.
+        env: result of :func:`environment`, taken before the measurement.
         parts: paragraphs and tables.
-        results: the figures, as JSON takes them.
-        quick: print only.
+        results: the figures, serializable as JSON.
+        quick: whether to print only.
     """
     text = "\n\n".join(["\n".join(heading(title, env)).rstrip(), *parts])
     print(text)
@@ -157,14 +157,14 @@ def finish(
 
 
 def save(name: str, text: str, env: dict[str, Any], results: object, folder: Path | None = None) -> None:
-    """Write ``NAME.md``, and into ``NAME.json`` the figures that it was made from."""
+    """Write a page to ``NAME.md`` and its figures to ``NAME.json``."""
     folder = RESULTS if folder is None else folder
     (folder / f"{name}.md").write_text(text.rstrip() + "\n")
     (folder / f"{name}.json").write_text(json.dumps({"environment": env, "results": results}, indent=1) + "\n")
 
 
 def stored(name: str) -> dict[str, Any]:
-    """Content of ``NAME.json``: ``environment`` and ``results``."""
+    """Return the content of ``NAME.json``: ``environment`` and ``results``."""
     path = RESULTS / f"{name}.json"
     if not path.exists():
         raise SystemExit(f"{path.name} is missing; benchmarks/README.md says which script writes it")
@@ -172,7 +172,7 @@ def stored(name: str) -> dict[str, Any]:
 
 
 def read_runs(path: Path) -> list[dict[str, Any]]:
-    """All finished runs, none if there is no file; a line that a kill has cut short is skipped."""
+    """Return all finished runs, or none if there is no file; lines truncated by a kill are skipped."""
     runs = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -183,7 +183,7 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
 
 
 def append_run(path: Path, run: dict[str, Any]) -> None:
-    """Add a run, on a line of its own even after one that was cut short; a study can be stopped at any moment."""
+    """Append a run on a new line, also after a truncated line, since a study can be stopped at any moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = path.read_bytes() if path.exists() else b""
     with open(path, "a") as file:

@@ -1,11 +1,11 @@
-"""Time of reading and committing rows, by placement and table size, and what a training step pays for it.
+"""Measure the time of reading and committing rows, by placement and table size, and its cost in a training step.
 
     python -m benchmarks.rows               # writes benchmarks/results/rows.md; needs 16 GB of disk
     python -m benchmarks.rows --quick       # small tables, few rounds, printed only
     python -m benchmarks.rows --steps-only  # only the training step, printed only
 
-Every table is measured in a process of its own, so that its memory can be read off. All of it goes through the public
-interface: ``MovingAverageEstimator`` is a table of rows and little else.
+Every table is measured in a separate process, which isolates its memory. Only the public interface is used:
+``MovingAverageEstimator`` is little more than a table of rows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def placed(offload: str, folder: str) -> dict[str, Any]:
 
 
 class Work:
-    """A fixed number of matrix products, which took about so many milliseconds at construction."""
+    """Fixed number of matrix products that took about ``milliseconds`` at construction."""
 
     def __init__(self, milliseconds: float, size: int = 384) -> None:
         self.a = torch.randn(size, size)
@@ -65,7 +65,7 @@ class Work:
 
 
 def measure_table(rank: int, ranks: int, offload: str, n: int, folder: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of the calls of one table, and its memory."""
+    """Measure the seconds of the calls of one table, and its memory."""
     before, found = resident(), {}
     started = time.perf_counter()
     est = compopt.MovingAverageEstimator(n, **placed(offload, folder))
@@ -101,7 +101,7 @@ def measure_table(rank: int, ranks: int, offload: str, n: int, folder: str, args
 
 
 def measure_step(rank: int, ranks: int, offload: str, n: int, folder: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a training step of SogCLR, and what rows elsewhere add to it; the baseline has at most 1e7 rows."""
+    """Measure a training step of SogCLR and the time that offloaded rows add; the baseline has at most 1e7 rows."""
     batch, dim, near = 512, 128, min(n, 10**7)
     here, there = compopt.SogCLREstimator(near), compopt.SogCLREstimator(n, **placed(offload, folder))
     encoders, x = [torch.nn.Linear(dim, dim) for _ in range(2)], torch.randn(2, batch, dim)
@@ -119,7 +119,7 @@ def measure_step(rank: int, ranks: int, offload: str, n: int, folder: str, args:
     work = Work(max(1.0, 20 - 1e3 * bare))
 
     def loop(est: compopt.SogCLREstimator, prefetching: bool) -> float:
-        if prefetching:  # the batch before the first step, which an endless loop would have prefetched
+        if prefetching:  # the first batch, which the step before would have prefetched in an endless loop
             est.prefetch(pool[0])
             time.sleep(0.005)
         started = time.perf_counter()
@@ -147,7 +147,7 @@ def measure_step(rank: int, ranks: int, offload: str, n: int, folder: str, args:
 
 
 def apart(measure: Callable[..., dict[str, Any]], one: tuple[str, int], args: argparse.Namespace) -> dict[str, Any]:
-    """Measure in a process of its own; its files are removed whatever happens."""
+    """Measure in a separate process; its files are always removed."""
     print(f"{measure.__name__}: {one[0]}, n = {one[1]:,} ...", flush=True)
     with tempfile.TemporaryDirectory(prefix="rows-", dir=args.dir) as folder:
         return on_ranks(1, measure, *one, folder, args)[0]

@@ -1,13 +1,13 @@
-"""Time for which training waits for a save, what it writes and holds in memory, and what a commit takes meanwhile.
+"""Measure the time that training waits for a save, its bytes and memory, and the time of commits during a save.
 
     python -m benchmarks.saving --n 20000000
     python -m benchmarks.saving --n 200000000 --saves 1 --name saving_large     # some 10 GB of disk, ten minutes
     python -m benchmarks.saving --visits 33000 --n 1000000000 --name saving_sparse    # 6 GB of disk, minutes
 
-Two saves of every row in turn: with training waiting, and with ``blocking=False`` beside training. Between two commits
-there is a step of a small model, so that commits come about as often as in training.
+Two kinds of saves of all rows alternate: blocking, and with ``blocking=False`` during training. A forward and backward
+pass of the loss precedes each commit, so that commits are about as frequent as in training.
 
-With ``--visits`` few rows of a large table on disk are visited, once in order and once uniformly.
+With ``--visits``, only a few rows of a large table on disk are visited, once in order and once uniformly at random.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SPARSE_HEAD = ["visited", "table, MiB", "checkpoint, MiB", "s"]
 
 
 def visit(est: compopt.SogCLREstimator, index: torch.Tensor, seed: int) -> float:
-    """Seconds of the commit of some rows."""
+    """Visit some rows and return the seconds of the commit."""
     generator = torch.Generator().manual_seed(seed)
     x, y = (torch.randn(len(index), DIM, generator=generator).requires_grad_() for _ in range(2))
     est(x, y, index).backward()
@@ -63,7 +63,7 @@ def visit(est: compopt.SogCLREstimator, index: torch.Tensor, seed: int) -> float
 
 
 def commit(est: compopt.SogCLREstimator, seed: int, rows: int) -> float:
-    """Seconds of one commit, of random rows among the first."""
+    """Visit random rows among the first ``rows`` and return the seconds of the commit."""
     return visit(est, torch.randint(rows, (BATCH,), generator=torch.Generator().manual_seed(seed)), seed)
 
 
@@ -81,7 +81,7 @@ class Blocking:
 
 
 class Beside:
-    """Seconds and memory of a save that goes on beside commits."""
+    """Seconds and memory of a background save, and the seconds of the commits during it."""
 
     def __init__(self, est: compopt.SogCLREstimator, folder: Path, seed: int) -> None:
         ctypes.CDLL(None).malloc_trim(0)
@@ -98,7 +98,7 @@ class Beside:
 
 
 def sparse(n: int, number: int, uniform: bool, folder: Path) -> list[str]:
-    """One line of the table of large tables of which few rows are visited."""
+    """Return one line of the result for a large table of which few rows are visited."""
     est = compopt.SogCLREstimator(n, gamma=0.9, offload="disk", offload_dir=folder / "rows")
     rows = torch.arange(number)
     if uniform:
@@ -117,17 +117,17 @@ def sparse(n: int, number: int, uniform: bool, folder: Path) -> list[str]:
 
 
 def percentiles(seconds: list[float]) -> list[str]:
-    """Median and 99th percentile in milliseconds."""
+    """Return the median and the 99th percentile in milliseconds."""
     return [f"{1e3 * torch.tensor(seconds).quantile(q).item():.2f} ms" for q in (0.5, 0.99)]
 
 
 def told(saves: list[Blocking] | list[Beside]) -> tuple[str, str]:
-    """Median of the seconds, and the most memory."""
+    """Return the median time and the largest memory of some saves."""
     return f"{1e3 * median(one.seconds for one in saves):.0f} ms", f"{max(one.memory for one in saves) / MIB:.0f}"
 
 
 def measure(n: int, offload: str | None, saves: int, folder: Path) -> list[str]:
-    """One line of the table."""
+    """Return one line of the result."""
     options = {"offload_dir": folder / "rows"} if offload == "disk" else {}
     est = compopt.SogCLREstimator(n, gamma=0.9, offload=offload, **options)
     fill(est)

@@ -1,15 +1,15 @@
-"""A day of a shared cluster, compressed: the CLIP recipe is preempted, meets a full disk and loses ranks.
+"""Disturb a run of the CLIP recipe by preemptions, full disks and lost ranks.
 
     python -m benchmarks.schedule                                      # 200, 20 and 20: an hour or more
     python -m benchmarks.schedule --preemptions 10 --full 2 --losses 2 --output /tmp/schedule.md
 
-``recipes/train_clip.py`` trains on the smallest data under ``torchrun --max-restarts``, on two ranks, rows sharded on
-disk, with a checkpoint after every update. In an order by chance all of its processes are killed and it is started
-anew with ``--resume`` (a preemption); its disk is filled until a save has failed (a full disk); one rank is killed
-(a lost rank). Between two events there is at least one further update. The end must be that of a run that nobody
-disturbed: history, final measures, weights and rows, bit for bit.
+``recipes/train_clip.py`` trains on the smallest data under ``torchrun --max-restarts``, on two ranks, with rows sharded
+on disk and a checkpoint after every update. In random order, all of its processes are killed and it is restarted with
+``--resume`` (a preemption), its disk is filled until a save fails (a full disk), or one rank is killed (a lost rank).
+There is at least one update between two events. History, final measures, weights and rows must be bit for bit those of
+an undisturbed run.
 
-The disk is a file that is mounted, for which this must run as root.
+The disk is a mounted file, which requires root.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from tests.launching import ROOT
 from tests.launching import environment as launching
 
 BATCH, LIMIT, WAIT = 12, 120, 240  # 10 updates per epoch; 12 samples on 4, 3 or 2 ranks
-# Otherwise ranks that torchrun starts again may find the addresses of the ranks before them: pytorch issue 135712.
+# Otherwise ranks restarted by torchrun may read the addresses of the previous ranks: pytorch issue 135712.
 RESTARTABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 RANKS, DISK, PER_EPOCH = 2, 400 << 20, 10
-PER_EVENT = 15  # updates: some pass until it is noticed that a save failed
+PER_EVENT = 15  # updates; a failed save is noticed some updates later
 FULL = "could not be written"
 KINDS = ("preemptions", "full disks", "lost ranks")
 
@@ -66,17 +66,17 @@ class Elastic:
         self.kill()
 
     def kill(self):
-        """The launcher and all ranks, which have sessions of their own, by SIGKILL."""
+        """Send SIGKILL to the launcher and to all ranks, which have sessions of their own."""
         if self.process.poll() is None:
             launcher = psutil.Process(self.process.pid)
-            launcher.suspend()  # it starts no further ones
+            launcher.suspend()  # so that it starts no further ranks
             for process in (*launcher.children(recursive=True), launcher):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         self.process.wait()
 
     def saves(self):
-        """Checkpoints that were completed so far, by the numbers of their rows."""
+        """Return the numbers of updates ``t`` of all complete checkpoints."""
         found = set()
         for path in self.output.glob("*/checkpoints/*/compopt/checkpoint-*/manifest.json"):
             with contextlib.suppress(OSError):  # the folder is just being removed
@@ -84,7 +84,7 @@ class Elastic:
         return found
 
     def await_saves(self, beyond):
-        """Until a checkpoint of more than so many updates is there; its number."""
+        """Wait for a checkpoint of more than ``beyond`` updates; return its number of updates."""
         end = time.monotonic() + WAIT
         while time.monotonic() < end:
             found = max(self.saves(), default=0)
@@ -95,7 +95,7 @@ class Elastic:
         raise AssertionError(f"no checkpoint: {self.log.read_text()[-4000:]}")
 
     def kill_a_rank(self, which):
-        """By SIGKILL, once the launcher has started any."""
+        """Send SIGKILL to one rank, once the launcher has started any."""
         end, ranks = time.monotonic() + WAIT, []
         while not ranks and time.monotonic() < end:
             ranks = self.ranks()
@@ -104,16 +104,16 @@ class Elastic:
         ranks[which % len(ranks)].kill()
 
     def ranks(self):
-        """Their processes."""
+        """Return the processes of the ranks."""
         found = []
         for child in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one too
+            with contextlib.suppress(psutil.NoSuchProcess):  # also raised for a zombie
                 if "train_clip" in " ".join(child.cmdline()):
                     found.append(child)
         return found
 
     def result(self, limit=WAIT):
-        """When it ended well, within so many seconds: losses and final measures."""
+        """Wait at most ``limit`` seconds for a successful end; return final measures and history."""
         assert self.process.wait(limit) == 0, self.log.read_text()[-4000:]
         run = json.loads((self.output / "metrics.json").read_text())["runs"][0]
         assert run["finished"]
@@ -121,7 +121,7 @@ class Elastic:
 
 
 def state(output: Path) -> dict[str, torch.Tensor]:
-    """Weights and rows at the end of a run."""
+    """Return weights and rows at the end of a run."""
     found = checkpoints.latest(next(output.glob("*/checkpoints")))
     assert found is not None
     est = methods.build("sogclr", LIMIT, methods.BIMODAL, methods.METHODS["sogclr"].options(methods.BIMODAL), {})
@@ -130,7 +130,7 @@ def state(output: Path) -> dict[str, torch.Tensor]:
 
 
 class Disturbed:
-    """The run, started again whenever it was stopped."""
+    """Run of the recipe that is restarted whenever it is stopped."""
 
     def __init__(self, cache: Path, disk: Path, epochs: int) -> None:
         self.cache, self.disk, self.epochs, self.saved = cache, disk, epochs, 0
@@ -142,7 +142,7 @@ class Disturbed:
         return Elastic(self.cache, self.disk / "run", RANKS, *options, restarts=1000, log=log)
 
     def disturb(self, kind: str, choose: random.Random) -> None:
-        """One event, after the next checkpoint."""
+        """Carry out one event after the next checkpoint."""
         self.saved = self.run.await_saves(self.saved)
         time.sleep(choose.uniform(0.0, 0.3))
         if kind == "preemptions":
@@ -154,7 +154,7 @@ class Disturbed:
             self.fill_the_disk()
 
     def fill_the_disk(self) -> None:
-        """Until a save has failed on it; torchrun starts the ranks again, and again."""
+        """Fill the disk until a save has failed; torchrun restarts the ranks meanwhile."""
         before, end = self.run.log.read_text().count(FULL), time.monotonic() + WAIT
         balloon = fill(self.disk)
         try:
@@ -162,13 +162,13 @@ class Disturbed:
                 if time.monotonic() > end or self.run.process.poll() is not None:
                     raise AssertionError(f"no save failed: {self.run.log.read_text()[-4000:]}")
                 time.sleep(0.1)
-                fill(self.disk)  # a checkpoint that was removed makes room for the next
+                fill(self.disk)  # removed checkpoints free space for the next
         finally:
             balloon.unlink()
 
 
 def carry_out(counts: dict[str, int], seed: int, folder: Path, disk: Path) -> tuple[float, int]:
-    """Disturb a run, and compare its end; its seconds and its updates."""
+    """Disturb a run, compare it with an undisturbed one, and return its seconds and its number of updates."""
     choose, cache = random.Random(seed), folder / "cache"
     cache.mkdir()
     glyphs.load(cache)

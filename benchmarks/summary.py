@@ -1,4 +1,4 @@
-"""Tables of README.md, docs and benchmarks/README.md, from the result files.
+"""Generate the tables of README.md, docs and benchmarks/README.md from the result files.
 
 python -m benchmarks.summary            # rewrites them
 python -m benchmarks.summary --check    # fails if the pages say something else
@@ -20,14 +20,14 @@ LAST = "2310a77"  # the last commit that has the scripts of finished studies
 
 
 def sparse_saves() -> str:
-    """Return a table of the room of checkpoints after few visits of a large table, in order and uniform."""
+    """Return a table of checkpoint sizes after few visits to a large table, in order and uniform."""
     body = [line[:3] for line in stored("saving_sparse")["results"]]
     head = ["rows are visited", "the table's file, MiB", "the checkpoint, MiB"]
     return table(head, body)
 
 
 def provenance() -> str:
-    """Machine, versions, commit and command of each of the compared results."""
+    """Return a table of machine, versions, commit and command of each of the compared results."""
     body = []
     for name in COMPARED:
         env = stored(name)["environment"]
@@ -49,7 +49,7 @@ PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
 
 
 def shown(page: Path) -> tuple[list[str], list[str]]:
-    """A page's texts before, between and after its tables, and the tables."""
+    """Return the texts of a page before, between and after its tables, and the tables."""
     parts = re.split(f"{BEGIN}|{END}", page.read_text())
     return parts[::2], [table.strip() for table in parts[1::2]]
 

@@ -1,11 +1,12 @@
-"""Versions of Python and torch on which the daily tests pass: the oldest of both, and each newer Python.
+"""Run the daily tests on several versions of Python and torch: the oldest of both, and each newer Python.
 
     python -m benchmarks.versions                                # all of VERSIONS, for those Pythons that are installed
     python -m benchmarks.versions --only 3.10:2.4.0 --keep       # one; its environment stays
 
-Each pair gets an environment of its own, into which pip installs torch as the index has it. Where that is the build
-for CUDA it takes 5 GB, which go again unless ``--keep``. Of the optional packages there are those of the samplers, the
-recipes and remote directories. Tests of the others skip; those of the pages run in ``make test`` alone.
+Each pair gets a separate environment, into which pip installs torch from the package index. The CUDA build of torch
+takes 5 GB; the environment is removed unless ``--keep`` is given. The installed optional packages are those of the
+samplers, the recipes and remote directories. Tests of other packages are skipped; those of the pages run only in
+``make test``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ VERSIONS = ("3.10:2.4.0", "3.11:2.4.0", "3.12:2.13.0", "3.13:2.13.0")
 PACKAGES = """numpy safetensors fsspec scipy scikit-learn pillow matplotlib tqdm accelerate
     pytest pytest-timeout pytest-xdist hypothesis sybil webdataset setuptools<81""".split()
 DAILY = "not full and not launch and not slow"
-NOT_HERE = ("test_docs.py", "test_page_blocks.py", "test_pages.py", "test_packaging.py")  # pages, and every adapter
+NOT_HERE = ("test_docs.py", "test_page_blocks.py", "test_pages.py", "test_packaging.py")  # pages, and all adapters
 ABOUT = """The daily tests (`python -m benchmarks.versions`), without those of pages and of trainers that are not
 installed there. Tests skip what a torch does not have: `torch.distributed.checkpoint` with parts of rows needs 2.5,
 FSDP2's `fully_shard` 2.6."""
@@ -49,7 +50,7 @@ def run(python: str, torch: str, folder: Path, workers: int) -> dict[str, Any]:
 
 
 def executable(version: str) -> str | None:
-    """A Python of this version, on the path or among pyenv's."""
+    """Return a Python of this version, from the path or from pyenv."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     found = [shutil.which(f"python{version}"), *sorted(map(str, root.glob(f"versions/{version}.*/bin/python")))]
     return next((path for path in found if path), None)

@@ -1,4 +1,4 @@
-"""Training recipes: they pick components of :mod:`compopt` and hold no algorithm of their own.
+"""Training recipes: they select components of :mod:`compopt` and contain no algorithms themselves.
 
 Run them from the root of the repository::
 

@@ -1,4 +1,4 @@
-"""Augmentations of batches of images: a shift of our own, and kornia's operations in the strength of SimCLR."""
+"""Augmentations of image batches: a random shift, and kornia's operations with the strength of SimCLR."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Name = Literal["shift", "crop", "flip", "jitter", "grey", "blur"]
 NAMES: tuple[Name, ...] = get_args(Name)
 COLOURS = ("jitter", "grey")  # these need three channels
 SHIFT = 2  # pixels
-LARGE, SMALL = (0.2, 1.0), (0.05, 0.2)  # shares of an image's area that crops keep; as in SwAV they do not overlap
+LARGE, SMALL = (0.2, 1.0), (0.05, 0.2)  # ranges of the area share that crops keep; disjoint, as in SwAV
 
 
 class Augmentation:
     """Draw augmented versions of images.
 
-    The draws are a function of the generator that a call gets, so that a resumed run finds them again.
+    The random draws are a function of the generator that is passed to a call, so that a resumed run repeats them.
 
     Args:
-        names: operations, in this order: ``"shift"`` by up to two pixels over an empty border, and kornia's random
-            resized ``"crop"``, horizontal ``"flip"``, colour ``"jitter"``, ``"grey"`` and ``"blur"``. ``()`` leaves
-            images as they are.
-        channels: of the images.
+        names: operations, applied in this order: ``"shift"`` by up to two pixels over an empty border, and kornia's
+            random resized ``"crop"``, horizontal ``"flip"``, colour ``"jitter"``, ``"grey"`` and ``"blur"``. ``()``
+            returns images unchanged.
+        channels: channels of the images.
         size: pixels per side.
-        scale: least and largest share of the image's area that ``"crop"`` keeps, before it resizes to ``size``.
+        scale: smallest and largest share of the image's area that ``"crop"`` keeps, before it resizes to ``size``.
 
     Raises:
-        ValueError: an operation on colours for grey images, or kornia is missing.
+        ValueError: a colour operation for grey images, or kornia is missing.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Augmentation:
             images = _shift(images, generator)
         if self._kornia is None:
             return images
-        with torch.random.fork_rng(devices=[]):  # kornia draws from torch's own generator on the CPU
+        with torch.random.fork_rng(devices=[]):  # kornia uses torch's default CPU generator
             torch.default_generator.manual_seed(int(torch.randint(2**62, (), generator=generator)))
             return self._kornia(pixels(images))
 
@@ -62,7 +62,7 @@ def _kornia(names: Sequence[Name], size: int, scale: tuple[float, float]) -> Cal
         raise ValueError(f'augment={names[0]!r} needs kornia: pip install -c constraints.txt -e ".[recipes]"')
     import kornia.augmentation as K
 
-    # SimCLR, appendix A, in the strength that it has for images of 32 x 32 (appendix B.9); large crops keep a fifth
+    # SimCLR, appendix A, with its strength for 32 x 32 images (appendix B.9); large crops keep at least a fifth
     built: dict[str, Callable[[], Any]] = {
         "crop": lambda: K.RandomResizedCrop((size, size), scale=scale),
         "flip": lambda: K.RandomHorizontalFlip(p=0.5),
@@ -79,7 +79,7 @@ def _shift(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def shifted(images: Tensor, offsets: Tensor, shift: int) -> Tensor:
-    """Move each image (B, ..., H, W) by its own offsets (2, B), each 0 .. 2 * shift, over an empty border."""
+    """Shift each image (B, ..., H, W) by its own offsets (2, B), each 0 .. 2 * shift, over an empty border."""
     height, width = images.shape[-2:]
     padded = F.pad(images, (shift, shift, shift, shift)).movedim((-2, -1), (1, 2))
     rows = offsets[0, :, None] + torch.arange(height, device=images.device)

@@ -1,4 +1,4 @@
-"""Batches of a run: random ones, or those that a batch sampler of the library chooses."""
+"""Batches of a run, random or chosen by a batch sampler of the library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANDOM, ORDERED, SPECTRAL = KINDS = ("random", "ordered", "spectral")
 
 
 class Option(NamedTuple):
-    """An option that some kinds of batches take."""
+    """Option that some kinds of batches accept."""
 
     argument: str  # its name in the library
     type: Callable[[str], Any]
@@ -35,7 +35,7 @@ OPTIONS = {
 
 
 def arguments(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate options into the library's arguments; an option that the kind does not take raises ValueError."""
+    """Translate options into the library's arguments; raise ValueError for an option that the kind does not accept."""
     known = {name: option.argument for name, option in OPTIONS.items() if kind in option.kinds}
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(f"{kind} batches take no {', '.join(unknown)}; known: {', '.join(known) or 'none'}")
@@ -45,7 +45,7 @@ def arguments(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def build(
     options: Mapping[str, Any], n: int, size: int, per_epoch: int, seed: int, labels: Tensor | None = None
 ) -> Shuffled:
-    """The batches that ``options`` describe."""
+    """Return the batches that ``options`` describe."""
     given = dict(options)
     kind = given.pop("kind", RANDOM)
     chosen = arguments(kind, given)
@@ -57,9 +57,9 @@ def build(
 
 
 class Shuffled:
-    """Random batches of all ranks, by their numbers, which never fall.
+    """Random global batches, called with non-decreasing batch numbers.
 
-    The order of an epoch is a function of (seed, epoch): a resumed run finds it again, and nothing is stored.
+    The order of an epoch is a function of (seed, epoch), so that a resumed run needs no stored state.
     """
 
     def __init__(self, n: int, size: int, per_epoch: int, seed: int) -> None:
@@ -73,11 +73,11 @@ class Shuffled:
         return self._order[1][position * self._size : (position + 1) * self._size]
 
     def order(self, epoch: int) -> Tensor:
-        """All samples, in the order of an epoch."""
+        """Return all samples in the order of an epoch."""
         return torch.randperm(self._n, generator=seeded("order", self._seed, epoch))
 
     def observe(self, index: Tensor, z1: Tensor, z2: Tensor) -> None:
-        """Take in the features that the loop has computed for this rank's samples."""
+        """Receive the features that the loop has computed for this rank's samples."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -87,12 +87,12 @@ class Shuffled:
 
 
 class Chosen(Shuffled):
-    """A sampler's epochs, one after another, which need not be passes over the data."""
+    """Batches of consecutive epochs of a sampler, which need not be passes over the data."""
 
     def __init__(self, sampler: samplers.BankSampler) -> None:
         self.sampler = sampler
         self._stream = self._epochs()
-        self._known: dict[int, Tensor] = {}  # a batch may be asked for ahead, to fetch its rows, and then again
+        self._known: dict[int, Tensor] = {}  # a batch may be requested early, to prefetch its rows, and again later
         self._next = self._seen = 0
 
     def _epochs(self) -> Iterator[list[int]]:
@@ -120,7 +120,7 @@ class Chosen(Shuffled):
 
 
 def _of_all_ranks(own: Tensor) -> Tensor:
-    """Gather the ranks' equal parts of a batch, in their order."""
+    """Gather the equal parts of a batch from all ranks, in rank order."""
     parts: list[Any] = [own] * launch.world_size()
     if len(parts) > 1:
         dist.all_gather_object(parts, own)
@@ -128,6 +128,6 @@ def _of_all_ranks(own: Tensor) -> Tensor:
 
 
 def seeded(*key: object) -> torch.Generator:
-    """A CPU generator whose seed is a function of ``key``."""
+    """Return a CPU generator whose seed is a function of ``key``."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))

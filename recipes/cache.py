@@ -1,4 +1,4 @@
-"""A folder of data sets that were built once: arrays in one file each, under a key that says what they depend on."""
+"""Cache folder of data sets: one file of arrays per data set, with a key of everything that the arrays depend on."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ ENV = "COMPOPT_CACHE"  # the folder, `.cache` when unset
 
 
 class Unavailable(RuntimeError):
-    """Data that cannot be had; the message says what would help."""
+    """Error for unavailable data; the message names a remedy."""
 
 
 def file(folder: str | os.PathLike[str] | None, name: str) -> Path:
-    """Path of a cached file; the folder is by default ``$COMPOPT_CACHE``, else ``.cache``."""
+    """Return the path of a cached file; the default folder is ``$COMPOPT_CACHE``, else ``.cache``."""
     return Path(folder or os.environ.get(ENV) or ".cache") / name
 
 
 def read(path: Path, key: str, names: Sequence[str]) -> dict[str, np.ndarray] | None:
-    """The arrays of a cache file, or None if there is none, it is damaged, or its key differs."""
+    """Return the arrays of a cache file, or None if it is missing or damaged, or if its key differs."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             if str(arrays["key"]) != key:
@@ -34,7 +34,7 @@ def read(path: Path, key: str, names: Sequence[str]) -> dict[str, np.ndarray] | 
 
 
 def write(path: Path, key: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write beside the target and rename, so that a reader never meets half a file."""
+    """Write to a temporary file and rename it, so that readers never get a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as target:
         try:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: accelerate's, of which a kill leaves the newest complete, and copies of them in a store."""
+"""Checkpoints of a run by accelerate, of which a complete one survives a kill, and their copies in a store."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ POINTER = "latest"
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the complete checkpoint in ``folder``, None before the first."""
+    """Return the latest complete checkpoint in ``folder``, or None before the first."""
     pointer = folder / POINTER
     return folder / pointer.read_text().strip() if pointer.exists() else None
 
 
 @contextlib.contextmanager
 def writing(what: Path, folder: Path) -> Iterator[None]:
-    """Let a failure, such as a full disk, say what is incomplete and from where ``--resume`` goes on."""
+    """Raise failures, such as a full disk, with the incomplete file and the state from which ``--resume`` continues."""
     try:
         yield
-    except Exception as error:  # torch, safetensors and the file system have classes of their own
+    except Exception as error:  # torch, safetensors and the file system have their own exception classes
         what.with_suffix(".partial").unlink(missing_ok=True)
         found = latest(folder)
         kept = f"{found} is complete: --resume goes on from it" if found else "No state was saved before"
@@ -38,8 +38,8 @@ def writing(what: Path, folder: Path) -> Iterator[None]:
 
 
 def save(accelerator: Accelerator, folder: Path) -> None:
-    """On all ranks: write into the folder that is not the latest, then point to it."""
-    current = launch.from_main(latest(folder))  # a network's cache may show other nodes an older one
+    """Write a checkpoint into the folder that is not the latest, then make it the latest; called on all ranks."""
+    current = launch.from_main(latest(folder))  # other nodes may see an older one through a network cache
     target = folder / ("b" if current == folder / "a" else "a")
     with writing(target, folder):
         _write(accelerator, target)
@@ -59,10 +59,10 @@ def _write(accelerator: Accelerator, target: Path) -> None:
 
 
 class States:
-    """States of a run, whose names ascend, of which the newest stay; rows are written while training goes on.
+    """States of a run with ascending names, of which the newest are kept; rows are written during training.
 
-    A thread of the main process waits for the rows, makes the state the latest, removes older ones and hands it to
-    the uploads. What goes wrong there is raised by the next ``save`` or ``finish``, and ends the run on all ranks.
+    A thread of the main process waits for the rows, makes the state the latest, removes older states and starts the
+    upload. Its errors are raised by the next ``save`` or ``finish``, and end the run on all ranks.
     """
 
     def __init__(self, accelerator: Accelerator, folder: Path, rows: Any, keep: int, uploads: Uploads | None) -> None:
@@ -72,7 +72,7 @@ class States:
         self._before: Future[None] | None = None
 
     def save(self, name: str, then: Callable[[Path], list[Path]]) -> None:
-        """On all ranks: write a state, unless it is there; ``then(state)`` makes further files once rows are there."""
+        """Write a state unless it exists; ``then(state)`` writes further files after the rows; called on all ranks."""
         target = self._folder / name
         self.finish()
         if launch.from_main(latest(self._folder)) == target:
@@ -83,9 +83,9 @@ class States:
             self._before = self._threads.submit(self._complete, target, then)
 
     def finish(self) -> None:
-        """On all ranks: wait for the state before, and raise what went wrong."""
+        """Wait for the previous state, and raise its error, if any; called on all ranks."""
         launch.on_main(lambda: self._before and self._before.result())
-        self._rows.wait()  # this process's thread too, before its process group may go
+        self._rows.wait()  # also for this process's thread, before the process group may be destroyed
 
     def _complete(self, target: Path, then: Callable[[Path], list[Path]]) -> None:
         with writing(target, self._folder):
@@ -105,7 +105,7 @@ class States:
 
 
 def _sync(folder: Path) -> None:
-    """Make files and names durable before something points to them: a power loss may take what was not."""
+    """Synchronise files and their names to disk before a pointer refers to them, in case of a power loss."""
     for path in (*folder.rglob("*"), folder, folder.parent):
         _sync_one(path)
 
@@ -130,14 +130,14 @@ def point(folder: Path, name: str) -> None:
 
 
 def fetch(url: str, folder: Path) -> None:
-    """Let the newest state of a run at a URL be the latest here, unless a newer one is."""
+    """Download the newest state of a run at a URL and make it the latest, unless a newer one exists here."""
     name = download(url, folder, latest(folder))
     if name is not None:
         point(folder, name)
 
 
 def load(accelerator: Accelerator, folder: Path) -> None:
-    """On all ranks: continue from the latest; accelerate unpickles, so trust the folder."""
+    """Load the latest checkpoint; called on all ranks. accelerate unpickles files, so the folder must be trusted."""
     found = launch.from_main(latest(folder))
     if found is not None:
         accelerator.load_state(os.fspath(found))

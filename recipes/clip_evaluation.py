@@ -1,4 +1,4 @@
-"""Evaluation of a CLIP model on tar shards, divided over all processes: retrieval, zero-shot classification."""
+"""Evaluation of a CLIP model on tar shards, divided among all processes: retrieval, zero-shot classification."""
 
 from itertools import chain, islice, zip_longest
 from types import SimpleNamespace
@@ -13,16 +13,16 @@ from recipes import launch
 from recipes.tasks import retrieval
 
 BATCH = 256
-NAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"  # clip-benchmark's
+NAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"  # file names of clip-benchmark
 
 
 class Evaluation:
-    """Measures of a model, the same on all processes, each of which encodes its share of the batches.
+    """Measurement of a model, with equal results on all processes, each of which encodes a share of the batches.
 
     Args:
-        encode: ``(images, texts)`` to features of both; images may be ``None``. It is called equally often on every
-            process, because a sharded model gathers its parameters then.
-        decode: a ``Decode`` with the transform of evaluation.
+        encode: function from ``(images, texts)`` to features of both; images may be ``None``. Every process calls it
+            the same number of times, because a sharded model gathers its parameters in the call.
+        decode: a ``Decode`` with the evaluation transform.
     """
 
     def __init__(self, encode, decode):
@@ -31,7 +31,7 @@ class Evaluation:
         self._stand_in = picture[None], decode.tokenizer(["a"]), torch.zeros(1)
 
     def _features(self, samples):
-        """Yield features, texts and rows of the batches of this process, None for those of which nothing is left."""
+        """Yield features, texts and rows of this process's batches; None for batches without decodable samples."""
         rank, ranks = launch.rank(), launch.world_size()
         while batches := [batch for _ in range(ranks) if (batch := list(islice(samples, BATCH)))]:
             decoded = self.decode(batches[rank]) if rank < len(batches) else None
@@ -44,7 +44,7 @@ class Evaluation:
         return sum(launch.from_all(lost))
 
     def recall(self, shards, most):
-        """Recall at 1 among the first pairs of shards; equal captions are one."""
+        """Return recall at 1 among the first ``most`` pairs of shards; equal captions count as one candidate."""
         samples = ({**sample, "index": 0} for sample in _read(shards))
         each = launch.from_all(list(self._features(islice(samples, most))))
         batches = [batch for batch in chain(*zip_longest(*each)) if batch is not None]
@@ -55,7 +55,7 @@ class Evaluation:
         return {"image_to_text": found.image_to_text, "text_to_image": found.text_to_image, "lost": self._lost()}
 
     def zero_shot(self, folder):
-        """Accuracy on a folder of clip-benchmark: names of the classes, templates, and shards of labelled pictures."""
+        """Return accuracies on a folder of clip-benchmark: class names, templates, and shards of labelled pictures."""
         names, templates = ((folder / file).read_text().splitlines() for file in (NAMES, TEMPLATES))
         classifier = self._classifier(names, templates)
         samples = ({**sample, "index": int(sample["cls"]), "txt": b"a"} for sample in _read(folder / "test"))
@@ -67,7 +67,7 @@ class Evaluation:
         return {"zero_shot_top1": top1 / number, "zero_shot_top5": top5 / number, "zero_shot_lost": self._lost()}
 
     def _classifier(self, names, templates):
-        """Return an embedding of each class, (d, classes); each process makes those of its block of classes."""
+        """Return the embeddings of all classes, (d, classes); each process computes those of its block of classes."""
         block = -(-len(names) // launch.world_size())
         start = block * launch.rank()
         own = [names[min(place, len(names) - 1)] for place in range(start, start + block)]

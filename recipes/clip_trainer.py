@@ -1,4 +1,4 @@
-"""CLIP on tar shards, with all checks: the loop of ``clip_webdataset.py`` on accelerate, with every estimator.
+"""CLIP on tar shards: the loop of ``clip_webdataset.py`` on accelerate, with every estimator and all checks.
 
     python -m recipes.make_shards --out runs/glyphs
     python -m recipes.clip_trainer --shards runs/glyphs/train --model recipes/clip/tiny.json
@@ -7,10 +7,10 @@
     torchrun --nproc_per_node 2 -m recipes.clip_trainer --shards ... --deepspeed-config recipes/deepspeed/zero2.json
     accelerate launch --config_file recipes/clip/fsdp2.yaml -m recipes.clip_trainer --shards ...
 
---output is one folder that all nodes share, and holds one run; --offload-dir is a folder on each node's own disk.
---resume continues, in the middle of an epoch too: with as many processes and workers to the same bits, with others so
-that every sample of the epoch still comes once. epoch_K.pt is open_clip's format, epoch_K.compopt/ has the estimator's
-rows, state/ what --resume reads. Batch sizes count per process and forward, as open_clip's.
+--output is one folder that all nodes share, and contains one run; --offload-dir is a folder on each node's own disk.
+--resume continues, also in the middle of an epoch: bitwise exactly with the same number of processes and workers;
+otherwise each sample of the epoch is still visited once. epoch_K.pt has open_clip's format, epoch_K.compopt/ contains
+the estimator's rows, and state/ is read by --resume. Batch sizes are per process and forward, as in open_clip.
 """
 
 import argparse
@@ -50,10 +50,10 @@ from recipes import clip_webdataset as loop
 from recipes.clip_evaluation import NAMES, TEMPLATES, Evaluation
 from recipes.uploads import Uploads, holds_run
 
-ELSEWHERE = DECIDED | {"dim", "dtype", "offload", "offload_dir", "shard"}  # what --set does not decide
-LOOK = 16  # samples of a shard that are looked at before training
+ELSEWHERE = DECIDED | {"dim", "dtype", "offload", "offload_dir", "shard"}  # options that --set does not accept
+LOOK = 16  # samples of a shard that are checked before training
 TEST_FILES = (NAMES, TEMPLATES, "test")
-STOPPED = 75  # exit status of a run that was told to stop, saved, and can go on: EX_TEMPFAIL
+STOPPED = 75  # exit status of a run that saved after a stop request and can be resumed: EX_TEMPFAIL
 MAX_SCALE = 100.0  # open_clip's bound of a learned logit_scale.exp()
 
 
@@ -61,7 +61,7 @@ MAX_SCALE = 100.0  # open_clip's bound of a learned logit_scale.exp()
 
 
 class Decode(loop.Decode):
-    """The loop's, which counts the samples that it leaves out."""
+    """Decoder of the loop that also counts the omitted samples."""
 
     lost = 0
 
@@ -73,27 +73,27 @@ class Decode(loop.Decode):
 
     def pair(self, sample):
         seed = hash((self.seed, self.epoch, sample["index"]))
-        random.seed(seed)  # of open_clip's colour jitter and of timm
+        random.seed(seed)  # used by open_clip's colour jitter and by timm
         np.random.seed(seed % 2**32)
         return super().pair(sample)
 
     def counted(self, batch):
-        """Return a batch, and the number of samples that were lost since the one before."""
+        """Return a batch, and the number of samples lost since the previous batch."""
         lost, self.lost = self.lost, 0
         return *batch, lost
 
 
 def count_samples(shards, path):
-    """Write the sizes of local shards."""
+    """Count the samples of local shards and save the sizes."""
     if any("://" in shard for shard in shard_list(shards)):
         raise SystemExit("--sizes: shards at URLs need a saved ShardIndex, built where the shards are")
     ShardIndex.build(shards).save(path)
 
 
 def look(flag, shard):
-    """Read the first samples of a shard; a shard that gives none ends the run with the reader's error."""
+    """Return the first samples of a shard; exit with the reader's error if there are none."""
     errors = []
-    read = wds.tarfile_to_samples(handler=lambda error: not errors.append(error))  # true: go on
+    read = wds.tarfile_to_samples(handler=lambda error: not errors.append(error))  # true: continue
     samples = list(islice(read([{"url": shard}]), LOOK))
     if not samples and errors:
         said = next((text for text in errors[0].args if isinstance(text, str)), "")
@@ -108,7 +108,7 @@ def look(flag, shard):
 
 
 def model_config(model):
-    """Name and configuration of an open_clip model, by name or from a JSON file."""
+    """Return name and configuration of an open_clip model, by name or from a JSON file."""
     if model.endswith(".json"):
         open_clip.add_model_config(Path(model))
         model = Path(model).stem
@@ -138,15 +138,16 @@ def build_model(args):
     if args.float8:
         to_float8(model, args.device)
     if args.compile:
-        model.compile(backend=args.compile)  # in place: the names of its parameters stay
+        model.compile(backend=args.compile)  # in place, so that the names of its parameters do not change
     model = model.to(memory_format=torch.contiguous_format)  # DeepSpeed broadcasts flat bytes
     return name, model, *transforms
 
 
 def to_float8(model, device):
-    """Multiply in float8 (E4M3, gradients E5M2) in the linear layers; their parameters and names stay as they are.
+    """Let linear layers multiply in float8 (E4M3, gradients E5M2), without changes of their parameters and names.
 
-    Dimensions must be multiples of 16. Attention's own projections are no calls of a layer, and stay.
+    Layers whose dimensions are not multiples of 16 are skipped, and so are the projections of attention, which are not
+    called as layers.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -157,12 +158,12 @@ def to_float8(model, device):
         return type(layer) is torch.nn.Linear and not any(size % 16 for size in layer.weight.shape)
 
     native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    config = Float8LinearConfig(emulate=not native, pad_inner_dim=True)  # the number of tokens is the batch's
+    config = Float8LinearConfig(emulate=not native, pad_inner_dim=True)  # the number of tokens depends on the batch
     convert_to_float8_training(model, config=config, module_filter_fn=fits)
 
 
 def lock_towers(model, args):
-    """Freeze towers but for their last groups of layers, as open_clip's flags of the same names do."""
+    """Freeze towers except for their last groups of layers, like open_clip's flags of the same names."""
     if args.lock_image:
         statistics = args.lock_image_freeze_bn_stats
         model.lock_image_tower(unlocked_groups=args.lock_image_unlocked_groups, freeze_bn_stats=statistics)
@@ -171,7 +172,7 @@ def lock_towers(model, args):
 
 
 def read_options(args):
-    """--set as arguments of the preset; ``tau=model`` is --learn-scale."""
+    """Return the arguments of the preset given by --set; ``tau=model`` means --learn-scale."""
     method, options = METHODS[args.estimator], dict(args.set)
     tau = options.pop("tau", MODEL) if options.get("tau") == MODEL else method.defaults.get("tau")
     args.learn_scale |= tau == MODEL and "tau" not in options
@@ -183,7 +184,7 @@ def read_options(args):
 
 
 def rows_folder(args):
-    """Folder of the rows on disk; None if they are not there. Below --offload-dir each output has its own."""
+    """Return the folder of the rows on disk, None without --offload disk; in --offload-dir, each output has its own."""
     if args.offload != "disk":
         if args.offload_dir:
             raise SystemExit("--offload-dir: the folder of rows on disk, which needs --offload disk")
@@ -209,7 +210,7 @@ def build_schedule(args, optimizer, n):
 
 
 def link(source, target):
-    """Link a file, or copy it where the file system has no links."""
+    """Create a hard link to a file, or copy it if the file system has no links."""
     try:
         os.link(source, target)
     except OSError:
@@ -227,11 +228,11 @@ def set_scale(model, group):
 
 
 def build_estimator(args, options, n, dim):
-    """A method's preset; its rows are where --offload and --shard say."""
+    """Return the estimator of a method's preset, with rows placed by --offload and --shard."""
     method = METHODS[args.estimator]
     batch = args.batch_size * launch.world_size() * (args.accumulate if args.gradient_cache else 1)
     given = {"n": n, "dim": dim, "batch_size": batch}
-    if "batch_size" not in method.parameters:  # what is recommended depends on all of them; others take what they need
+    if "batch_size" not in method.parameters:  # only `recommended` takes them all; others take the required ones
         needed = {k for k, parameter in method.parameters.items() if parameter.default is inspect.Parameter.empty}
         given = {k: v for k, v in given.items() if k in needed}
     rows = {"offload": args.offload, "offload_dir": rows_folder(args), "shard": args.shard}
@@ -246,11 +247,11 @@ def build_estimator(args, options, n, dim):
 
 
 class Stopped(Exception):
-    """The run was told to end before its next step, and has saved."""
+    """Raised after a stop request, when the run has saved."""
 
 
 class Trainer(loop.Loop):
-    """The loop on accelerate, which refuses at once what would go wrong later."""
+    """The loop on accelerate, with early checks of everything that could fail later."""
 
     decoder = Decode
 
@@ -266,15 +267,15 @@ class Trainer(loop.Loop):
         if args.ddp_static_graph:
             tracking["handlers"] = [DistributedDataParallelKwargs(static_graph=True)]
         self.window, self.lost = args.accumulate, 0
-        self.stopping = False  # a signal told this run to stop
-        self.gradient_norm = math.nan  # of the last step that log_every divides
+        self.stopping = False  # whether a signal has requested a stop
+        self.gradient_norm = math.nan  # at the last logged step
         windows = 1 if args.gradient_cache else args.accumulate
         self.accelerator = launch.accelerator(args.device, windows, args.precision, args.deepspeed_config, **tracking)
         self._check_output()
         return self.accelerator.device
 
     def _check_output(self):
-        """A folder holds one run: a new one does not begin beside another's state, nor in its rows."""
+        """Refuse an output that contains another run, and remove rows of a run that has no state."""
         args = self.args
         rows, states = rows_folder(args), args.output / "state"
         launch.check_shared(args.output)
@@ -299,14 +300,14 @@ class Trainer(loop.Loop):
         if args.zero_shot and not shard_list(args.zero_shot / "test"):
             raise SystemExit(f"--zero-shot: no shards in {args.zero_shot / 'test'}")
         if found is None and rows and launch.is_local_main():
-            shutil.rmtree(rows, ignore_errors=True)  # of a run that was killed before its first state
+            shutil.rmtree(rows, ignore_errors=True)  # left by a run that was killed before its first state
         if found is None and args.resume:
             places = args.output if args.resume is True else f"{args.output} and at {args.resume}"
             self.accelerator.print(f"no state in {places}: the run begins anew")
         launch.barrier()
 
     def _claim(self):
-        """Lock the folder until this process ends; a run that still writes there is refused by its process."""
+        """Lock the folder until this process ends; exit if another running process has locked it."""
         remedy = "two runs would write one folder; end that one, or give another --output"
         try:
             self.lock = lock(self.args.output / ".lock", self.args.output, remedy)
@@ -314,7 +315,7 @@ class Trainer(loop.Loop):
             raise SystemExit(f"--output: {error}") from None
 
     def build_batches(self):
-        """Shards are counted once if nothing says their sizes; rows may come from keys or uids."""
+        """Return index and batches; shards without stored sizes are counted once; keys or uids may determine rows."""
         args = self.args
         path = args.sizes or args.output / "shards.json"
         if args.sizes and not path.exists():
@@ -367,7 +368,7 @@ class Trainer(loop.Loop):
         self.states = checkpoints.States(accelerator, args.output / "state", rows, args.keep, self.uploads)
 
     def _check_data(self):
-        """Refuse before training what a look at some samples shows: foreign keys, nothing that can be decoded."""
+        """Check some samples before training: exit for foreign keys, or if no sample can be decoded."""
         self.batches.read.check(shard_list(self.args.shards))
         decode = Decode(self.transforms[1], self.tokenizer)
         for flag, shards in ("--shards", self.batches.shards), ("--val-shards", shard_list(self.args.val_shards or [])):
@@ -379,10 +380,10 @@ class Trainer(loop.Loop):
                 )
 
     def _check_run(self, est, config, options):
-        """Refuse to continue a run of another model, estimator or index, before anything is loaded."""
+        """Exit, before anything is loaded, if the run to resume has another model, estimator or index."""
         args, kind = self.args, self.accelerator.distributed_type.value
         sharded = kind in ("FSDP", "DEEPSPEED")
-        built = [type(est).__name__] if args.estimator == "recommended" else []  # by the batch's size
+        built = [type(est).__name__] if args.estimator == "recommended" else []  # depends on the batch size
         mine = {
             "model": config,
             "estimator": [args.estimator, {name: repr(value) for name, value in options.items()}, *built],
@@ -399,7 +400,7 @@ class Trainer(loop.Loop):
         saved = launch.from_main(json.loads(path.read_text()) if args.resume and path.exists() else mine)
         windows = [name for name in ("accumulate", "samples of an update") if mine[name] != saved.get(name)]
         different = [name for name in mine if name in saved and mine[name] != saved[name] and name not in windows]
-        if len(windows) == 2:  # either may change while the other stays
+        if len(windows) == 2:  # one of them may change alone
             different += windows
         if different:
             found = ", ".join(f"{name} {saved.get(name)} instead of {mine[name]}" for name in different)
@@ -409,7 +410,7 @@ class Trainer(loop.Loop):
             tars.write_json(path, mine)
 
     def state_dict(self):
-        """Return what accelerate keeps beside model, optimizer and rows."""
+        """Return the state that accelerate saves in addition to model, optimizer and rows."""
         return {"batches": self.batches.state_dict(), "step": self.step, "lost": self.lost}
 
     def load_state_dict(self, state):
@@ -436,7 +437,7 @@ class Trainer(loop.Loop):
     def begin(self):
         if self.args.resume:
             checkpoints.load(self.accelerator, self.args.output / "state")
-            self.accelerator.step = 0  # a state lies between windows, and --accumulate may be another now
+            self.accelerator.step = 0  # a state is saved between windows, and --accumulate may have changed
         if METHODS[self.args.estimator].decays:  # FastCLIP's gamma falls in the first half
             steps = self.args.epochs * (self.batches.layout.batches(self.batches.n) // self.args.accumulate)
             schedule = compopt.schedules.CosineGamma(self.est, max(1, steps // 2))
@@ -444,7 +445,7 @@ class Trainer(loop.Loop):
             self.est.register_step_post_hook(lambda *_: schedule.step())
 
     def loader(self):
-        """Yield windows of batches, as long as the run is not told to stop; batches that make up no window are left."""
+        """Yield windows of batches until a stop is requested; incomplete windows are dropped."""
         batches = self.batches
         options = {"pin_memory": compopt.accelerator.has_streams(self.device), "collate_fn": batches.decode.counted}
         options |= {"num_workers": self.args.workers, "worker_init_fn": launch.leave_group}
@@ -463,17 +464,17 @@ class Trainer(loop.Loop):
             tqdm.write(f"{self.lost} samples of process 0 could not be decoded or had no caption, so far")
 
     def stops(self):
-        """Return True at --max-steps, and on all processes at the same step where one of them got a signal."""
+        """Return True at --max-steps, or after a signal to any process, at the same step on all of them."""
         now = time.perf_counter()
         beats = self.pulse.beat(len(self.signals), self.waited, now - self.began)
         self.began, self.waited = now, 0.0
         self.stopping, self.beats = bool(beats[:, 0].any()), self.beats + 1
-        if self.beats > 2:  # the first is of the epoch before, the second of the time before the first step
+        if self.beats > 2:  # the first beat belongs to the previous epoch, the second to the time before the first step
             self.paces.append(beats[:, 1:])
         return self.stopping or (self.args.max_steps is not None and self.step >= self.args.max_steps)
 
     def _timed(self, loader):
-        """Yield batches, and note how long they were waited for."""
+        """Yield batches, and add up the time spent waiting for them."""
         loader = iter(loader)
         while True:
             started = time.perf_counter()
@@ -484,7 +485,7 @@ class Trainer(loop.Loop):
             yield batch
 
     def _pace(self):
-        """Return means over the steps since the last report; of the wait for data also the longest of a rank."""
+        """Return mean times over the steps since the last report, and the slowest rank's wait for data."""
         steps, self.paces = self.paces, []
         if not steps:
             return {}
@@ -497,7 +498,7 @@ class Trainer(loop.Loop):
         return (self._cached if self.args.gradient_cache else self._accumulated)(window)
 
     def encode(self, model, part):
-        """Return features, and the model's own temperature if it is to be learned."""
+        """Return features, and with --learn-scale the model's temperature."""
         dtype = next(model.parameters()).dtype  # DeepSpeed's own precision; 32 bits elsewhere
         images, texts = part
         images = images if images is None else images.to(self.device, dtype)
@@ -505,7 +506,7 @@ class Trainer(loop.Loop):
         return (z1, z2, 1 / scale.squeeze().clamp(max=MAX_SCALE)) if self.args.learn_scale else (z1, z2)
 
     def _take_step(self):
-        """After the window's last micro-batch the attached estimator commits; before, nothing happens."""
+        """Let optimizer and attached estimator step, which has an effect only after the window's last micro-batch."""
         accelerator = self.accelerator
         logged = (self.step + 1) % self.args.log_every == 0
         if accelerator.sync_gradients and (logged or self.args.grad_clip):
@@ -519,7 +520,7 @@ class Trainer(loop.Loop):
                 accelerator.unwrap_model(self.model).logit_scale.clamp_(max=math.log(MAX_SCALE))
 
     def _accumulated(self, window):
-        """Each micro-batch has a loss of its own, with its own negatives; their gradients are averaged."""
+        """Update with a separate loss and separate negatives for each micro-batch; their gradients are averaged."""
         total = 0.0
         for number, (images, texts, index, _) in enumerate(window):
             torch.manual_seed(hash((self.args.seed, self.step, number, launch.rank())))
@@ -532,7 +533,7 @@ class Trainer(loop.Loop):
         return total
 
     def _cached(self, window):
-        """One loss over the window, all of whose samples are negatives, in the memory of a micro-batch."""
+        """Update with one loss whose negatives are from the whole window, in the memory of a micro-batch."""
         *part, index = (torch.cat(inputs) for inputs in list(zip(*window, strict=True))[:3])
         torch.manual_seed(hash((self.args.seed, self.step, launch.rank())))
         options = {"micro_batch_size": self.args.batch_size, "encode": self.encode, "batch_norm": "update_once"}
@@ -544,7 +545,7 @@ class Trainer(loop.Loop):
     def report(self, loss):
         per_second = (self.samples - self.first) / (time.perf_counter() - self.started)
         estimator = {f"estimator/{name}": value.item() for name, value in self.est.metrics.items()}
-        own = launch.from_all(estimator["estimator/effective_negatives"])  # the others are of the global batch
+        own = launch.from_all(estimator["estimator/effective_negatives"])  # others are of the global batch
         estimator["estimator/effective_negatives"] = sum(own) / len(own)
         pace = {"lr": self.optimizer.param_groups[0]["lr"], "gradient_norm": self.gradient_norm, **self._pace()}
         place = {"loss": loss, "samples": self.samples, "lost": self.lost, "samples_per_second": per_second}
@@ -568,7 +569,7 @@ class Trainer(loop.Loop):
         self.evaluate()
 
     def _export(self, epoch):
-        """Write ``epoch_K.pt`` for open_clip and its tools; on all processes."""
+        """Write ``epoch_K.pt`` for open_clip and its tools; called on all processes."""
         weights, path = self.accelerator.get_state_dict(self.model), self.args.output / f"epoch_{epoch}.pt"
         if launch.is_main():
             weights["logit_scale"] = weights["logit_scale"].reshape(())
@@ -577,7 +578,7 @@ class Trainer(loop.Loop):
         launch.barrier()
 
     def _link_rows(self, state, epoch):
-        """Let ``epoch_K.compopt/`` have the rows of a state, which are not written twice; return what was exported."""
+        """Create ``epoch_K.compopt/`` with links to the rows of a state; return the exported paths."""
         target = self.args.output / f"epoch_{epoch}.compopt"
         partial = target.with_suffix(".partial")
         for folder in (partial, target):
@@ -588,7 +589,7 @@ class Trainer(loop.Loop):
 
     @torch.no_grad()
     def evaluate(self):
-        """Measure the model on --val-shards and --zero-shot, and tell what was found."""
+        """Measure the model on --val-shards and --zero-shot, and report the results."""
         args = self.args
         self.model.eval()
         decode = Decode(self.transforms[1], self.tokenizer)
@@ -603,7 +604,7 @@ class Trainer(loop.Loop):
 
 
 def option(text):
-    """Return a name and a value; what is no literal of Python, such as a path, is text."""
+    """Return a name and a value; a value that is not a Python literal, such as a path, is a string."""
     name, given, value = text.partition("=")
     if not (name and given):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")

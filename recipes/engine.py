@@ -1,4 +1,4 @@
-"""One training run: its configuration, the loop, evaluations, and checkpoints from which it continues bit for bit."""
+"""One training run: configuration, loop, evaluations, and checkpoints from which it continues bit for bit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from recipes import batches, checkpoints, launch, methods, optimizers
 from recipes.batches import seeded
 from recipes.tasks import ImageViews, Metrics, NamedImages
 
-# Anchors whose log-normalizers are compared with the exact ones; all samples are their candidates.
+# Number of anchors whose log-normalizers are compared with the exact ones; all samples are their candidates.
 ERROR_ANCHORS = 4096
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a run's result. A checkpoint is refused by a run whose fields differ."""
+    """Everything that determines a run's result. A run refuses a checkpoint with other fields."""
 
     method: str
     options: dict[str, Any]
@@ -32,35 +32,35 @@ class Config:
     lr: float = 1e-3
     weight_decay: float = 0.1
     seed: int = 0
-    data: str = ""  # the task's own words for its data and split
+    data: str = ""  # description of data and split by the task
     accumulate: int = 1  # batches per update
     mixed_precision: str = "no"
-    batches: dict[str, Any] = field(default_factory=dict)  # which samples share one, as recipes/batches.py reads it
+    batches: dict[str, Any] = field(default_factory=dict)  # options of recipes/batches.py
     optimizer: optimizers.OptimizerName = "adamw"
     schedule: optimizers.ScheduleName = "one-cycle"
-    warmup: float = 0.0  # epochs in which the rate of "cosine" rises
+    warmup: float = 0.0  # epochs of the warm-up of "cosine"
 
 
 @dataclass
 class Control:
-    """When to measure, save and stop, and where things live; none of it changes the weights."""
+    """Schedule of measures, checkpoints and stop, and placement of data; nothing here changes the weights."""
 
     eval_every: int = 200  # steps; 0: at the end only
     error_every: int = 0  # steps between normalizer errors; 0: never
     checkpoint_every: int = 0  # steps; 0: at the end only
-    max_steps: int | None = None  # stop here, schedules still span all epochs
+    max_steps: int | None = None  # stop after this step; schedules still span all epochs
     checkpoint: Path | None = None  # folder
     resume: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     on_step: Callable[[Any], None] = lambda run: None  # called with the run after every update
-    placement: dict[str, Any] = field(default_factory=dict)  # where rows live: offload, offload_dir, shard
+    placement: dict[str, Any] = field(default_factory=dict)  # placement of rows: offload, offload_dir, shard
     prefetch: bool = False  # fetch the next batch's rows while this one trains
     deepspeed: Path | None = None  # a configuration file
     timeout: float = launch.TIMEOUT  # seconds that a rank waits for another one
 
 
 class Run:
-    """A model in training with an estimator beside its optimizer."""
+    """Training of a model with an optimizer and an estimator."""
 
     def __init__(self, task: NamedImages | ImageViews, config: Config, control: Control | None = None) -> None:
         self.task, self.config, self.control = task, config, control or Control()
@@ -81,7 +81,7 @@ class Run:
         self._build()
 
     def _part(self) -> slice:
-        """This rank's share of a batch."""
+        """Return this rank's slice of a batch."""
         batch, ranks = self.config.batch_size, launch.world_size()
         if self.task.n < batch * self.config.accumulate:
             raise ValueError(
@@ -94,7 +94,7 @@ class Run:
         return slice(launch.rank() * size, (launch.rank() + 1) * size)
 
     def _build(self) -> None:
-        """Build all parts; the estimator after the accelerator, whose group it sees, attached after ``prepare``."""
+        """Build all parts: the estimator after the accelerator, whose group it uses, and attached after ``prepare``."""
         config, device = self.config, self.control.device
         labels = self.task.group if config.options.get("group") else None
         per_epoch = self.steps_per_epoch * config.accumulate
@@ -114,7 +114,7 @@ class Run:
         self.gamma_schedule = methods.build_schedule(self.est, config.options, self.total_steps)
         integration.attach(self.est, self.stepper, self.accelerator)
         integration.register_for_checkpointing(self.est, self.accelerator)
-        self.accelerator.register_for_checkpointing(self)  # what this object knows beside the prepared parts
+        self.accelerator.register_for_checkpointing(self)  # the state of this object, in addition to the prepared parts
 
     def _build_optimizer(self, groups: list[dict[str, Any]]) -> None:
         config = self.config
@@ -125,7 +125,7 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """The model without wrappers, to be measured; from DeepSpeed a copy of the whole weights (on all ranks)."""
+        """Return the model without wrappers, for measures; with DeepSpeed a copy with all weights (on all ranks)."""
         if not launch.uses_deepspeed(self.accelerator):
             return self.accelerator.unwrap_model(self.prepared)
         with torch.random.fork_rng(devices=[]), launch.whole(self.prepared.module):
@@ -134,7 +134,7 @@ class Run:
         return copy
 
     def _parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Parameter groups: weight matrices decay; biases, norms and a learned temperature do not."""
+        """Return parameter groups with weight decay for matrices only, not for biases, norms and temperatures."""
         parameters = list(model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": self.config.weight_decay},
@@ -145,7 +145,7 @@ class Run:
 
     @property
     def samples(self) -> int:
-        """Training samples seen so far."""
+        """Return the number of training samples seen so far."""
         return self.step * self.config.batch_size * self.config.accumulate
 
     @property
@@ -154,16 +154,16 @@ class Run:
 
     @property
     def recent_loss(self) -> float:
-        """Mean training loss since the last measure."""
+        """Return the mean training loss since the last measure."""
         return float(self.loss_sum) / max(1, self.loss_count)
 
     @property
     def final(self) -> Metrics:
-        """The last measures taken ({} before the first)."""
+        """Return the last measures ({} before the first)."""
         return next((record for record in reversed(self.history) if self.task.headline in record), {})
 
     def train(self) -> Run:
-        """Train up to ``max_steps`` or to the end, from the checkpoint if asked to; return the run itself."""
+        """Train up to ``max_steps`` or to the end, with ``resume`` from the checkpoint; return the run itself."""
         if self.control.resume and self.control.checkpoint:
             checkpoints.load(self.accelerator, self.control.checkpoint)
         stop = min(self.total_steps, self.control.max_steps or self.total_steps)
@@ -175,7 +175,7 @@ class Run:
         return self
 
     def _update(self, last: bool) -> None:
-        """Train on a window of batches, and make the update that they share."""
+        """Train on a window of batches, and make their common update."""
         self.prepared.train()
         window = self.config.accumulate
         for number in range(self.step * window, (self.step + 1) * window):
@@ -201,11 +201,11 @@ class Run:
         self.accelerator.backward(loss)
         self.stepper.step()  # the attached estimator commits its rows here, after the window's last batch
         self.stepper.zero_grad()
-        self.loss_sum = self.loss_sum + loss.detach()  # stays on the device; the global batch's, on every rank
+        self.loss_sum = self.loss_sum + loss.detach()  # on the device; the loss of the global batch, on every rank
         self.loss_count += 1
 
     def _encode(self, index: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Encode samples outside the batch, with their graph; they are too few for batch statistics."""
+        """Encode samples outside the batch, with graph, in evaluation mode: they are too few for batch statistics."""
         inputs = self.task.inputs(index, seeded("encode", self.config.seed, self.step))
         model = self.accelerator.unwrap_model(self.prepared).eval()
         features = model(*inputs)
@@ -226,13 +226,13 @@ class Run:
         return self.finished or (every > 0 and self.step % every == 0)
 
     def _record(self) -> Metrics:
-        """This step's entry of the history."""
+        """Return the history entry of this step."""
         if not self.history or self.history[-1]["step"] != self.step:
             self.history.append({"step": self.step, "samples": self.samples})
         return self.history[-1]
 
     def _measure(self) -> Metrics:
-        """Measure on held-out data, on the main process, with the mean training loss since the last time."""
+        """Measure on held-out data, on the main process; add the mean training loss since the last measure."""
         model = self.model.eval()
         metrics: Metrics = {}
         if launch.is_main():
@@ -246,7 +246,7 @@ class Run:
 
     @torch.no_grad()
     def normalizer_error(self) -> float:
-        """Mean squared error of the log-normalizers that the estimator would use now; on all ranks."""
+        """Return the mean squared error of the estimator's current log-normalizers; called on all ranks."""
         z1, z2 = self.task.training_features(self.model.eval())
         error = diagnostics.normalizer_error(
             self.est, z1, z2, batch_size=self.config.batch_size, anchors=min(self.task.n, ERROR_ANCHORS)
@@ -254,13 +254,13 @@ class Run:
         return float(error)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of a checkpoint beside model, optimizer and estimator; accelerate stores it with them."""
+        """Return the state that accelerate stores in addition to model, optimizer and estimator."""
         schedule = self.gamma_schedule
         groups = self.optimizer.param_groups
         return {
             "config": dict(vars(self.config)),
             "scheduler": self.scheduler.state_dict(),
-            # DeepSpeed restores its pieces of the moments, but not what the scheduler has written here
+            # DeepSpeed restores its partitions of the moments, but not the values that the scheduler has set here
             "groups": [{k: v for k, v in group.items() if k not in ("params", "name")} for group in groups],
             "gamma_schedule": None if schedule is None else schedule.state_dict(),
             "batches": self.batches.state_dict(),
@@ -271,8 +271,8 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`; that of another configuration raises ValueError."""
-        saved = vars(Config(**state["config"]))  # one of before a field was added has its default
+        """Continue from :meth:`state_dict`; raise ValueError for the state of another configuration."""
+        saved = vars(Config(**state["config"]))  # fields missing from an older checkpoint have their defaults
         for name, value in vars(self.config).items():
             found = saved[name]
             if found != value:

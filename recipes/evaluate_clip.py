@@ -1,9 +1,9 @@
-"""clip-benchmark's command line for a model that is described by a JSON file of your own.
+"""Command line of clip-benchmark for a model that is described by a JSON file.
 
 python -m recipes.evaluate_clip recipes/clip/tiny.json eval --model tiny --pretrained runs/clip/epoch_2.pt \
     --dataset wds/zeroshot --dataset_root runs/glyphs/benchmark/zeroshot --output runs/clip/zeroshot.json
 
-Models that open_clip knows by name need no such file: call clip_benchmark itself.
+Models that open_clip knows by name need no such file: call clip_benchmark directly.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The experiments' command line: its arguments, the runs that they ask for, and the table and metrics of these runs."""
+"""Command line of the experiments: arguments, the runs that they specify, and the table and metrics of these runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ On GPUs: --device cuda, without DS_ACCELERATOR. (accelerate's --multi_gpu starts
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults are shown, except where there is none to show."""
+    """Help formatter that shows defaults other than None and False."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32, width=110)
@@ -43,7 +43,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 
 
 def parser(module: str, description: str, mode: str, epochs: int, output_dir: str) -> argparse.ArgumentParser:
-    """The arguments that every experiment has, in groups."""
+    """Return a parser with the common arguments of all experiments, in groups."""
     root = argparse.ArgumentParser(
         prog=f"python -m {module}",
         usage="%(prog)s [options]",
@@ -121,7 +121,7 @@ def parser(module: str, description: str, mode: str, epochs: int, output_dir: st
 
 
 def parse(root: argparse.ArgumentParser, argv: Sequence[str] | None, mode: str) -> argparse.Namespace:
-    """Parse, set the machine up, and fill ``args.methods`` (method -> hyper-parameters) and ``args.batches``."""
+    """Parse arguments, set up the machine, and fill ``args.methods`` (method -> hyper-parameters), ``args.batches``."""
     args = root.parse_args(argv)
     try:
         args.methods = _methods(args, mode)
@@ -134,14 +134,14 @@ def parse(root: argparse.ArgumentParser, argv: Sequence[str] | None, mode: str) 
     args.device = launch.local_device(args.device)
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.device.type != "cpu":  # repeatable kernels
+    if args.device.type != "cpu":  # deterministic kernels
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
     return args
 
 
 def _fill_optimizer(args: argparse.Namespace) -> None:
-    """Put the optimizer's defaults where nothing is given, and the number that a rule of the rate stands for."""
+    """Fill in the optimizer's defaults, and replace a rule for the learning rate by its number."""
     kind = optimizers.OPTIMIZERS[args.optimizer]
     lr = kind.lr if args.lr is None else args.lr
     args.lr = optimizers.RULES[lr](args.batch_size * args.accumulate) if isinstance(lr, str) else lr
@@ -151,7 +151,7 @@ def _fill_optimizer(args: argparse.Namespace) -> None:
 
 
 def _methods(args: argparse.Namespace, mode: str) -> dict[str, dict[str, Any]]:
-    """Each chosen method takes those given options that it has; one that none of them has raises ValueError."""
+    """Return the options of each chosen method; raise ValueError for a given option that none of them has."""
     given = {name: getattr(args, name, None) for name in HYPERPARAMETERS}
     given = {name: value for name, value in given.items() if value is not None}
     own = {method: METHODS[method].options(mode) for method in args.compare or [args.estimator]}
@@ -165,7 +165,7 @@ def _methods(args: argparse.Namespace, mode: str) -> dict[str, dict[str, Any]]:
 
 
 def train_all(args: argparse.Namespace, task: Any, error_count: int = 0) -> list[Run]:
-    """Carry out every run that the arguments ask for; ``error_count`` normalizer errors in each."""
+    """Carry out every run that the arguments specify, with ``error_count`` normalizer errors in each."""
     names = ("batch_size", "epochs", "lr", "weight_decay", "accumulate", "mixed_precision", "batches")
     names += ("optimizer", "schedule", "warmup")
     shared = {name: getattr(args, name) for name in names}
@@ -197,7 +197,7 @@ def _control(args: argparse.Namespace, task: Any, config: Config, error_count: i
 
 
 def _placement(args: argparse.Namespace, own: Path, continued: bool) -> dict[str, Any]:
-    """Placement of this run's rows; the file of a former run is removed, unless a checkpoint will be loaded into it."""
+    """Return the placement of this run's rows; remove the file of an earlier run, unless this run continues it."""
     folder = None
     if args.offload == "disk":
         folder = (args.offload_dir or args.output_dir) / own / "rows"
@@ -230,7 +230,7 @@ def _train(run: Run, progress: bool) -> Run:
 
 
 def finish(runs: Sequence[Run], output_dir: Path) -> None:
-    """Write the metrics, print the table and where things are; on the main process only."""
+    """Write the metrics, print the table and the paths, on the main process only."""
     if not launch.is_main():
         return
     save_metrics(runs, output_dir / "metrics.json")
@@ -256,7 +256,7 @@ def by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def rows(runs: Sequence[Run]) -> list[list[str]]:
-    """A header and one line per method: hyper-parameters, measures in percent (mean and spread), speed."""
+    """Return a header and one line per method: hyper-parameters, measures in percent (mean and spread), speed."""
     labels = runs[0].task.labels
     lines = [["method", "hyper-parameters", "seeds", *(f"{label} (%)" for label in labels.values()), "s", "ms/step"]]
     for method, group in by_method(runs).items():
@@ -270,7 +270,7 @@ def rows(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def mean_spread(values: Sequence[float]) -> str:
-    """``mean`` of one value, ``mean ± standard deviation`` of several, ``-`` of none."""
+    """Format one value as ``mean``, several as ``mean ± standard deviation``, none as ``-``."""
     if len(values) < 2:
         return f"{values[0]:.1f}" if values else "-"
     return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
@@ -297,7 +297,7 @@ def save_metrics(runs: Sequence[Run], path: Path) -> None:
 
 
 def list_files(paths: Sequence[Path]) -> None:
-    """Print where things are; on the main process only."""
+    """Print the paths of written files, on the main process only."""
     if launch.is_main():
         for path in paths:
             print(f"wrote {path}")

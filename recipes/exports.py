@@ -1,4 +1,4 @@
-"""Data sets as files for other tools hold them: pictures, captions, facts, parts and classes."""
+"""Export of data sets to files for other tools: pictures, captions, facts, parts and classes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from recipes import glyphs, icon_task, icons
 
 
 class Export(ABC):
-    """A data set to be written to files.
+    """Data set to be written to files.
 
     Attributes:
         parts: name of a part (train, validation, test) -> positions of its pairs.
         classes: names of the classes of the zero-shot test.
         classified: (m,) positions of the test pairs that have a class.
-        label: (m,) their class.
+        label: (m,) classes of these pairs.
     """
 
     parts: dict[str, Tensor]
@@ -33,7 +33,7 @@ class Export(ABC):
         self.images, self.position, self.names = images, caption, names
 
     def png(self, pair: int) -> bytes:
-        """The picture, black on white."""
+        """Return the picture, black on white, as PNG."""
         content = io.BytesIO()
         Image.fromarray(255 - self.images[pair].numpy()).save(content, "png")
         return content.getvalue()
@@ -42,17 +42,17 @@ class Export(ABC):
         return self.names[self.position[pair]]
 
     def others(self, pair: int) -> list[str]:
-        """Further captions of the same picture."""
+        """Return further captions of the same picture."""
         return []
 
     @abstractmethod
     def facts(self, pair: int) -> dict[str, Any]:
-        """Further facts on a pair."""
+        """Return further facts about a pair."""
 
     def one_per_caption(self, part: str) -> tuple[Tensor, list[list[str]]]:
-        """One pair of each distinct caption of a part, and its captions, none of which another one has too.
+        """Return one pair of each distinct caption of a part, and the captions of each pair, all of them distinct.
 
-        In a retrieval test a caption has one right picture.
+        In a retrieval test, every caption then has exactly one correct picture.
         """
         pairs = self.parts[part]
         pairs = pairs[torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0))]
@@ -69,7 +69,7 @@ class Export(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of pictures and captions."""
+        """Return a digest of pictures and captions."""
         digest = hashlib.sha256(self.images.numpy())
         digest.update("\n".join(self.names).encode())
         digest.update(self.position.numpy())
@@ -77,7 +77,7 @@ class Export(ABC):
 
 
 class GlyphExport(Export):
-    """Glyphs: 5 % of the pairs are the test, their scripts are the classes."""
+    """Glyphs: 5 % of the pairs are test pairs, and their scripts are the classes."""
 
     def __init__(self, data: glyphs.Glyphs) -> None:
         super().__init__(data.images, data.caption, data.names)
@@ -94,7 +94,7 @@ class GlyphExport(Export):
 
 
 class IconExport(Export):
-    """Icons: families are held out, the captions that most training families have are the classes."""
+    """Icons: families are held out, and the captions that occur in most training families are the classes."""
 
     def __init__(self, data: icons.Icons) -> None:
         super().__init__(data.images, data.caption, data.names)

@@ -1,4 +1,4 @@
-"""A folder of images: 32 x 32 in colour, the names of its sub-folders as labels."""
+"""Data set from a folder of images: 32 x 32 in colour, with the names of its sub-folders as labels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from recipes.cache import Unavailable
 from recipes.tasks import ImageViews, Labelled, Views
 
 SIZE = 32  # pixels per side
-FORMAT = 1  # raise when the reading or the file's layout changes
+FORMAT = 1  # increase when the reading or the file's layout changes
 
 
 def load(folder: Path, cache: str | os.PathLike[str] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(N, 3, 32, 32) uint8 images in the order of their paths, and (N,) labels: positions of sub-folders.
+    """Return (N, 3, 32, 32) uint8 images in the order of their paths, and (N,) labels: positions of sub-folders.
 
-    Images are cut to squares. What is read is cached until a file's name, size or time changes.
+    Images are cropped to squares. The result is cached until a file's name, size or time changes.
     """
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in Image.registered_extensions())
     paths = [path for path in paths if path.parent != folder]
@@ -62,7 +62,7 @@ def folder_views(
     views: Views | None = None,
     device: torch.device | str = "cpu",
 ) -> ImageViews:
-    """Views of a folder's images; the probes tell the labels of a random tenth, which is not trained on."""
+    """Return views of a folder's images; the probes predict the labels of a random tenth, which is held out."""
     images, labels = load(folder, cache)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(split_seed))
     held_out, train = (part.sort().values for part in order.tensor_split([max(1, len(order) // 10)]))

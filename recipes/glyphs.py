@@ -1,9 +1,8 @@
-"""Glyphs: a real image-text data set that needs no download.
+"""Glyphs: an image-text data set that needs no download.
 
-matplotlib ships the DejaVu (12 faces) and STIX (4 faces) fonts.  Every character that a face really contains
-and that Unicode names is rendered as a 32 x 32 grey image and paired with its name: about 54,000 pairs and
-7,300 distinct captions that occur 1 to 16 times each, a natural long tail.  Rendering takes seconds and is
-cached in one file.
+matplotlib includes the DejaVu (12 faces) and STIX (4 faces) fonts.  Every character that a face contains and that has
+a Unicode name is rendered as a 32 x 32 grey image and paired with its name: about 54,000 pairs and 7,300 distinct
+captions that occur 1 to 16 times each, a natural long tail.  Rendering takes seconds; the result is cached in one file.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from recipes import cache as cached
 
 SIZE = 32  # pixels per side
 FONT_SIZE = 24  # ascent + descent of DejaVu at this size fill 28 of the 32 rows
-BASELINE = 24  # row of the baseline, so that '.' and '\N{MIDDLE DOT}' stay apart
-FORMAT = 1  # raise when the rendering or the file's layout changes
+BASELINE = 24  # row of the common baseline, so that '.' and '\N{MIDDLE DOT}' differ
+FORMAT = 1  # increase when the rendering or the file's layout changes
 
 FACES = (
     *(f"DejaVuSans{style}" for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
@@ -36,7 +35,7 @@ FACES = (
     *(f"STIXGeneral{style}" for style in ("", "Bol", "Italic", "BolIta")),
 )
 
-# First words of a name that tell a script (or a family of signs): the labels of the probes.
+# First words of names that denote a script (or a family of signs): the labels of the probes.
 SCRIPTS = (
     *("LATIN", "GREEK", "CYRILLIC", "MATHEMATICAL", "ARABIC", "CANADIAN", "BRAILLE", "GEORGIAN", "ARMENIAN"),
     *("HEBREW", "LAO", "TIFINAGH", "NKO", "LISU", "OGHAM", "BOX", "DOMINO", "HEXAGRAM", "TETRAGRAM", "PLAYING"),
@@ -56,17 +55,17 @@ class Glyphs:
 
     @cached_property
     def names(self) -> list[str]:
-        """Distinct captions, ordered by code point."""
+        """Return the distinct captions, ordered by code point."""
         return [unicodedata.name(chr(code)) for code in torch.unique(self.codepoint).tolist()]
 
     @cached_property
     def caption(self) -> Tensor:
-        """(N,) int64: the pair's caption as a position in :attr:`names`."""
+        """Return the caption of each pair as a position in :attr:`names`, (N,) int64."""
         return torch.unique(self.codepoint, return_inverse=True)[1]
 
     @cached_property
     def script(self) -> Tensor:
-        """(len(names),) int64: the caption's script as a position in SCRIPTS, -1 where it has none."""
+        """Return the script of each caption as a position in SCRIPTS or -1, (len(names),) int64."""
         label = {script: position for position, script in enumerate(SCRIPTS)}
         return torch.tensor([label.get(name.split()[0], -1) for name in self.names])
 
@@ -75,7 +74,7 @@ class Glyphs:
 class Split:
     """Positions of the training pairs and of the held-out pairs.
 
-    A training pair's data-set index, the one an estimator sees, is its position in :attr:`train`.
+    The data-set index of a training pair, which is passed to estimators, is its position in :attr:`train`.
     """
 
     train: Tensor  # (n,) int64, ascending
@@ -83,7 +82,7 @@ class Split:
 
 
 def split_pairs(data: Glyphs, seed: int = 0, fraction: float = 0.05) -> Split:
-    """Hold out a random ``fraction`` of the pairs; most of their captions stay known from other faces."""
+    """Hold out a random ``fraction`` of the pairs; most of their captions occur in training with other faces."""
     return _split(torch.arange(len(data)), len(data), seed, fraction)
 
 
@@ -104,7 +103,7 @@ def _split(unit: Tensor, units: int, seed: int, fraction: float) -> Split:
 
 
 def load(cache: str | os.PathLike[str] | None = None) -> Glyphs:
-    """The data set, from the cache file if it fits the installed fonts and libraries, else rendered anew."""
+    """Return the data set, from the cache file if it matches the installed fonts and libraries, else newly rendered."""
     path, key = cached.file(cache, "glyphs.npz"), cache_key()
     arrays = cached.read(path, key, ("images", "codepoint", "face"))
     if arrays is None:
@@ -114,7 +113,7 @@ def load(cache: str | os.PathLike[str] | None = None) -> Glyphs:
 
 
 def cache_key() -> str:
-    """Digest of everything the pixels and names depend on: fonts, libraries, parameters."""
+    """Return a digest of everything that the pixels and names depend on: fonts, libraries, parameters."""
     digest = hashlib.sha256()
     versions = (matplotlib.__version__, features.version("pil"), features.version("freetype2"))
     digest.update(repr((FORMAT, SIZE, FONT_SIZE, BASELINE, FACES, unicodedata.unidata_version, versions)).encode())
@@ -142,7 +141,7 @@ def render() -> dict[str, np.ndarray]:
 
 
 def _sizes() -> range:
-    """Font sizes, the largest first: a wide ligature takes the first one that fits."""
+    """Return font sizes, the largest first; a wide ligature is drawn in the first size that fits."""
     return range(FONT_SIZE, 3, -4)
 
 
@@ -151,13 +150,13 @@ def _font_file(face: str) -> Path:
 
 
 def _named_characters(face: str) -> list[int]:
-    """Code points in the face's character map that have a Unicode name (private use has none)."""
+    """Return the code points in the face's character map that have a Unicode name (private use has none)."""
     codes = FT2Font(str(_font_file(face))).get_charmap()
     return sorted(code for code in codes if unicodedata.name(chr(code), ""))
 
 
 def _draw(character: str, fonts: list[ImageFont.FreeTypeFont]) -> np.ndarray:
-    """(32, 32) uint8: centred between left and right, on the baseline, smaller only if it does not fit."""
+    """Draw a character, (32, 32) uint8: horizontally centred, on the baseline, smaller only if it does not fit."""
     for font in fonts:
         left, top, right, bottom = font.getbbox(character, anchor="ls")
         if right - left <= SIZE and bottom - top <= SIZE:

@@ -1,6 +1,6 @@
-"""Icons as pixels: SVG text to 32 x 32 images, grey or in colour, on all cores.
+"""Rendering of icons: SVG text to 32 x 32 images, grey or in colour, on all cores.
 
-Kept apart from the rest, so that the processes that draw need not import torch.
+A separate module, so that the drawing processes need not import torch.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from tqdm import tqdm
 SIZE = 32  # pixels per side
 IDENTITY = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)  # resvg's matrices are row-major
 WHITE, BLACK = (255, 255, 255, 255), (0, 0, 0, 255)
-FAINT = 32  # an icon whose darkest pixel has less ink is tried on black
-BLANK = 8  # and one that has less on either shows nothing
+FAINT = 32  # an icon whose darkest pixel has less ink is also drawn on black
+BLANK = 8  # an icon with less ink on both backgrounds is blank
 CHUNK = 5000  # icons that a process draws at a time
 
-Mode = Literal["L", "RGB"]  # grey or colour, as Pillow calls them
+Mode = Literal["L", "RGB"]  # Pillow's modes for grey and colour
 
 
 def draw_all(svgs: Sequence[str], progress: bool = True, mode: Mode = "L") -> np.ndarray:
-    """(len(svgs), 32, 32) or, in colour, (len(svgs), 32, 32, 3) uint8, 255 = ink: what white paper lacks of light.
+    """Draw icons; return (len(svgs), 32, 32) or, in colour, (len(svgs), 32, 32, 3) uint8, 255 = ink (inverted light).
 
-    All 0 where an icon shows nothing or cannot be read.
+    The image of an icon that is blank or cannot be read is 0.
     """
     starts = range(0, len(svgs), CHUNK)
     images = np.empty((len(svgs), *_shape(mode)), dtype=np.uint8)
     if len(starts) == 1:
         return _draw_chunk(svgs, mode)
-    # Programs of their own, where multiprocessing would import the caller's main module again: no torch, no __main__.
+    # separate programs: multiprocessing would import the caller's main module again, and with it torch
     with (
         tqdm(total=len(svgs), desc="drawing icons", unit="icon", disable=not progress) as bar,
         ThreadPoolExecutor(os.cpu_count()) as pool,
@@ -55,7 +55,7 @@ def _shape(mode: Mode) -> tuple[int, ...]:
 
 
 def _draw_elsewhere(svgs: Sequence[str], mode: Mode) -> np.ndarray:
-    """Draw in a process of its own."""
+    """Draw in a separate process."""
     command, root = [sys.executable, "-m", "recipes.icon_drawing", mode], Path(__file__).parent.parent
     done = subprocess.run(command, cwd=root, input=json.dumps(svgs).encode(), stdout=subprocess.PIPE, check=True)
     return np.frombuffer(done.stdout, dtype=np.uint8).reshape(len(svgs), *_shape(mode))
@@ -66,15 +66,15 @@ def _draw_chunk(svgs: Sequence[str], mode: Mode) -> np.ndarray:
 
 
 def draw(svg: str, mode: Mode = "L") -> np.ndarray:
-    """Draw an icon: (32, 32) or (32, 32, 3) uint8, its darkness on white, per channel.
+    """Draw an icon; return (32, 32) or (32, 32, 3) uint8, its darkness on white per channel.
 
-    An icon that is white itself is drawn on black, and inverted.
+    A white icon is drawn on black, and inverted.
     """
     import resvg
 
     try:
         tree = resvg.usvg.Tree.from_str(svg, resvg.usvg.Options.default())
-    except BaseException as error:  # Rust's panic is no Exception
+    except BaseException as error:  # a panic in Rust is not an Exception
         if type(error).__name__ != "PanicException":
             raise
         return np.zeros(_shape(mode), dtype=np.uint8)

@@ -1,6 +1,6 @@
-"""The npm package ``@iconify/json``: where it comes from, and which of its icons are shown under which caption.
+"""The npm package ``@iconify/json``: its download, and the selection and captions of its icons.
 
-The package holds one JSON file per icon set: SVG bodies, names, a licence.  243 sets have 390,629 icons.
+The package contains one JSON file per icon set, with SVG bodies, names and a licence.  243 sets have 390,629 icons.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from recipes.icon_drawing import SIZE
 PACKAGE, VERSION = "@iconify/json", "2.2.535"
 DIGEST = "1a545f86fa224d6531d8fb101dcbe83aac2b28689a21cbed6fc68318a5af4d91"  # SHA-256 of the packed file
 REMEDY = f"run `npm pack {PACKAGE}@{VERSION}` where that works, and pass the file with --icons FILE"
-LARGEST = 60_000  # characters of a body; larger ones are paintings
+LARGEST = 60_000  # characters of a body; larger icons are illustrations and are left out
 
 KINDS = ("interface", "logos", "emoji", "flags")
 
-# Sets of one design: they share artwork, and are held out together.  Any other set is a family of its own.
+# Sets with a common design share artwork and are held out together.  Every other set is a separate family.
 FAMILIES = {
     "boxicons": ("boxicons", "bx", "bxl", "bxs"),
     "coreui": ("cib", "cif", "cil"),
@@ -57,14 +57,14 @@ FLAGS = ("cif", "circle-flags", "flag", "flagpack")
 EMOJI = ("fluent-emoji*",)
 LOGOS = ("*-brands", "devicon-*")
 
-# Words at the end of a name that tell a style in any set; a set's own prefixes and suffixes come before them.
+# Final words of a name that denote a style in any set; the prefixes and suffixes of the set are removed first.
 STYLES = ("duotone", "fill", "filled", "outline", "outlined", "regular", "rounded", "solid", "twotone")
 
 
 class Icon(NamedTuple):
-    """One icon, not drawn yet."""
+    """One icon as SVG."""
 
-    name: str  # set:name, as the package has it
+    name: str  # set:name, as in the package
     caption: str
     aliases: tuple[str, ...]  # captions of its other names
     family: str
@@ -75,7 +75,7 @@ class Icon(NamedTuple):
 
 @contextmanager
 def package(file: Path | None) -> Iterator[Path]:
-    """The packed package: ``file``, or one that npm fetches into a temporary folder."""
+    """Yield the packed package: ``file``, or one that npm downloads into a temporary folder."""
     if file is not None:
         yield file
         return
@@ -96,7 +96,7 @@ def package(file: Path | None) -> Iterator[Path]:
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of a packed package."""
+    """Return the SHA-256 of a packed package."""
     if not file.is_file():
         raise Unavailable(f"there is no file {file}; {REMEDY}")
     with file.open("rb") as content:
@@ -107,7 +107,7 @@ def digest(file: Path) -> str:
 
 
 def icons(packed: Path, left_out: Counter[str], coloured: bool = False) -> Iterator[Icon]:
-    """Every icon that is shown, set by set in the order of their names; ``coloured``: of sets in colour only."""
+    """Yield every selected icon, set by set in the order of the file; ``coloured``: only from sets in colour."""
     try:
         with tarfile.open(packed) as archive:
             members = [member for member in archive if re.fullmatch(r"package/json/[^/]+\.json", member.name)]
@@ -142,7 +142,7 @@ def _of_set(content: Mapping[str, Any], left_out: Counter[str]) -> Iterator[Icon
 
 
 def _aliases(content: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Other names of each icon; those that also turn or mirror it are left out."""
+    """Return the other names of each icon, without aliases that also rotate or mirror it."""
     names: dict[str, list[str]] = {}
     known = content.get("aliases", {})
     for name, alias in known.items():
@@ -165,7 +165,7 @@ def _svg(icon: Mapping[str, Any], content: Mapping[str, Any]) -> str:
 
 
 def caption_of(name: str, content: Mapping[str, Any]) -> str:
-    """The words of a name without its style: ``phone-tablet-20-regular`` is "phone tablet"."""
+    """Return the words of a name without its style: ``phone-tablet-20-regular`` becomes "phone tablet"."""
     for suffix in sorted(content.get("suffixes", {}), key=len, reverse=True):
         if suffix and name.endswith(f"-{suffix}"):
             name = name.removesuffix(f"-{suffix}")
@@ -185,7 +185,7 @@ def family_of(prefix: str) -> str:
 
 
 def kind_of(prefix: str, category: str | None) -> str:
-    """Kind of a set's icons, one of KINDS.  Logos are those whose names one cannot guess, file types among them."""
+    """Return the kind of a set's icons, one of KINDS.  The names of logos, including file types, are not guessable."""
     if _among(prefix, FLAGS):
         return "flags"
     if category == "Emoji" or _among(prefix, EMOJI):

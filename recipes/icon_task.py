@@ -1,4 +1,4 @@
-"""Tasks on icons: captions of families never seen, by retrieval and as classes; views of icons in colour."""
+"""Tasks on icons: retrieval and classification of captions in held-out families, and views of icons in colour."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from recipes import icons
 from recipes.models import Tokenizer
 from recipes.tasks import ImageViews, Labelled, Metrics, NamedImages, Views, in_chunks, limited, retrieval
 
-CLASSES = 500  # of the zero-shot measure
+CLASSES = 500  # number of classes of the zero-shot measure
 PARTS = ("test", "validation")
 LabelName = Literal["names", "families"]
 LABELS: tuple[LabelName, ...] = get_args(LabelName)
-BANK = 10_000  # icons at most that the probes of families learn from
+BANK = 10_000  # largest number of training icons for the probes of families
 
 
 class IconNames(NamedImages):
     """Icons and the words of their names, measured on held-out families.
 
-    Zero-shot classification tells which of the :data:`CLASSES` captions that most training families have a
-    held-out icon bears; icons that bear none of them are left out.
+    Zero-shot classification assigns each held-out icon one of the :data:`CLASSES` captions that occur in most training
+    families; icons with other captions are left out.
     """
 
     labels = {
@@ -63,7 +63,7 @@ class IconNames(NamedImages):
 def zero_shot(
     data: icons.Icons, train: Tensor, held_out: Tensor, count: int = CLASSES
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(k,) captions that are the classes, the most common first; (m,) places in ``held_out``; (m,) their classes."""
+    """Return (k,) captions as classes, most common first; (m,) positions in ``held_out``; (m,) their classes."""
     classes = icons.common_captions(data, train, count)
     position = torch.full((len(data.names),), -1)
     position[classes] = torch.arange(len(classes))
@@ -80,10 +80,10 @@ def icon_views(
     views: Views | None = None,
     device: torch.device | str = "cpu",
 ) -> ImageViews:
-    """Views of icons in colour, with one of two kinds of labels.
+    """Return views of icons in colour, with one of two kinds of labels.
 
-    ``"names"``: which of the :data:`CLASSES` most common names an icon of a family never seen has.
-    ``"families"``: whose design an icon is whose name was never seen.
+    ``"names"``: the label is one of the :data:`CLASSES` most common names; evaluation is on held-out families.
+    ``"families"``: the label is the family (the design) of an icon; evaluation is on held-out names.
     """
     if part not in PARTS:
         raise ValueError(f"part must be one of {', '.join(PARTS)}, got {part!r}")
@@ -95,7 +95,7 @@ def icon_views(
 
 
 def _by_name(data: icons.Icons, part: str, seed: int) -> tuple[Tensor, Labelled, Labelled]:
-    """Training icons, and those that have common names of them and of the held-out families of ``part``."""
+    """Return training icons, and labelled icons with common names, from training and from the families of ``part``."""
     held_out = [icons.of_families(data, names) for names in (icons.COLOURED_TEST, icons.COLOURED_VALIDATION)]
     train = (~held_out[0] & ~held_out[1]).nonzero().flatten()
     judged = []
@@ -106,7 +106,7 @@ def _by_name(data: icons.Icons, part: str, seed: int) -> tuple[Tensor, Labelled,
 
 
 def _by_family(data: icons.Icons, part: str, seed: int) -> tuple[Tensor, Labelled, Labelled]:
-    """Training icons, some of them, and those of ``part``, a tenth of all names."""
+    """Return training icons, a labelled selection of them, and the labelled icons of ``part``, a tenth of all names."""
     order = torch.randperm(len(data.names), generator=torch.Generator().manual_seed(seed))
     tenth = torch.empty(len(data.names), dtype=torch.int64)
     tenth[order] = torch.arange(len(data.names)) * 10 // len(data.names)

@@ -1,12 +1,12 @@
-"""Icons: 343,000 real image-text pairs that a package registry delivers.
+"""Icons: 343,000 image-text pairs from a package registry.
 
-The npm package ``@iconify/json`` holds the icons of 243 sets, each with a name and a licence.  They are drawn as
+The npm package ``@iconify/json`` contains the icons of 243 sets, each with a name and a licence.  They are drawn as
 32 x 32 grey images and paired with the words of their names: "calendar" occurs hundreds of times, half of the
-106,000 captions once.  Fetching takes 104 MB and drawing some minutes, once; the result is cached in one file.
+106,000 captions once.  The download has 104 MB, and drawing takes some minutes; the result is cached in one file.
 
-Sets of one design share artwork, so whole families of sets are held out.
+Sets with a common design share artwork, so whole families of sets are held out.
 
-Those of its sets that are in colour (emoji, flags, logos and some of the interface) are drawn in colour on demand.
+Sets in colour (emoji, flags, logos and some of the interface) can also be drawn in colour.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from recipes import icon_drawing, icon_sets
 from recipes.cache import Unavailable
 from recipes.icon_sets import KINDS
 
-FORMAT = 1  # raise when the choice of icons, the drawing or the file's layout changes
+FORMAT = 1  # increase when the selection of icons, the drawing or the file's layout changes
 COLUMNS = ("images", "caption", "family", "kind", "licence")
 TEXTS = ("names", "families", "licences", "sources", "aliases")
 
@@ -62,7 +62,7 @@ class Icons:
 
 @dataclass(frozen=True)
 class Split:
-    """Positions of pairs, each ascending; a training pair's data-set index is its position in :attr:`train`."""
+    """Positions of pairs, ascending; the data-set index of a training pair is its position in :attr:`train`."""
 
     train: Tensor  # interface icons of all other families
     validation: Tensor  # icons of VALIDATION
@@ -71,7 +71,7 @@ class Split:
 
 
 def split_families(data: Icons) -> Split:
-    """Hold out families; logos, whose names one cannot guess, are in no part."""
+    """Hold out families; logos, whose names are not guessable, are in no part."""
     interface = data.kind == KINDS.index("interface")
     test, validation = (of_families(data, part) for part in (TEST, VALIDATION))
     other = (data.kind == KINDS.index("emoji")) | (data.kind == KINDS.index("flags"))
@@ -80,12 +80,12 @@ def split_families(data: Icons) -> Split:
 
 
 def of_families(data: Icons, families: Sequence[str]) -> Tensor:
-    """(N,) bool: icons of these families."""
+    """Return a mask of the icons of these families, (N,) bool."""
     return torch.tensor([family in families for family in data.families])[data.family]
 
 
 def common_captions(data: Icons, pairs: Tensor, count: int) -> Tensor:
-    """(<= count,) int64: the captions that most families have among ``pairs``, and most pairs where families tie."""
+    """Return the captions of most families among ``pairs``, ties by number of pairs, (<= count,) int64."""
     both = torch.stack([data.caption[pairs], data.family[pairs]]).unique(dim=1)
     families = torch.bincount(both[0], minlength=len(data.names))
     times = torch.bincount(data.caption[pairs], minlength=len(data.names))
@@ -99,9 +99,9 @@ def load(
     progress: bool = True,
     coloured: bool = False,
 ) -> Icons:
-    """The data set, from the cache file if it fits the package and the libraries, else built anew.
+    """Return the data set, from the cache file if it matches the package and the libraries, else newly built.
 
-    Processes that ask for it at a time wait for the first one. ``coloured``: the sets in colour, in colour.
+    Concurrent processes wait for the first one. ``coloured``: only sets in colour, as colour images.
     """
     path = cached.file(cache, "coloured_icons.npz" if coloured else "icons.npz")
     packed = None if file is None else Path(file)
@@ -121,7 +121,7 @@ def load(
 
 
 def cache_key(package: str) -> str:
-    """Digest of everything the pairs depend on: the package's own digest, the renderer, parameters."""
+    """Return a digest of everything that the pairs depend on: digest of the package, renderer, parameters."""
     try:
         renderer = importlib.metadata.version("resvg")
     except importlib.metadata.PackageNotFoundError:
@@ -132,7 +132,7 @@ def cache_key(package: str) -> str:
 
 
 def build(packed: Path, progress: bool = True, coloured: bool = False) -> dict[str, np.ndarray]:
-    """Draw every icon, leave out those that show nothing or much the same as another one, and say how many."""
+    """Draw every icon, leave out blank icons and near duplicates, and print their numbers."""
     left_out: Counter[str] = Counter()
     icons = list(icon_sets.icons(packed, left_out, coloured))
     images = icon_drawing.draw_all([icon.svg for icon in icons], progress, "RGB" if coloured else "L")
@@ -155,7 +155,7 @@ def build(packed: Path, progress: bool = True, coloured: bool = False) -> dict[s
 
 
 def _distinct(images: np.ndarray, captions: Sequence[str], shown: np.ndarray) -> np.ndarray:
-    """Rows of the first icon of each look; a look is a caption and 8 x 8 pixels in 8 levels."""
+    """Return the rows of distinct icons, by caption and 8 x 8 pixels in 8 levels, the first of each."""
     seen, kept = set(), []
     for row in shown.nonzero()[0]:
         small = images[row].reshape(8, 4, 8, 4, -1).mean(axis=(1, 3)).astype(np.uint8) >> 5
@@ -167,7 +167,7 @@ def _distinct(images: np.ndarray, captions: Sequence[str], shown: np.ndarray) ->
 
 
 def _positions(texts: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """Distinct texts, sorted, and the place of each text among them."""
+    """Return the distinct texts, sorted, and the position of each text among them."""
     distinct = sorted(set(texts))
     place = {text: position for position, text in enumerate(distinct)}
     return distinct, np.array([place[text] for text in texts], dtype=np.int64)
@@ -185,7 +185,7 @@ def _lines(array: np.ndarray) -> list[str]:
 
 
 def add_data(group: Any, choices: Sequence[str]) -> None:
-    """Add the arguments that choose a data set, and the source of the one that needs a download."""
+    """Add the arguments that select a data set, and the source of the one that needs a download."""
     group.add_argument("--data", choices=choices, default=choices[0], help="data set; icons are fetched with npm once")
     group.add_argument(
         "--icons", type=Path, metavar="FILE", help="the icons' package, packed with npm; default: npm fetches it"
@@ -195,7 +195,7 @@ def add_data(group: Any, choices: Sequence[str]) -> None:
 def data_or_exit(
     root: argparse.ArgumentParser, load: Callable[[argparse.Namespace], Any], args: argparse.Namespace
 ) -> Any:
-    """Load what ``--data`` names; missing data end the program with one line."""
+    """Load the data set of ``--data``; exit with a one-line message if data are missing."""
     for name, data in (("icons", "icons"), ("held_out", "icons"), ("labels", "icons"), ("folder", "folder")):
         if getattr(args, name, None) is not None and args.data != data:
             root.error(f"--{name.replace('_', '-')} belongs to --data {data}, got --data {args.data}")

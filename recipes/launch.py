@@ -1,16 +1,16 @@
-"""One process or many, with or without DeepSpeed: how a run gets its ``Accelerator``.
+"""Creation of a run's ``Accelerator``, on one process or several, with or without DeepSpeed.
 
-``python -m recipes.train_clip --help`` ends with the commands that start a recipe on several ranks; batch sizes count
-over all ranks, so that the results agree. ``accelerate launch --cpu`` starts one process, whatever ``--num_processes``
-says; ``--multi_gpu`` starts as many as it says, on CPUs too. A run that has fewer processes than its launcher was asked
-for is refused.
+``python -m recipes.train_clip --help`` ends with the commands that start a recipe on several ranks; batch sizes are
+global, so that the results do not depend on the number of ranks. ``accelerate launch --cpu`` starts one process for any
+``--num_processes``; with ``--multi_gpu`` it starts the given number, also on CPUs. A run with fewer processes than
+requested from its launcher is refused.
 
-With ``torchrun --max-restarts N`` and ``--checkpoint-every`` a run that loses a rank goes on from its last checkpoint
-by itself; ``--resume`` does the same for a new ``torchrun``, with any number of ranks that divides the batch size. Set
-``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` then: otherwise ranks that were started again may find the addresses of those
-before them, and fail to connect (pytorch issue 135712). On a CPU DeepSpeed may first compile an extension (a minute); a
-run that is killed meanwhile leaves a ``lock`` in torch's extensions folder, at which the next one waits until it is
-removed.
+With ``torchrun --max-restarts N`` and ``--checkpoint-every``, a run that loses a rank continues automatically from its
+last checkpoint; ``--resume`` does the same for a new ``torchrun``, with any number of ranks that divides the batch
+size. Set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` for restarts: otherwise restarted ranks may read the addresses of the
+previous ranks, and fail to connect (pytorch issue 135712). On a CPU, DeepSpeed may first compile an extension (a
+minute); a run that is killed meanwhile leaves a ``lock`` in torch's extensions folder, for which the next run waits
+until it is removed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import nn
 
-TIMEOUT = 600.0  # seconds that a rank waits for another one, as torch's own for accelerators
+TIMEOUT = 600.0  # seconds that a rank waits for another one, as torch's default for accelerators
 
 
 def local_device(device: torch.device) -> torch.device:
-    """Replace ``cuda``, ``xpu``, ... by this rank's own card, the one that accelerate takes."""
+    """Replace ``cuda``, ``xpu``, ... by the device of this rank, which accelerate also selects."""
     if device.type in ("cpu", "mps") or device.index is not None:
         return device
     device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
@@ -53,17 +53,17 @@ def world_size() -> int:
 
 
 def is_main() -> bool:
-    """Return whether this process prints, draws and writes results; known before the process group is."""
+    """Return whether this process prints, draws and writes results; valid before the process group exists."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
 def is_local_main() -> bool:
-    """Return whether this process does what one of each node must do."""
+    """Return whether this process is responsible for the work that is done once per node."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
 def restarted() -> bool:
-    """Return whether torchrun has started these ranks again, after it lost one (``--max-restarts``)."""
+    """Return whether torchrun has restarted these ranks after the loss of one (``--max-restarts``)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
@@ -81,7 +81,7 @@ def from_main(value: Any) -> Any:
 
 
 def from_all(value: Any) -> list[Any]:
-    """Give every rank the values of all, in their order."""
+    """Give every rank the values of all ranks, in rank order."""
     values = [value] * world_size()
     if dist.is_initialized():
         dist.all_gather_object(values, value)
@@ -100,12 +100,12 @@ def on_main(function: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     if failed:
-        raise SystemExit(1)  # the main process says why
+        raise SystemExit(1)  # the main process raises the error
     return result
 
 
 class Pulse:
-    """Exchange a few numbers of each process once per step, beside the step."""
+    """Asynchronous exchange of a few numbers between all processes, once per step."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
@@ -113,7 +113,7 @@ class Pulse:
         self._work: dist.Work | None = None
 
     def beat(self, *values: float) -> torch.Tensor:
-        """Send numbers; return those of the call before, the same on all ranks: (ranks, k), empty at the first."""
+        """Send numbers; return those of the previous call from all ranks: (ranks, k), empty at the first call."""
         if self._work is not None:
             self._work.wait()
         before, mine = self._sent, torch.tensor(values, dtype=torch.float64)
@@ -144,7 +144,7 @@ def leave_group(_: int) -> None:
 
 
 def check_shared(folder: Path) -> None:
-    """Refuse a folder in which a process does not see what the main process writes."""
+    """Exit if some process does not see the files that the main process writes into a folder."""
     host = socket.gethostname()
     probe, author = from_main((f".seen-by-all-{secrets.token_hex(8)}", host))
     on_main((folder / probe).touch)
@@ -159,9 +159,9 @@ def check_shared(folder: Path) -> None:
 
 @contextlib.contextmanager
 def results_folder(folder: Path) -> Iterator[Path]:
-    """Yield ``folder`` on the main process, elsewhere a temporary one.
+    """Yield ``folder`` on the main process, and a temporary folder on others.
 
-    All ranks draw, since reading sharded rows or gathering ZeRO 3's weights needs all of them.
+    All ranks draw pictures, since reading sharded rows and gathering ZeRO 3's weights are collective.
     """
     if is_main():
         yield folder
@@ -170,7 +170,7 @@ def results_folder(folder: Path) -> Iterator[Path]:
         yield Path(elsewhere)
 
 
-# The DeepSpeed configuration of this process's first accelerator, and its accumulation; one entry at most.
+# DeepSpeed configuration and accumulation of this process's first accelerator; at most one entry.
 _first: list[tuple[Path | None, int]] = []
 
 
@@ -183,7 +183,7 @@ def accelerator(
     handlers: Sequence[Any] = (),
     **options: Any,
 ) -> Accelerator:
-    """Make a new one for each run. accelerate has one process group, precision and DeepSpeed plugin per process.
+    """Return a new accelerator for a run. A process has one process group, precision and DeepSpeed plugin.
 
     No rank waits for another longer than ``timeout`` seconds. Further options are those of ``Accelerator``.
     """
@@ -203,10 +203,10 @@ def accelerator(
     elif "LOCAL_RANK" not in os.environ:
         raise ValueError("--deepspeed-config needs a launcher, for one process too: torchrun --nproc_per_node 1 -m ...")
     elif device.type == "cpu":
-        # accelerate's CPU branch excludes DeepSpeed: take the other one, and name the backend that it would not find
+        # accelerate's CPU branch excludes DeepSpeed: use the other branch, and give it the backend explicitly
         os.environ.update(ACCELERATE_USE_CPU="false", DS_ACCELERATOR="cpu")
         group["backend"] = "gloo"
-    if deepspeed is not None and known is None:  # later accelerators find this plugin, and accept no other
+    if deepspeed is not None and known is None:  # later accelerators reuse this plugin and accept no other
         config = {**json.loads(deepspeed.read_text()), "gradient_accumulation_steps": accumulate}
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
     made = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(**group), *handlers], **options)
@@ -215,10 +215,10 @@ def accelerator(
 
 
 def check_processes(accelerator: Accelerator) -> None:
-    """Refuse a process group of another size than the launcher was asked for, and FSDP that is not in force."""
+    """Exit if the process group does not have the requested size, or if requested FSDP is not active."""
     asked, found = os.environ.get("WORLD_SIZE"), world_size()
     if asked is None and found == 1 and {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys():
-        # accelerate sets both for several processes, and without --multi_gpu starts one of them
+        # accelerate sets both for several processes, but without --multi_gpu starts only one
         raise SystemExit(
             "accelerate launch was asked for several processes and started one: give it --multi_gpu in place of --cpu "
             "(on CPUs too), or use torchrun --nproc_per_node N; if one process is meant, set WORLD_SIZE=1"
@@ -237,7 +237,7 @@ def check_processes(accelerator: Accelerator) -> None:
 
 
 def set_micro_batch(accelerator: Accelerator, samples: int) -> None:
-    """Tell DeepSpeed how many samples a rank takes per forward; there is no loader from which it could tell."""
+    """Set DeepSpeed's number of samples per rank and forward, which it cannot infer without a loader."""
     plugin = accelerator.state.deepspeed_plugin if uses_deepspeed(accelerator) else None
     if plugin is not None:
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = samples
@@ -248,7 +248,7 @@ def uses_deepspeed(accelerator: Accelerator) -> bool:
 
 
 def check_learned(accelerator: Accelerator, parameters: list[nn.Parameter], method: str) -> None:
-    """Refuse a parameter outside the model under DeepSpeed, whose optimizers take only the model's."""
+    """Refuse a parameter outside the model under DeepSpeed, whose optimizers accept only parameters of the model."""
     if parameters and uses_deepspeed(accelerator):
         raise ValueError(
             f"{method} learns a parameter outside the model, which DeepSpeed does not take; leave --deepspeed-config "
@@ -257,7 +257,7 @@ def check_learned(accelerator: Accelerator, parameters: list[nn.Parameter], meth
 
 
 def check_optimizer(accelerator: Accelerator, name: str) -> None:
-    """Refuse LARS under DeepSpeed, whose optimizers see flat pieces in place of layers."""
+    """Refuse LARS under DeepSpeed, whose optimizers get flat partitions instead of layers."""
     if name == "lars" and uses_deepspeed(accelerator):
         raise ValueError(
             "optimizer='lars' scales the update of each layer, and DeepSpeed's ZeRO joins layers; leave "
@@ -267,7 +267,7 @@ def check_optimizer(accelerator: Accelerator, name: str) -> None:
 
 @contextlib.contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """Give every rank all of the parameters, which ZeRO 3 keeps in pieces, inside the context."""
+    """Gather the parameters that ZeRO 3 partitions, on every rank, inside the context."""
     parameters = [p for p in module.parameters() if hasattr(p, "ds_id")]
     if not parameters:
         yield

@@ -1,9 +1,9 @@
-"""Write glyphs or icons as tar shards, for trainers that read webdataset, and as test sets for clip-benchmark.
+"""Write glyphs or icons as tar shards for trainers that read webdataset, and as test sets for clip-benchmark.
 
     python -m recipes.make_shards --out data/glyphs
     python -m recipes.make_shards --data icons --out data/icons
 
-The shards are img2dataset's: names, keys, members and statistics, with open_clip's sizes.json beside them.
+The shards have img2dataset's names, keys, members and statistics, and open_clip's sizes.json.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 from recipes import glyphs, icons, tars
 from recipes.exports import Export, GlyphExport, IconExport
 
-FORMAT = 1  # raise when the same arguments give other files
+FORMAT = 1  # increase when the same arguments give other files
 MANIFEST = "made_from.json"
-TEMPLATE = "{c}"  # a caption is the name alone, so a class is too
+TEMPLATE = "{c}"  # captions consist of the name alone, and so do the texts of classes
 
 
 DATA: dict[str, Callable[[argparse.Namespace], Export]] = {
@@ -35,14 +35,14 @@ DATA: dict[str, Callable[[argparse.Namespace], Export]] = {
 
 
 def positive(text: str) -> int:
-    """A number of at least 1."""
+    """Parse a number of at least 1."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     root = argparse.ArgumentParser(
         prog="python -m recipes.make_shards",
         description="Write tar shards of image-text pairs in img2dataset's layout (train/, test/, and validation/ "
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def claim(folder: Path, made_from: dict[str, Any] | None = None) -> None:
-    """Make the folder and note what it is made from, or see that a former run noted the same."""
+    """Create the folder and record what it is made from, or check that an earlier run recorded the same."""
     manifest = folder / MANIFEST
     if manifest.exists():
         former = json.loads(manifest.read_text())
@@ -75,13 +75,13 @@ def claim(folder: Path, made_from: dict[str, Any] | None = None) -> None:
 
 
 def shuffled(pairs: Tensor, seed: int, limit: int | None) -> list[int]:
-    """All or ``limit`` pairs in a random order, so that every shard is a mixture."""
+    """Return all or ``limit`` pairs in random order, so that every shard is a mixture."""
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))
     return pairs[order[:limit]].tolist()
 
 
 def write_pairs(data: Export, args: argparse.Namespace) -> None:
-    """Write the parts: ``KEY.png``, ``KEY.txt``, ``KEY.json``."""
+    """Write the parts as ``KEY.png``, ``KEY.txt``, ``KEY.json``."""
     for part, positions in data.parts.items():
         pairs = shuffled(positions, args.seed, args.limit)
 
@@ -95,7 +95,7 @@ def write_pairs(data: Export, args: argparse.Namespace) -> None:
 
 
 def write_zeroshot(data: Export, args: argparse.Namespace) -> None:
-    """Write the classification test: ``KEY.png``, ``KEY.cls``."""
+    """Write the classification test as ``KEY.png``, ``KEY.cls``."""
     folder = args.out / "benchmark" / "zeroshot"
     chosen = shuffled(torch.arange(len(data.classified)), args.seed, args.limit)
 
@@ -110,9 +110,9 @@ def write_zeroshot(data: Export, args: argparse.Namespace) -> None:
 
 
 def write_retrieval(data: Export, args: argparse.Namespace) -> None:
-    """Write the retrieval test, and one of the validation pairs where there are any: ``KEY.png``, ``KEY.txt``.
+    """Write the retrieval test, and one of the validation pairs if there are any, as ``KEY.png``, ``KEY.txt``.
 
-    The text file has a caption per line.
+    The text file has one caption per line.
     """
     for part, name in {"test": "retrieval", "validation": "validation"}.items():
         if part not in data.parts:
@@ -129,12 +129,12 @@ def write_retrieval(data: Export, args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write what the arguments ask for."""
+    """Write the shards and test sets that the arguments specify."""
     root = parser()
     args = root.parse_args(argv)
     chosen = {name: getattr(args, name) for name in ("data", "shard_size", "limit", "seed")}
     try:
-        claim(args.out)  # before icons are fetched
+        claim(args.out)  # before icons are downloaded
         data = icons.data_or_exit(root, DATA[args.data], args)
         claim(args.out, {"format": FORMAT, **chosen, "fingerprint": data.fingerprint, "pillow": PIL.__version__})
         for write in (write_pairs, write_zeroshot, write_retrieval):

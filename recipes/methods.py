@@ -1,4 +1,4 @@
-"""The methods that the experiments compare: one entry each, with hyper-parameters and their defaults."""
+"""Methods that the experiments compare, with their hyper-parameters and defaults."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ HYPERPARAMETERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "encode": (int, "1: samples outside the batch at which chains stay are encoded again; 0: such visits are dropped"),
     "group": (int, "1: samples with the same caption are not each other's negatives"),
 }
-IN_THE_LOOP = ("group", "encode", "gamma_min", "gamma_decay")  # what the training loop reads, not the estimator
+IN_THE_LOOP = ("group", "encode", "gamma_min", "gamma_decay")  # read by the training loop, not by the estimator
 
 
 @dataclass(frozen=True)
 class Method:
-    """A preset of the library with default hyper-parameters.
+    """Preset of the library with default hyper-parameters.
 
     Attributes:
         title: name for tables and pictures.
-        preset: builds the estimator.
+        preset: function that builds the estimator.
         defaults: hyper-parameters in bimodal mode.
         unimodal: values that differ in unimodal mode.
         sizes: arguments of the preset among ``n`` and ``dim``.
@@ -62,7 +62,7 @@ class Method:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     def options(self, mode: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Defaults for ``mode`` with the ``given`` values on top; a name the method lacks raises ValueError."""
+        """Return the defaults for ``mode``, updated by ``given``; raise ValueError for an unknown name."""
         common = {"group": 0} if mode == BIMODAL else {}
         values = {**common, **self.defaults, **(self.unimodal if mode == UNIMODAL else {})}
         if unknown := [name for name in given or {} if name not in values]:
@@ -71,14 +71,14 @@ class Method:
 
 
 def _fastclip(version: str, **learned: Any) -> Method:
-    """FastCLIP v0 to v3 differ in the temperature only; all of them decay gamma along a cosine."""
+    """Return a version of FastCLIP; v0 to v3 differ only in the temperature, and all decay gamma along a cosine."""
     defaults = {"tau": 0.05, "gamma_min": 0.2, "gamma_decay": 0.5, **learned}
     preset = partial(compopt.FastCLIPEstimator, version=version)
     unimodal = {"tau_min": 0.05, "tau_max": 1.0} if learned else {}
     return Method(f"FastCLIP {version}", preset, defaults, unimodal, renamed={"tau_lr": "lr"})
 
 
-# As it was when results were recorded; the preset's own are FastCLIP's.
+# Values with which the results were recorded; the preset's defaults are those of FastCLIP.
 _BOUNDS = {"tau_min": 0.005, "tau_max": 0.5}
 _GLOBAL = {**_BOUNDS, "parametrization": "linear"}
 
@@ -154,7 +154,7 @@ def build(
 def build_schedule(
     est: compopt.ContrastiveEstimator, options: Mapping[str, Any], total_steps: int
 ) -> schedules.Schedule | None:
-    """The gamma schedule of a method that has one (``gamma_min`` among its options), to be stepped per commit."""
+    """Return the gamma schedule of a method that has one (option ``gamma_min``), to be stepped at every commit."""
     if "gamma_min" not in options:
         return None
     decay_steps = max(1, round(options["gamma_decay"] * total_steps))

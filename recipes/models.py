@@ -1,4 +1,4 @@
-"""A tokenizer and two small encoders that train on two CPU cores in seconds; both end in features of equal width."""
+"""Tokenizer and two small encoders with features of equal width, which train on two CPU cores in seconds."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 DIM = 128  # width of the features
-PAD = 0  # the token that fills a caption up
+PAD = 0  # padding token
 
 
 class Tokenizer:
-    """Tokens for Unicode names: frequent words whole, rare words letter by letter.
+    """Tokenizer for Unicode names: one token per frequent word, one per letter of rare words.
 
-    The vocabulary is built from captions, in sorted order, so that equal captions give equal tokens anywhere.
+    The vocabulary is built from captions in sorted order, so that equal captions give equal tokens on every machine.
 
-    A word (split at spaces and hyphens) that occurs in at least ``min_count`` captions is one token; any other is
-    spelled, its first letter marked as the beginning of a word, so that unseen words can be read too.
+    A word (split at spaces and hyphens) that occurs in at least ``min_count`` captions is one token. Any other word,
+    including unseen ones, is spelled, with its first letter marked as the beginning of a word.
     """
 
     def __init__(self, captions: Sequence[str], min_count: int = 2, length: int = 16) -> None:
@@ -38,7 +38,7 @@ class Tokenizer:
         return len(self.vocabulary) + 1
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
-        """(len(captions), length) int64 tokens."""
+        """Return tokens, (len(captions), length) int64."""
         table = torch.full((len(captions), self.length), PAD)
         for row, caption in zip(table, captions, strict=True):
             tokens = [token for word in _words(caption) for token in self._tokens(word)][: self.length]
@@ -57,13 +57,13 @@ def _words(caption: str) -> list[str]:
 
 
 def pixels(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(B, C, H, W) floats between 0 and 1, from these or from uint8 images (B, H, W) or (B, C, H, W)."""
+    """Convert uint8 images (B, H, W) or (B, C, H, W) to floats in [0, 1], (B, C, H, W); keep values of floats."""
     images = images.unsqueeze(1) if images.ndim == 3 else images
     return images.to(dtype) if images.is_floating_point() else images.to(dtype) / 255
 
 
 class ImageTower(nn.Module):
-    """Convolutions with stride 2: square images, as :func:`pixels` takes them -> (B, dim) features, not normalised."""
+    """Convolutions with stride 2, from square images (see :func:`pixels`) to features (B, dim), not normalised."""
 
     def __init__(self, dim: int = DIM, width: int = 32, channels: int = 1, size: int = 32) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def _stage(inputs: int, outputs: int, kernel: int = 3) -> tuple[nn.Module, ...]:
 
 
 class SumOfRanks(torch.autograd.Function):
-    """The sum over all ranks, of values and of their gradients."""
+    """Sum over all ranks, of values in the forward pass and of gradients in the backward pass."""
 
     @staticmethod
     def forward(ctx, values: Tensor) -> Tensor:
@@ -104,13 +104,13 @@ class SumOfRanks(torch.autograd.Function):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Batch norm of images (B, C, H, W) or features (B, C) over all ranks, so that K ranks compute what one does.
+    """Batch norm of images (B, C, H, W) or features (B, C) over all ranks, with the same result on K ranks as on one.
 
-    torch's ``SyncBatchNorm`` does this on GPUs only. On one rank this is torch's own bit for bit.
+    torch's ``SyncBatchNorm`` supports only GPUs. On one rank the result is bit for bit that of torch.
     """
 
     def _check_input_dim(self, x: Tensor) -> None:
-        """Take features too, which ``nn.BatchNorm2d`` refuses."""
+        """Accept features too, which ``nn.BatchNorm2d`` refuses."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -118,7 +118,7 @@ class BatchNorm(nn.BatchNorm2d):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         over = [axis for axis in range(x.ndim) if axis != 1]
         moments = torch.stack([wide.mean(over), wide.square().mean(over)])
-        mean, square = SumOfRanks.apply(moments) / dist.get_world_size()  # ranks have equally many images
+        mean, square = SumOfRanks.apply(moments) / dist.get_world_size()  # ranks have the same number of images
         variance = (square - mean.square()).clamp(min=0)
         self._remember(mean.detach(), variance.detach(), x.numel() // x.shape[1] * dist.get_world_size())
         scale = (variance + self.eps).rsqrt() * self.weight
@@ -134,7 +134,7 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 class TextTower(nn.Module):
-    """One pre-norm transformer block and a mean over tokens: (B, L) int64 tokens (0 = padding) -> (B, dim)."""
+    """Pre-norm transformer block and mean over tokens: (B, L) int64 tokens (0 = padding) -> (B, dim)."""
 
     def __init__(self, vocabulary: int, length: int, dim: int = DIM, heads: int = 4) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class TextTower(nn.Module):
 
 
 class TwoTowers(nn.Module):
-    """CLIP's pair of encoders."""
+    """Pair of encoders, as in CLIP."""
 
     def __init__(self, vocabulary: int, length: int, dim: int = DIM, channels: int = 1, size: int = 32) -> None:
         super().__init__()
@@ -171,17 +171,17 @@ class TwoTowers(nn.Module):
         self.text = TextTower(vocabulary, length, dim)
 
     def forward(self, images: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Both sides in one call: the wrappers of many ranks expect one forward per backward."""
+        """Encode both sides in one call, since distributed wrappers expect one forward per backward."""
         return self.image(images), self.text(tokens)
 
 
 class Projected(nn.Module):
-    """SimCLR's encoder: :attr:`image` gives the features before the head, :meth:`project` those after it.
+    """SimCLR's encoder: :attr:`image` returns the features before the head, :meth:`project` those after it.
 
     Args:
-        channels: of the images.
-        head: widths of the head's layers, the last one that of what the loss reads; every layer but the last ends in
-            batch norm and ReLU. ``(8192, 8192, 8192)`` is the head of iSogCLR's experiments.
+        channels: channels of the images.
+        head: widths of the head's layers, the last of which is the feature dimension of the loss; every layer except
+            the last ends in batch norm and ReLU. ``(8192, 8192, 8192)`` is the head of iSogCLR's experiments.
         dim: width of the features before the head.
     """
 

@@ -25,8 +25,8 @@ class LARS(torch.optim.Optimizer):
         v \leftarrow m v + \lambda (g + \beta w), \qquad
         w \leftarrow w - lr \, v
 
-    ``lambda`` is 1 where ``w`` or ``g`` is 0. As in SimCLR, parameters of one dimension (biases, norms) are neither
-    scaled nor decayed. The paper has ``lr`` inside of ``v``, which differs while ``lr`` changes; here it is outside, as
+    ``lambda`` is 1 if ``w`` or ``g`` is 0. As in SimCLR, one-dimensional parameters (biases, norms) are neither scaled
+    nor decayed. In the paper ``lr`` is part of ``v``, which makes a difference while ``lr`` changes; here it is not, as
     in ``torch.optim.SGD``, timm and the code of SogCLR.
 
     Args:
@@ -56,7 +56,7 @@ class LARS(torch.optim.Optimizer):
 
 
 def _scaled(p: Tensor, decay: float, eta: float) -> Tensor:
-    """``lambda (g + beta w)``."""
+    """Return ``lambda (g + beta w)``."""
     if p.ndim <= 1:
         return p.grad
     weight, gradient = p.norm(), p.grad.norm()
@@ -65,7 +65,7 @@ def _scaled(p: Tensor, decay: float, eta: float) -> Tensor:
 
 
 class Kind(NamedTuple):
-    """An optimizer with the defaults of its rate, a number or a rule of :data:`RULES`, and of its weight decay."""
+    """Optimizer with its default learning rate, a number or a rule of :data:`RULES`, and its default weight decay."""
 
     build: Callable[..., torch.optim.Optimizer]
     lr: float | str
@@ -80,7 +80,7 @@ def _sgd(groups: Iterable[Any], lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=lr, momentum=0.9)
 
 
-# LARS: SogCLR's rate and decay for ImageNet. SGD: the decay of iSogCLR.
+# LARS: SogCLR's rate and decay for ImageNet. SGD: iSogCLR's decay.
 OPTIMIZERS: dict[OptimizerName, Kind] = {
     "adamw": Kind(_adamw, 1e-3, 0.1),
     "sgd": Kind(_sgd, "linear", 1e-4),
@@ -101,14 +101,14 @@ def rate(text: str) -> float | str:
 def schedule(
     name: ScheduleName, optimizer: torch.optim.Optimizer, lr: float, steps: int, warmup: int = 0
 ) -> LRScheduler:
-    """Schedule of the learning rate over a run.
+    """Return the schedule of the learning rate over a run.
 
     Args:
         name: ``"one-cycle"``: torch's; ``"cosine"``: linear up to ``lr``, then half a cosine down to 0.
-        optimizer: whose rate it sets.
-        lr: the highest rate.
-        steps: updates of the run.
-        warmup: updates until the highest rate, of ``"cosine"``.
+        optimizer: optimizer whose rate is scheduled.
+        lr: highest rate.
+        steps: number of updates of the run.
+        warmup: number of updates until the highest rate, for ``"cosine"``.
     """
     if name == "one-cycle":
         return OneCycleLR(optimizer, max_lr=lr, total_steps=max(1, steps))

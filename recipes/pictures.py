@@ -1,4 +1,4 @@
-"""Pictures of one or more runs, each function one file."""
+"""Pictures of one or more runs; each function draws one file."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def normalizer_error(runs: Sequence[Run], path: Path) -> Path | None:
 
 
 def learned_temperatures(run: Run) -> tuple[Tensor, Tensor] | None:
-    """``tau`` (n, D) of the samples seen and their positions, if the run's estimator learns one per sample."""
+    """Return ``tau`` (n, D) of the visited samples and their positions, if the estimator learns one per sample."""
     temperature = run.est.temperature
     if not isinstance(temperature, TemperatureDual) or temperature.mode != "individual":
         return None
@@ -121,11 +121,11 @@ def temperature_frequency(run: Run, frequency: Tensor, path: Path) -> Path | Non
 
 @plt.rc_context(STYLE)
 def wrong_pairs(found: curation.Scores, pictures: Tensor, texts: Sequence[str], path: Path, count: int = 24) -> Path:
-    """Draw one page: what the rows of a ``ScoreKeeper`` tell, and the pairs with the lowest scores.
+    """Draw one page: distributions of the scores of a ``ScoreKeeper``, and the pairs with the lowest scores.
 
     Args:
-        found: of :func:`compopt.curation.scores`.
-        pictures, texts: of all samples, ``(n, h, w)`` or ``(n, 3, h, w)``, and one text for each.
+        found: result of :func:`compopt.curation.scores`.
+        pictures, texts: pictures of all samples, ``(n, h, w)`` or ``(n, 3, h, w)``, and one text for each.
         count: number of pairs that are shown.
     """
     assert found.rank is not None and found.similarity is not None
@@ -156,7 +156,7 @@ def wrong_pairs(found: curation.Scores, pictures: Tensor, texts: Sequence[str], 
 
 
 def _rank(a: Tensor, b: Tensor) -> float:
-    """Spearman's rank correlation, ties given their mean rank."""
+    """Return Spearman's rank correlation; ties get their mean rank."""
     ranks = []
     for values in (a, b):
         _, inverse, counts = values.unique(return_inverse=True, return_counts=True)

@@ -1,4 +1,4 @@
-"""Tar shards whose bytes depend on nothing but their samples, written so that a killed run can be continued."""
+"""Writing of tar shards whose bytes depend only on their samples; an interrupted run can be continued."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-# A sample's files: suffix -> content.  Given the sample's number in the folder and its key.
+# Function from a sample's number in the folder and its key to its files: suffix -> content.
 Files = Callable[[int, str], Mapping[str, bytes]]
 
 
 def key_of(shard: int, row: int, shard_size: int) -> str:
-    """img2dataset's key: five digits for the shard, as many as ``shard_size`` needs for the row."""
+    """Return img2dataset's key: five digits for the shard, and as many as ``shard_size`` needs for the row."""
     digits = math.ceil(math.log10(shard_size))
     return f"{shard * 10**digits + row:0{5 + digits}d}"
 
@@ -49,7 +49,7 @@ def _write(
     progress: bool,
     before: Callable[[int, int], None] = lambda shard, size: None,
 ) -> dict[str, int]:
-    """Write the shards that are missing, and return the names and sizes of all; a shard that is there is complete."""
+    """Write the missing shards, and return the names and sizes of all; existing shards are complete."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {}
     with tqdm(total=count, desc=str(folder), unit="sample", disable=not progress) as bar:
@@ -64,7 +64,7 @@ def _write(
 
 
 def _tar(shard: int, start: int, size: int, shard_size: int, files: Files) -> bytes:
-    """One shard; owners, modes and times are those of no machine."""
+    """Return the bytes of one shard, whose owners, modes and times are constants."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for row in range(size):
@@ -85,7 +85,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write under another name, which nobody takes for a shard, and rename."""
+    """Write to a temporary name that does not match shards, and rename."""
     partial = path.with_name(f".{path.stem}.partial")
     try:
         partial.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Tasks of the recipes: image-name pairs, views of images, measures on held-out data."""
+"""Tasks of the recipes: image-name pairs, views of images, and measures on held-out data."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from recipes import augment, glyphs
 from recipes.models import DIM, Projected, Tokenizer, TwoTowers
 
 Metrics = dict[str, float]
-QUERIES = 4096  # images whose similarities with all captions are held at a time
+QUERIES = 4096  # images whose similarities with all captions are in memory at a time
 
 
 class NamedImages:
     """Retrieval between images and captions.
 
-    A query is a held-out image and the candidates are the distinct captions of the held-out pairs: R@1 is the
-    share of queries whose top caption is the right one.  Text to image, a distinct held-out caption is a hit
-    if any held-out image of that caption is on top.
+    A query is a held-out image, and the candidates are the distinct captions of the held-out pairs: R@1 is the share
+    of queries whose nearest caption is the correct one.  From text to image, a distinct held-out caption counts as a
+    hit if its nearest image is any held-out image with that caption.
 
     ``images`` (N, 32, 32) uint8 and ``caption`` (N,), positions in ``names``, are those of all pairs; ``train`` and
-    ``held_out`` are positions of pairs. A training pair's data-set index is its place in ``train``.
+    ``held_out`` are positions of pairs. The data-set index of a training pair is its position in ``train``.
     """
 
     mode = "bimodal"
-    anchors = None  # of several views
+    anchors = None  # number of views that are anchors
     dim = DIM
     headline = "r1"
     labels = {"r1": "R@1 image to name", "r1_text_to_image": "R@1 name to image"}
@@ -59,7 +59,7 @@ class NamedImages:
         return TwoTowers(len(self.tokenizer), self.tokenizer.length)
 
     def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Images and tokens of a batch."""
+        """Return images and tokens of a batch."""
         return self.images[index.to(self.device)], self.tokens[self.caption[index].to(self.device)]
 
     def evaluate(self, model: nn.Module, final: bool = False) -> Metrics:
@@ -67,7 +67,7 @@ class NamedImages:
         return {"r1": found.image_to_text, "r1_text_to_image": found.text_to_image}
 
     def retrieve(self, model: nn.Module) -> Retrieval:
-        """Retrieval between the held-out images and their distinct captions."""
+        """Return the retrieval between the held-out images and their distinct captions."""
         captions = in_chunks(model.text, self.tokens[self.candidates.to(self.device)])
         return retrieval(in_chunks(model.image, self.held_out_images), captions, self.right)
 
@@ -76,7 +76,7 @@ class NamedImages:
         return in_chunks(model.image, self.images), texts[self.caption.to(self.device)]
 
     def caption_frequency(self) -> Tensor:
-        """(n,) how many training pairs share each training pair's caption."""
+        """Return the number of training pairs with the caption of each training pair, (n,)."""
         return torch.bincount(self.caption, minlength=len(self.names))[self.caption]
 
 
@@ -94,7 +94,7 @@ class GlyphNames(NamedImages):
 
 
 def limited(pairs: Tensor, limit: int, seed: int) -> Tensor:
-    """All pairs, or a random choice of ``limit`` of them, in their order."""
+    """Return all pairs, or a random selection of ``limit`` pairs, in their order."""
     if not limit:
         return pairs
     chosen = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))[:limit]
@@ -103,17 +103,17 @@ def limited(pairs: Tensor, limit: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Views:
-    """Choices of augmentation, head and views of a unimodal task; None is the task's own choice.
+    """Augmentation, head and views of a unimodal task; None means the task's default.
 
     Attributes:
         augment: operations of :class:`~recipes.augment.Augmentation`.
         head: widths of the layers after the encoder.
-        views: of each sample in a batch, at least 2.
-        anchors: the first so many views are anchors, and the others are small crops if crops are among the
+        views: number of views of each sample in a batch, at least 2.
+        anchors: number of anchors, which are the first views; the others are small crops if crops are among the
             operations (multi-crop, SwAV); ``None``: all views are anchors and large crops.
 
     Raises:
-        ValueError: a number of views or anchors that there cannot be.
+        ValueError: an invalid number of views or anchors.
     """
 
     augment: tuple[augment.Name, ...] | None = None
@@ -129,22 +129,22 @@ class Views:
 
 
 class Labelled(NamedTuple):
-    """Images (m, ...) with labels (m,), on which features are judged."""
+    """Images (m, ...) with labels (m,), for the evaluation of features."""
 
     images: Tensor
     labels: Tensor
 
 
 class ImageViews:
-    """Views of one image are positives; the probes tell the labels of images never seen.
+    """Task in which views of one image are positives, and probes predict the labels of held-out images.
 
     Args:
-        images: (n, 3, 32, 32) uint8, of training.
-        bank: what the probes learn from.
-        queries: what they are asked.
-        description: of the data and the split.
+        images: (n, 3, 32, 32) uint8, training images.
+        bank: labelled images for the training of the probes.
+        queries: labelled images for the evaluation of the probes.
+        description: description of the data and the split.
         views: see :class:`Views`.
-        device: where images lie.
+        device: device of the images.
     """
 
     mode = "unimodal"
@@ -184,7 +184,7 @@ class ImageViews:
 
     @property
     def dim(self) -> int:
-        """Width of what the loss reads."""
+        """Return the feature dimension of the loss."""
         return self.head[-1]
 
     @property
@@ -195,7 +195,7 @@ class ImageViews:
         return Projected(self.channels, self.head)
 
     def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """The views of a batch, anchors first; small crops are resized, so that the encoder sees one size."""
+        """Return the views of a batch, anchors first; small crops are resized to the same size."""
         sources = self.sources(index, generator).to(self.device)
         parts = sources.tensor_split([self.anchors or self.per_sample])
         changes = zip((self.augmentation, self.small), parts, strict=True)
@@ -203,7 +203,7 @@ class ImageViews:
         return torch.cat(changed).chunk(self.per_sample)
 
     def sources(self, index: Tensor, generator: torch.Generator) -> Tensor:
-        """(V, B) positions of the images that the views of a batch are made from."""
+        """Return the positions of the source images of a batch's views, (V, B)."""
         return index.expand(self.per_sample, -1)
 
     def evaluate(self, model: nn.Module, final: bool = False) -> Metrics:
@@ -220,7 +220,7 @@ class ImageViews:
         return bank, self.bank.labels, queries, self.queries.labels
 
     def training_features(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Features of two views, the same at every call."""
+        """Return the features of two views, which are the same at every call."""
         parts = torch.arange(self.n).split(1024)
         views = [self.inputs(part, torch.Generator().manual_seed(int(part[0]))) for part in parts]
         one, two = (torch.cat([in_chunks(model.project, view[side]) for view in views]) for side in range(2))
@@ -228,13 +228,12 @@ class ImageViews:
 
 
 class GlyphFaces(ImageViews):
-    """Two faces of one character are its two views; the probes tell the script of characters never seen.
+    """Task in which faces of one character are its views, and probes predict the script of held-out characters.
 
     A sample is a character with at least two faces.  Each visit draws two of them and shifts each by up to two
-    pixels; further views are faces that may repeat, but not the first one.  The probes read one image per
-    character: the bank and the regression's training set are the training characters in their first face (mostly
-    DejaVu Sans), the queries are held-out characters in their last (mostly a bold, serif or STIX one), so that what
-    the faces share has to be known.
+    pixels; further views are faces that may repeat, except for the first one.  The probes use one image per character:
+    they are trained on the first face (mostly DejaVu Sans) of training characters, and evaluated on the last face
+    (mostly bold, serif or STIX) of held-out characters, which requires features that the faces share.
     """
 
     augment = ("shift",)
@@ -252,7 +251,7 @@ class GlyphFaces(ImageViews):
         characters, count = data.caption[order].unique_consecutive(return_counts=True)
         first = count.cumsum(0) - count
         several = count > 1
-        self.count, self.first = count[several], first[several]  # (n,) faces of a character, and where they begin
+        self.count, self.first = count[several], first[several]  # (n,) faces per character, first position
         bank, queries = _one_per_character(data, split.train, 0), _one_per_character(data, split.held_out, -1)
         about = f"glyph faces, split {split_seed}, n = {len(self.count)}"
         super().__init__(data.images[order], bank, queries, about, views, device)
@@ -262,17 +261,17 @@ class GlyphFaces(ImageViews):
         count = self.count[index]
         draw = torch.rand(self.per_sample, len(index), generator=generator)
         one = (draw[:1] * count).long()
-        others = (one + 1 + (draw[1:] * (count - 1)).long()) % count  # other faces than the first
+        others = (one + 1 + (draw[1:] * (count - 1)).long()) % count  # differ from the first face
         return self.first[index] + torch.cat([one, others])
 
     def training_features(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """The first two faces of each character, unshifted."""
+        """Return the features of the first two faces of each character, unshifted."""
         first = self.first.to(self.device)
         return in_chunks(model.project, self.images[first]), in_chunks(model.project, self.images[first + 1])
 
 
 def _one_per_character(data: glyphs.Glyphs, pairs: Tensor, face: int) -> Labelled:
-    """The first (``face=0``) or last (``-1``) image of every character that has a script, and the scripts."""
+    """Return the first (``face=0``) or last (``-1``) image of every character that has a script, and the scripts."""
     captions = data.caption[pairs]
     order = captions.argsort(stable=True)
     count = captions[order].unique_consecutive(return_counts=True)[1]
@@ -287,13 +286,13 @@ def _one_per_character(data: glyphs.Glyphs, pairs: Tensor, face: int) -> Labelle
 
 @dataclass(frozen=True)
 class Retrieval:
-    """The best answers between m images and k distinct captions.
+    """Nearest captions of m images and nearest images of k distinct captions.
 
     Attributes:
         caption_of_image: (m,) position of the caption most similar to each image.
         image_of_caption: (k,) position of the image most similar to each caption.
-        image_to_text: recall at 1, the share of images whose retrieved caption is the right one.
-        text_to_image: recall at 1, the share of captions whose retrieved image bears that caption.
+        image_to_text: recall at 1, the share of images whose retrieved caption is the correct one.
+        text_to_image: recall at 1, the share of captions whose retrieved image has that caption.
     """
 
     caption_of_image: Tensor
@@ -308,10 +307,10 @@ def retrieval(images: Tensor, captions: Tensor, right: Tensor) -> Retrieval:
     Args:
         images: (m, d) features of the query images.
         captions: (k, d) features of the distinct captions.
-        right: (m,) position of each image's own caption; every caption belongs to an image.
+        right: (m,) position of the caption of each image; every caption belongs to an image.
     """
     captions = F.normalize(captions, dim=1)
-    answers = []  # the best caption of each image, a chunk of them at a time
+    answers = []  # best caption of each image, by chunks
     best = captions.new_full((len(captions),), -torch.inf)
     image = torch.zeros(len(captions), dtype=torch.int64, device=captions.device)
     for start in range(0, len(images), QUERIES):
@@ -327,20 +326,20 @@ def retrieval(images: Tensor, captions: Tensor, right: Tensor) -> Retrieval:
 
 
 def nearest_neighbour(bank: Tensor, bank_labels: Tensor, queries: Tensor, labels: Tensor) -> float:
-    """Share of queries (m, d) whose nearest feature in the bank (k, d) bears their label."""
+    """Return the share of queries (m, d) whose nearest feature in the bank (k, d) has the same label."""
     nearest = (F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T).argmax(dim=1)
     return (bank_labels[nearest] == labels).float().mean().item()
 
 
 def logistic_regression(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) -> float:
-    """Test accuracy of a logistic regression on standardised frozen features."""
+    """Return the test accuracy of a logistic regression on standardised frozen features."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
     from threadpoolctl import threadpool_limits
 
     probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=300))
-    with threadpool_limits(1):  # small products: threads cost more than they give, and change the last bits
+    with threadpool_limits(1):  # threads slow down small products, and change the last bits
         probe.fit(train.cpu().numpy(), train_labels.cpu().numpy())
         return float(probe.score(test.cpu().numpy(), test_labels.cpu().numpy()))
 
@@ -348,10 +347,10 @@ def logistic_regression(train: Tensor, train_labels: Tensor, test: Tensor, test_
 def linear_probe(
     train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, epochs: int = 90, lr: float = 0.1
 ) -> float:
-    """Test accuracy of a linear classifier that SGD trains on standardised frozen features.
+    """Return the test accuracy of a linear classifier trained by SGD on standardised frozen features.
 
-    Nesterov momentum 0.9, 90 epochs, no decay, as in SimCLR (appendix B.6) and SogCLR (appendix). The rate, 0.1 for a
-    batch of 4,096 in SogCLR, falls along a cosine. Weights start at 0, and batches are drawn with a seed.
+    It uses Nesterov momentum 0.9, 90 epochs and no weight decay, as in SimCLR (appendix B.6) and SogCLR (appendix). The
+    learning rate, 0.1 for a batch of 4,096 in SogCLR, decays along a cosine. Weights start at 0; batches are seeded.
     """
     mean, scale = train.mean(0), train.std(0).clamp(min=1e-6)
     train, test = (train - mean) / scale, (test - mean) / scale

@@ -1,7 +1,7 @@
-"""Learn to name glyphs or icons: image-text training (CLIP) with any estimator, on real data.
+"""Image-text training (CLIP) with any estimator, on glyphs or icons and their names.
 
-Glyphs need no download.  Icons come from a package registry.  The loop is ``recipes.engine.Run``; this file picks
-the task, the methods and the pictures::
+Glyphs need no download; icons are downloaded from a package registry.  The loop is ``recipes.engine.Run``; this file
+selects the task, the methods and the pictures::
 
     python -m recipes.train_clip --estimator sogclr --batch-size 64
     python -m recipes.train_clip --data icons --epochs 1
@@ -34,7 +34,7 @@ TASKS: dict[str, Callable[[argparse.Namespace], NamedImages]] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The recipe's command line."""
+    """Return the parser of the command line."""
     root = experiment.parser(
         "recipes.train_clip",
         "Train an image tower and a text tower on glyphs and their Unicode names, or on icons and theirs, and "
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def draw(finished: Sequence[Run], task: NamedImages, folder: Path) -> list[Path]:
-    """Draw the pictures that these runs allow."""
+    """Draw all pictures for which these runs have data."""
     measured = [run for run in finished if run.final]
     if not measured:
         return []
@@ -76,7 +76,7 @@ def draw(finished: Sequence[Run], task: NamedImages, folder: Path) -> list[Path]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train what the arguments ask for, measure it, and report."""
+    """Train and evaluate the methods that the arguments select, and report the results."""
     root = parser()
     args = experiment.parse(root, argv, NamedImages.mode)
     times = args.normalizer_error if args.normalizer_error is not None else ERROR_TIMES * bool(args.compare)

@@ -1,4 +1,4 @@
-"""Copies of a run's finished files in a store, made by a thread beside training."""
+"""Uploads of a run's finished files to a store, by a background thread."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tqdm import tqdm
 from compopt.checkpoint.remote import Remote
 
 WAITS = (1.0, 5.0, 25.0)  # seconds before each further attempt
-COMPLETE = "complete"  # a file that each complete state has; the last one to be uploaded
+COMPLETE = "complete"  # marker file of each complete state; it is uploaded last
 
 
 class Uploads:
-    """Copies of states and models at a URL that fsspec knows, under their names in the run's local folder.
+    """Copies of states and models at a URL supported by fsspec, with the same names as in the run's local folder.
 
-    A state is left out if a newer one is waiting. What fails is tried again after ``waits``, then reported, and tried
-    again with the next upload.
+    A state is skipped if a newer one is waiting. Failed uploads are retried after ``waits``, then reported, and retried
+    with the next upload.
 
     Args:
-        url: of the run's folder in the store.
-        folder: the run's local folder.
-        always: files beside the states, of which the store gets the newest version.
-        keep: states that stay in the store.
+        url: URL of the run's folder in the store.
+        folder: local folder of the run.
+        always: files beside the states, whose newest version is uploaded with every state.
+        keep: number of states that are kept in the store.
         waits: seconds before each further attempt.
     """
 
@@ -35,25 +35,25 @@ class Uploads:
         self._remote, self._always, self._keep, self._waits = Remote(url, folder), always, keep, waits
         self._lock = threading.Lock()
         self._newest: Path | None = None
-        self._current: Path | None = None  # a state that is being read
-        self._owed: dict[Path, str] = {}  # what is not in the store, and why
+        self._current: Path | None = None  # the state that is being uploaded
+        self._owed: dict[Path, str] = {}  # files missing from the store, with the reason
         self._threads = ThreadPoolExecutor(1, "upload")
         self._last: Future[None] | None = None
         self._hurried = threading.Event()
 
     def put(self, state: Path, others: Iterable[Path]) -> None:
-        """Upload a complete state and other files or folders; return at once."""
+        """Upload a complete state and other files or folders in the background."""
         self._newest = state
         self._owed |= dict.fromkeys(others, "not tried")
         self._last = self._threads.submit(self._upload, state)
 
     def holds(self, state: Path) -> bool:
-        """Return whether a state is being read; it may not be removed then."""
+        """Return whether a state is being uploaded and must not be removed."""
         with self._lock:
             return state == self._current
 
     def finish(self, hurry: bool = False) -> dict[Path, str]:
-        """Wait for all uploads; return what is not in the store, and why. ``hurry``: what fails is not tried again."""
+        """Wait for all uploads; return the files missing from the store, with reasons. ``hurry``: do not retry."""
         if hurry:
             self._hurried.set()
         if self._last is not None:
@@ -62,7 +62,7 @@ class Uploads:
 
     def _upload(self, state: Path) -> None:
         for path in list(self._owed):
-            if path.parent == state.parent:  # a state that failed; this one takes its place
+            if path.parent == state.parent:  # a failed state, which this one replaces
                 self._owed.pop(path)
             else:
                 self._attempt(path, _files(path))
@@ -75,7 +75,7 @@ class Uploads:
         self._current = None
 
     def _attempt(self, path: Path, files: Sequence[Path], anew: bool = False) -> bool:
-        """Upload files in their order; return whether all are in the store. ``anew``: remove what is there before."""
+        """Upload files in order; return whether all are in the store. ``anew``: first remove existing files."""
         for wait in (*self._waits, None):
             try:
                 if anew:
@@ -84,7 +84,7 @@ class Uploads:
                     self._remote.copy(file)
                 self._owed.pop(path, None)
                 return True
-            except Exception as error:  # drivers have classes of their own
+            except Exception as error:  # drivers have their own exception classes
                 self._owed[path] = str(error)
                 if wait is None or self._hurried.wait(wait):
                     break
@@ -92,7 +92,7 @@ class Uploads:
         return False
 
     def _rotate(self, newest: Path) -> None:
-        """Remove older and incomplete states from the store, and newer ones of a run that was continued before them."""
+        """Remove old and incomplete states from the store, and later states left from before a resume."""
         states = newest.parent
         try:
             older = sorted(file.parent for file in _complete(self._remote, states) if file.parent < newest)
@@ -104,13 +104,13 @@ class Uploads:
             tqdm.write(f"older states stay in the store: {error}")
 
     def _delete(self, state: Path) -> None:
-        """Remove a state from the store; its marker first, so that what is left does not look complete."""
+        """Remove a state from the store, its marker first, so that a partly removed state does not look complete."""
         self._remote.delete(state / COMPLETE)
         self._remote.delete(state)
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files at a path; that which says that a state is complete is last."""
+    """Return the files at a path; the marker of a complete state is last."""
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     return sorted(files, key=lambda file: file.name == COMPLETE)
 
@@ -121,14 +121,14 @@ def _complete(remote: Remote, states: Path) -> list[Path]:
 
 
 def holds_run(url: str, states: Path) -> bool:
-    """Return whether a run's states are in the store."""
+    """Return whether the store contains complete states of a run."""
     return bool(_complete(Remote(url, states.parent), states))
 
 
 def download(url: str, states: Path, newest: Path | None) -> str | None:
     """Fetch the newest state at the URL of a run, and files beside the states; return its name.
 
-    Returns ``None`` if there is none, or none that is newer than ``newest``.
+    Returns ``None`` if there is no state, or no state newer than ``newest``.
     """
     remote = Remote(url, states.parent)
     found = max(_complete(remote, states), default=None)

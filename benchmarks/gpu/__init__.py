@@ -1,1 +1,1 @@
-"""Measurements that need an accelerator; ``python -m benchmarks.gpu``."""
+"""Measurements that need an accelerator, run by ``python -m benchmarks.gpu``."""

@@ -1,13 +1,13 @@
-"""Everything that only an accelerator can tell, in one run of eight minutes at most.
+"""Run all measurements that need an accelerator, in eight minutes at most.
 
     python -m benchmarks.gpu                      # writes benchmarks/results/gpu.md and gpu.json
     python -m benchmarks.gpu --pretend            # a trial on the pretend accelerator; writes runs/gpu-trial/
     python -m benchmarks.gpu --device cpu --small # a trial on the CPU
     python -m benchmarks.gpu --parts trace steps  # some parts
 
-It needs torch, NumPy and safetensors; pytest for the tests, open_clip for its own ClipLoss, Triton for the fused
-kernel, memeff and inf_cl for theirs.
-Where one of them is missing, or one measurement fails, the page says so and the rest goes on.
+It needs torch, NumPy and safetensors; pytest for the tests, open_clip for its ClipLoss, Triton for the fused kernel,
+and memeff and inf_cl for their losses. If a package is missing or a measurement fails, the page says so and the other
+measurements continue.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.report import RESULTS, ROOT, save
 from compopt import accelerator
 
-# seconds of each part, of eight minutes; compilation and allocation come on top
+# the seconds are those of a run of eight minutes; compilation and allocation take additional time
 PARTS = {
     "errors": lambda machine, scale: losses.errors(machine),
     "tests": lambda machine, scale: suite.measure(machine, 100 * scale),
@@ -76,14 +76,14 @@ def main() -> None:
         print(f"{time.monotonic() - started:5.0f} s  {name} ...", file=sys.stderr, flush=True)
         try:
             results[name] = PARTS[name](machine, 0.05 if small and name != "tests" else args.minutes / 8)
-        except Exception as error:  # the others still tell something
+        except Exception as error:  # the other parts continue
             traceback.print_exc()
             machine.left_out.append(f"{name}: {type(error).__name__}: {error}")
         machine.forget()
         results["left_out"] = machine.left_out
         env["minutes"] = round((time.monotonic() - started) / 60, 1)
         text = report.page(env, results)
-        save("gpu", text, env, results, folder)  # after each part: what is measured is kept
+        save("gpu", text, env, results, folder)  # after each part, so that no result is lost
     print(text)
 
 

@@ -1,6 +1,6 @@
-"""The fused kernel beside the torch path and beside other packages' losses, and its gradients against float64.
+"""Compare the fused kernel with the torch path and with other packages' losses, and its gradients with float64.
 
-Its table decides what ``backend="auto"`` means (compopt/tiles/choice.py).
+The choice that ``backend="auto"`` makes (compopt/tiles/choice.py) is based on its table.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from compopt.functional import contrastive_sums
 from compopt.tiles.choice import reason_for_torch
 
 PRECISIONS: dict[str, Precision] = {"TF32": ("high", torch.float32), "bf16": ("medium", torch.float32)}
-DENSE = 32768  # above, not even one matrix and its gradient fit
-CHUNKED = 65536  # from here on the torch path takes blocks
+DENSE = 32768  # largest batch of which a matrix and its gradient fit into memory
+CHUNKED = 65536  # smallest batch for which the torch path uses blocks
 LOSSES: dict[str, dict[str, Any]] = {
     "InfoNCE": {},  # one exponential for both directions
     "CLIP (learned tau)": {"learn_tau": True, "multiply_tau": False},  # one for each, and moments
@@ -43,7 +43,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def by_sums(z1: Tensor, z2: Tensor) -> Tensor:
-    """CLIP's loss by :func:`compopt.functional.contrastive_sums`."""
+    """Compute CLIP's loss by :func:`compopt.functional.contrastive_sums`."""
     a, b = (F.normalize(z, dim=1) for z in (z1, z2))
     positive = (a * b).sum(1, keepdim=True) / TAU
     sums = contrastive_sums(a, b, TAU, backend="triton")
@@ -51,7 +51,7 @@ def by_sums(z1: Tensor, z2: Tensor) -> Tensor:
 
 
 def peers() -> dict[str, Loss]:
-    """CLIP's loss of other packages with kernels of their own, where they are installed."""
+    """Return CLIP's loss of other packages with their own kernels, if they are installed."""
     found: dict[str, Loss] = {}
     with contextlib.suppress(ImportError):
         from memeff import MemoryEfficientCLIPLoss
@@ -69,7 +69,7 @@ def peers() -> dict[str, Loss]:
 
 
 def contenders(machine: Machine, size: Size, dtype: torch.dtype) -> dict[str, Action]:
-    """Return one call of each loss; the chunks are those of the torch path."""
+    """Return one call of each loss; only the torch path is chunked."""
     z1, z2, index = features(machine.device, size.B, size.d, dtype)
     chunks = {"torch": size.chunk or None, "triton": None}
     made = {}
@@ -86,8 +86,8 @@ def contenders(machine: Machine, size: Size, dtype: torch.dtype) -> dict[str, Ac
 
 
 def measure(machine: Machine, seconds: float) -> dict[str, Any]:
-    """Seconds and peak memory by size and precision, and errors; nothing where the kernel does not run."""
-    if machine.pretends:  # for which Triton has no compiler
+    """Measure seconds and peak memory by size and precision, and errors; empty if the kernel does not run here."""
+    if machine.pretends:  # Triton has no compiler for it
         return {}
     reason = reason_for_torch("triton", torch.zeros(1, 1, device=machine.device))
     if reason is not None:

@@ -1,4 +1,4 @@
-"""Loss and both feature gradients, beside the products that no method avoids and beside open_clip's ClipLoss."""
+"""Measure losses with both feature gradients, against the unavoidable matrix products and open_clip's ClipLoss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.gpu.machine import Action, Machine, with_peaks
 TAU = 0.07
 PRODUCTS, CLIP, COMPILED = "three products", "ClipLoss", "ClipLoss, compiled"
 COMPILED_SIZES = (64, 4096, 16384)  # compiling takes seconds each
-Precision = tuple[str, torch.dtype]  # of float32 products, and the dtype of features
+Precision = tuple[str, torch.dtype]  # precision of float32 products, and dtype of the features
 PRECISIONS: dict[str, Precision] = {
     "float32": ("highest", torch.float32),
     "TF32": ("high", torch.float32),
@@ -41,7 +41,7 @@ def precision(products: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Size:
-    """Samples of a batch, dimension of their features, anchors of a block (0: all)."""
+    """Number of samples in a batch, dimension of their features, anchors per block (0: all)."""
 
     B: int
     d: int
@@ -76,7 +76,7 @@ def by_precision(
 def relative_errors(
     machine: Machine, precisions: Mapping[str, Precision], losses: Mapping[str, Loss]
 ) -> list[dict[str, Any]]:
-    """Return relative errors of both feature gradients of one batch, against cross-entropy in float64 on the CPU."""
+    """Return relative errors of both feature gradients of a batch, against cross-entropy in float64 on the CPU."""
     B, d = (64, 32) if machine.small else (1024, 512)
     results = []
     for name, (products, dtype) in precisions.items():
@@ -89,7 +89,7 @@ def relative_errors(
 
 
 def clip_loss() -> tuple[str, Loss]:
-    """open_clip's, or, where it is not installed, the same written out; with which of the two it is."""
+    """Return a description and CLIP's loss: open_clip's, or an equivalent function if it is not installed."""
     try:
         from open_clip.loss import ClipLoss
 
@@ -100,14 +100,14 @@ def clip_loss() -> tuple[str, Loss]:
 
 
 def cross_entropy_both_ways(z1: Tensor, z2: Tensor) -> Tensor:
-    """CLIP's loss."""
+    """Compute CLIP's loss."""
     logits = F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T / TAU
     target = torch.arange(len(z1), device=z1.device)
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
 
 def features(device: torch.device, B: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Two leaves and an index on the CPU."""
+    """Return two feature matrices as leaves, and an index on the CPU."""
     generator = torch.Generator().manual_seed(B)
     z1, z2 = torch.randn(2, B, d, generator=generator).to(device, dtype)
     return z1.requires_grad_(), z2.requires_grad_(), torch.randperm(4 * B, generator=generator)[:B]
@@ -146,7 +146,7 @@ def contenders(machine: Machine, size: Size, dtype: torch.dtype) -> dict[str, Ac
     blocks, words = ({"chunk_size": size.chunk}, f", blocks of {size.chunk:,}") if size.chunk else ({}, "")
     loss = clip_loss()[1]
     made: dict[str, Action] = {}
-    if 4 * size.B**2 * 4 < 40e9:  # else not even one matrix and its gradient fit
+    if 4 * size.B**2 * 4 < 40e9:  # otherwise a matrix and its gradient do not fit
         made[PRODUCTS], made[CLIP] = products(z1, z2), backward(loss, z1, z2)
     if not size.chunk and size.B in COMPILED_SIZES and not machine.pretends:
         torch._dynamo.reset()
@@ -168,7 +168,7 @@ def measure(machine: Machine, seconds: float) -> list[dict[str, Any]]:
 
 
 def largest(machine: Machine, seconds: float) -> list[dict[str, Any]]:
-    """Measure one batch that no B x B matrix fits into: B = 131,072."""
+    """Measure one batch whose B x B matrix does not fit into memory: B = 131,072."""
     size = Size(256, 32, 64) if machine.small else Size(131072, 512, 4096)
 
     def two(size: Size, dtype: torch.dtype) -> dict[str, Action]:
@@ -189,7 +189,7 @@ def errors(machine: Machine) -> list[dict[str, Any]]:
 
 
 def gradient(loss: Loss, z1: Tensor, z2: Tensor) -> Tensor:
-    """Both feature gradients in float64 on the CPU."""
+    """Return both feature gradients in float64 on the CPU."""
     a, b = (z.detach().clone().requires_grad_() for z in (z1, z2))
     loss(a, b).backward()
     return torch.cat([z.grad.cpu().double() for z in (a, b) if z.grad is not None])

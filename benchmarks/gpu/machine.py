@@ -1,4 +1,4 @@
-"""The accelerator that is measured: its clock, its memory, and what it is called."""
+"""Timing, memory and description of the measured accelerator."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Action = Callable[[], object]
 
 @dataclass
 class Machine:
-    """A device, and how long all of it may take.
+    """Device, sizes and time limit of the measurements.
 
     Attributes:
-        device: what runs.
-        small: sizes of a trial.
-        pretends: it is the pretend accelerator of the tests; times mean nothing.
-        ends: when the last part must be over, by ``time.monotonic``.
-        left_out: what there was no time for, or failed.
+        device: device of the measurements.
+        small: whether to use the small sizes of a trial.
+        pretends: whether the device is the pretend accelerator of the tests, whose times mean nothing.
+        ends: time by which the last part must end, by ``time.monotonic``.
+        left_out: measurements that failed or for which no time was left.
     """
 
     device: torch.device
@@ -41,7 +41,7 @@ class Machine:
         accelerator.synchronize(self.device)
 
     def seconds(self, run: Action, calls: int = 1) -> float:
-        """Seconds of one call on the device: between two events of its stream; on the CPU by the clock."""
+        """Return the seconds of one call on the device, between two events of its stream or by the CPU's clock."""
         if not accelerator.has_streams(self.device):
             self.synchronize()
             start = time.perf_counter()
@@ -59,7 +59,7 @@ class Machine:
         return start.elapsed_time(end) / 1e3 / calls
 
     def peak(self, run: Action) -> int | None:
-        """Bytes that a call adds to what the device holds, at most; its gradients are among them."""
+        """Return the peak memory in bytes that a call adds on the device, including its gradients."""
         if not hasattr(self.module(), "max_memory_allocated"):
             return None
         self.synchronize()
@@ -70,19 +70,19 @@ class Machine:
         return self.module().max_memory_allocated() - before
 
     def forget(self) -> None:
-        """Give memory back."""
+        """Release cached memory."""
         if hasattr(self.module(), "empty_cache"):
             self.module().empty_cache()
 
     def time_is_up(self, what: str) -> bool:
-        """Nothing more may begin; then it is noted what was left out."""
+        """Return whether the time is over, and if so record what is left out."""
         if time.monotonic() < self.ends:
             return False
         self.left_out.append(f"{what}: no time was left")
         return True
 
     def describe(self) -> dict[str, Any]:
-        """Facts to repeat the measurement, the device first."""
+        """Return the facts that are needed to repeat the measurement, the device first."""
         name = "a pretend accelerator on the CPU (tests/pretend): times mean nothing" if self.pretends else "the CPU"
         facts: dict[str, Any] = {}
         if not self.pretends and self.device.type != "cpu":
@@ -97,10 +97,10 @@ class Machine:
 def with_peaks(
     machine: Machine, contenders: dict[str, Action], seconds: float, rounds: int, what: str
 ) -> dict[str, Any]:
-    """Measure contenders in random order until the time is over.
+    """Measure contenders in random order until the number of rounds or the time limit is reached.
 
     Returns:
-        By contender the quartiles of its ``seconds``, its ``rounds`` and its ``peak``; or why it ``failed``.
+        For each contender, the quartiles of its ``seconds``, its ``rounds`` and its ``peak``, or why it ``failed``.
     """
     found: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
@@ -125,7 +125,7 @@ def with_peaks(
 
 
 def attempt(machine: Machine, run: Action, what: str, name: str) -> str | None:
-    """One call; why it failed, if it did. Other contenders go on."""
+    """Make one call and return why it failed, if it did, without an exception so that other contenders continue."""
     try:
         run()
         machine.synchronize()

@@ -1,4 +1,4 @@
-"""The page of what was measured."""
+"""Result page of the measurements on an accelerator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.report import heading, spread, table
 
 
 def page(env: dict[str, Any], results: dict[str, Any]) -> str:
-    """All sections that there are results for."""
+    """Return the page with all sections for which there are results."""
     parts = ["Medians (first to third quartile). Peaks are what one call adds to the device's memory."]
     losses = [*results.get("losses", []), *results.get("largest", [])]
     sections = {tests: "tests", trace: "trace", accuracy: "errors", fused: "fused", steps: "steps", rows: "rows"}
@@ -31,7 +31,7 @@ def tests(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def trace(found: Sequence[dict[str, Any]]) -> list[str]:
-    """Launches per step, and what waited."""
+    """Return the section of launches per step and of calls that waited."""
     body = []
     for r in found:
         waits = ", ".join(f"{name} x {count}" for name, count in r["waits"].items())
@@ -55,7 +55,7 @@ def peak(cell: dict[str, Any]) -> str:
 
 
 def loss_table(found: Sequence[dict[str, Any]]) -> list[str]:
-    """Time and memory of a loss with its gradients."""
+    """Return the section of time and memory of a loss with its gradients."""
     body = []
     for r in found:
         for name, cell in r["rows"].items():
@@ -71,7 +71,7 @@ def loss_table(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def fused(found: dict[str, Any]) -> list[str]:
-    """Time, memory and errors of the fused kernel beside others."""
+    """Return the section of time, memory and errors of the fused kernel and other losses."""
     body = []
     for r in found["times"]:
         for name, cell in r["rows"].items():
@@ -98,7 +98,7 @@ def steps(found: dict[str, Any]) -> list[str]:
 
 
 def rows(found: Sequence[dict[str, Any]]) -> list[str]:
-    """Time that rows add to a step."""
+    """Return the section of the time that rows add to a step."""
     body = []
     for r in found:
         added = [f"{1e3 * (r[kind][1] - r['bare'][1]):+.3f}" for kind in ("rows", "rows, prefetched")]

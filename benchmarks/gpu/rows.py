@@ -1,4 +1,4 @@
-"""Reading and committing rows on the device, in pinned host memory and on disk, behind work of the device."""
+"""Measure reading and committing rows on the device, in pinned host memory and on disk, during work of the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = 5120
 
 
 def measure(machine: Machine, seconds: float) -> list[dict[str, Any]]:
-    """Seconds that a step of 20 ms grows by, and that the calls cost the training thread."""
+    """Measure the time that rows add to a step of 20 ms, and the time of their calls in the training thread."""
     n, size = (10_000, 64) if machine.small else (20_000_000, ROWS)
     results = []
     for offload in (None, "cpu", "disk"):
@@ -41,7 +41,7 @@ def measure(machine: Machine, seconds: float) -> list[dict[str, Any]]:
 
 
 class Steps:
-    """Some steps of work with a read before it and a commit after it; ``in_thread``: seconds of these two calls."""
+    """Steps of work with a read before and a commit after it; ``in_thread``: seconds of these two calls per step."""
 
     def __init__(self, machine: Machine, est: compopt.MovingAverageEstimator, n: int, size: int) -> None:
         self._machine, self._est = machine, est.to(machine.device)
@@ -60,7 +60,7 @@ class Steps:
             self._matrix @ self._matrix
 
     def run(self, use: bool = False, ahead: bool = False) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         self.in_thread = 0.0
 
         def calls(step: int) -> None:

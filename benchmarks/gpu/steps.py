@@ -1,4 +1,4 @@
-"""The added time of each estimator in a training step as long as that of CLIP's ViT-B/32 at batch 512."""
+"""Measure the time that each estimator adds to a training step as long as that of CLIP's ViT-B/32 at batch 512."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.gpu.machine import Action, Machine, with_peaks
 
 
 class Tower(nn.Module):
-    """A transformer of one of ViT-B/32's shapes: tokens of some width to features of 512."""
+    """Transformer with the shape of one of ViT-B/32's towers, from tokens to features of dimension ``d``."""
 
     def __init__(self, tokens: int, width: int, heads: int, layers: int, d: int, device: torch.device) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def losses(n: int, d: int) -> dict[str, Any]:
-    """Estimators, and the two that they are compared with."""
+    """Return the estimators, and the two losses that they are compared with."""
     theirs = clip_loss()[1]
     return {
         "no loss (a sum)": lambda z1, z2, index: z1.float().sum() * 1e-6 + z2.float().sum() * 1e-6,
@@ -54,7 +54,7 @@ def losses(n: int, d: int) -> dict[str, Any]:
 
 
 class Training:
-    """Encoders, an optimizer and a batch; a step per call."""
+    """Encoders, an optimizer and a batch; :meth:`step` makes one training step."""
 
     def __init__(self, machine: Machine) -> None:
         device, small = machine.device, machine.small
@@ -65,7 +65,7 @@ class Training:
         self._x = [torch.randn(self.B, *tower.shape, device=device) for tower in (self.image, self.text)]
         generator = torch.Generator().manual_seed(0)
         self._index = [torch.randint(self.n, (self.B,), generator=generator) for _ in range(16)]
-        # the learning rate is 0: every loss meets the same weights
+        # the learning rate is 0, so that every loss gets the same weights
         parameters = [*self.image.parameters(), *self.text.parameters()]
         self._optimizer = torch.optim.AdamW(parameters, lr=0.0, foreach=True)
         self._device, self._number = device, 0
@@ -83,7 +83,7 @@ class Training:
 
 
 def measure(machine: Machine, seconds: float) -> dict[str, Any]:
-    """Seconds and peak memory of a step with each loss."""
+    """Measure the seconds and the peak memory of a step with each loss."""
     if machine.time_is_up("steps"):
         return {}
     training = Training(machine)

@@ -1,4 +1,4 @@
-"""The tests marked `accelerator`, on this machine's."""
+"""Run the tests marked `accelerator` on the accelerator of this machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.report import ROOT
 
 FILES = ("test_accelerator.py", "test_accelerator_options.py", "test_stores.py", "test_sampler_bank.py")
-# without the options of pyproject.toml, which need plugins that may not be here
+# without the options of pyproject.toml, which need plugins that may not be installed
 COMMAND = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "accelerator"]
 
 
 def measure(machine: Machine, seconds: float) -> list[dict[str, Any]]:
-    """Per file: pytest's summary, and what failed."""
+    """Return pytest's summary and the failed tests of every file."""
     results, end = [], min(machine.ends, time.monotonic() + seconds)
     env = {**os.environ, **({"COMPOPT_PRETEND": "cuda"} if machine.pretends else {})}
     for name in FILES[-1:] if machine.small else FILES:

@@ -1,4 +1,4 @@
-"""A profiler's trace of training steps: no call of theirs may wait for the device."""
+"""Profiler trace of training steps, to find calls that wait for the device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from benchmarks.gpu.machine import Machine
 
 STEPS = 5
 MARK = "compopt step"
-# cudaStreamSynchronize, cudaDeviceSynchronize, hipEventSynchronize, urEventWait ...; not cudaStreamWaitEvent, which
-# makes a stream wait.
+# cudaStreamSynchronize, cudaDeviceSynchronize, hipEventSynchronize, urEventWait ...; not cudaStreamWaitEvent, for
+# which only a stream waits.
 WAITS = re.compile(r"synchronize|eventwait(?!.*stream)|cudaMemcpy$|hipMemcpy$", re.IGNORECASE)
 LAUNCHES = re.compile(r"LaunchKernel|MemcpyAsync|MemsetAsync|LaunchCooperative", re.IGNORECASE)
 
@@ -39,7 +39,7 @@ def estimators(d: int) -> dict[str, Any]:
 
 
 def measure(machine: Machine) -> list[dict[str, Any]]:
-    """Per estimator: what waited in the training thread, and how many launches a step makes."""
+    """Return, for every estimator, the calls that waited in the training thread and the number of launches per step."""
     d, B = 32 if machine.small else 128, 32 if machine.small else 256
     results = []
     for name, build in estimators(d).items():
@@ -48,7 +48,7 @@ def measure(machine: Machine) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             est = build(folder)
             batches = [features(machine.device, B, d, torch.float32) for _ in range(STEPS + 3)]
-            for batch in batches:  # distinct rows are checked on the host: any will do
+            for batch in batches:  # the host checks that rows are distinct, so that any rows will do
                 batch[2].remainder_(10_000)
             train(est, batches[:3])
             machine.synchronize()
@@ -82,10 +82,10 @@ def traced(machine: Machine, est: Any, batches: Any, folder: Path) -> dict[str, 
 
 
 def read(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Calls of the device's runtime inside the steps, in the threads that train: the loop's and autograd's.
+    """Return runtime calls of the device inside the steps, in the training threads: the loop's and autograd's.
 
-    Threads of the library write rows behind the step, and may wait; they are those that neither run a step nor an
-    operation of autograd's.
+    Threads of the library write rows in the background and may wait. They run neither a step nor an operation of
+    autograd.
     """
     spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == MARK and "dur" in e and _on_host(e)]
     training = {e["tid"] for e in events if e.get("name") == MARK and _on_host(e)}
@@ -100,5 +100,5 @@ def read(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _on_host(event: dict[str, Any]) -> bool:
-    """Annotations stand in the trace twice, also on the device's own row."""
+    """Return whether an event is on the host; annotations appear twice in the trace, also on the device's row."""
     return "gpu" not in str(event.get("cat", ""))

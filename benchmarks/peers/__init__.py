@@ -1,1 +1,1 @@
-"""compopt beside other packages. ``make bench`` builds the environment that these modules need."""
+"""Comparison of compopt with other packages. ``make bench`` builds the environment that these modules need."""

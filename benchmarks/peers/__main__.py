@@ -1,4 +1,4 @@
-"""Run parts of the comparison with other packages: ``python -m benchmarks.peers [PART ...]``; all without names."""
+"""Run parts of the comparison with other packages, by default all: ``python -m benchmarks.peers [PART ...]``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Losses beyond contrast beside LibAUC's: gradients, a resume, time per step, and the metric after training.
+"""Compare non-contrastive losses with LibAUC's: gradients, a resume, time per step, and the metric after training.
 
     python -m benchmarks.peers.compositional    # writes benchmarks/results/peers_compositional.md
 
-Both packages see the same scores, labels and batches. Averages of LibAUC start at 0 and ours at the first value, so
-that its first visit of every sample has ``gamma = 1`` here.
+Both packages get the same scores, labels and batches. LibAUC's moving averages start at 0 and ours at the first value;
+therefore LibAUC uses ``gamma = 1`` here at the first visit of every sample.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ TWINS: dict[str, tuple[Build, Build]] = {
 RANKINGS: dict[str, tuple[Build, Build]] = {
     "NDCG; NDCGLoss": (lambda n: losses.NDCGLoss(n, GAMMA, MARGIN), lambda n: _ndcg(n)),
 }
-QUERIES, ITEMS, RELEVANT = 16, 20, 4  # of a batch; items that its queries rank, and the first of them are relevant
+QUERIES, ITEMS, RELEVANT = 16, 20, 4  # queries of a batch; items per query; number of first items that are relevant
 
 
 def _ndcg(n: int) -> Any:
     class Ndcg(packages.libauc("ranking").NDCGLoss):  # type: ignore[misc]
-        """LibAUC's, with the arguments of ours."""
+        """LibAUC's loss with the arguments of ours."""
 
         def forward(self, scores: Tensor, relevance: Tensor, index: Tensor) -> Tensor:
             gain = (2.0**relevance - 1).sort(1, descending=True).values
@@ -69,7 +69,7 @@ def _ndcg(n: int) -> Any:
 
 
 def rankings(visit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, relevance and numbers of pairs, as :func:`batch`."""
+    """Return scores, relevance and indices of pairs, drawn like those of :func:`batch`."""
     scores = batch(visit, QUERIES * ITEMS)[0].view(QUERIES, ITEMS)
     pair = torch.arange(QUERIES * ITEMS).view(QUERIES, ITEMS)
     return scores, torch.arange(ITEMS).lt(RELEVANT) * (1 + pair % 3), pair
@@ -80,7 +80,7 @@ def _auc(name: str, n: int, **options: Any) -> Any:
 
 
 def batch(visit: int, size: int = BATCH) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, labels and index: the same samples at each visit, whose scores move a little."""
+    """Return scores, labels and index; each visit has the same samples with slightly different scores."""
     generator = torch.Generator().manual_seed(0)
     index = torch.randperm(max(N, size), generator=generator)[:size]
     base, labels = torch.randn(size, generator=generator), (torch.arange(size) % 8 == 0).long()
@@ -88,7 +88,7 @@ def batch(visit: int, size: int = BATCH) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradient(loss: Any, given: tuple[Tensor, Tensor, Tensor]) -> np.ndarray:
-    """Return the gradient of one call, which is committed."""
+    """Make one call, commit it, and return its gradient."""
     scores, labels, index = given
     scores = scores.clone().requires_grad_()
     loss(scores, labels, index).backward()
@@ -98,14 +98,14 @@ def gradient(loss: Any, given: tuple[Tensor, Tensor, Tensor]) -> np.ndarray:
 
 
 def set_gamma(loss: Any, gamma: float) -> None:
-    """LibAUC's weight of the newest value; ours begins with the first value by itself."""
+    """Set LibAUC's weight of the newest value; our averages start with the first value without this."""
     for name in ("gamma", "gamma0", "gamma1"):
         if hasattr(loss, name):
             setattr(loss, name, gamma)
 
 
 def started(name: str) -> tuple[Any, Any, list[float]]:
-    """Both losses after some visits, and the relative errors of the gradients on the way."""
+    """Return both losses after some visits, and the relative error of the gradient at each visit."""
     ours, theirs = (build(N) for build in (TWINS | RANKINGS)[name])
     given, found = rankings if name in RANKINGS else batch, []
     for visit in range(VISITS):
@@ -115,7 +115,7 @@ def started(name: str) -> tuple[Any, Any, list[float]]:
 
 
 def twin(name: str) -> list[str]:
-    """Errors of the first and the last visit; after a resume, of ours and theirs."""
+    """Return the errors at the first and the last visit, and those after a resume of each loss."""
     ours, theirs, found = started(name)
     given = (rankings if name in RANKINGS else batch)(VISITS)
     row = [name, f"{found[0]:.1e}", f"{found[-1]:.1e}"]
@@ -128,7 +128,7 @@ def twin(name: str) -> list[str]:
 
 
 def milliseconds(loss: Any, size: int, repeats: int = 200) -> float:
-    """Median of a call with its backward pass and commit."""
+    """Return the median time of a call with its backward pass and commit."""
     given, times = batch(0, size), []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -138,7 +138,7 @@ def milliseconds(loss: Any, size: int, repeats: int = 200) -> float:
 
 
 def speed(name: str, sizes: tuple[int, ...] = (64, 512)) -> list[str]:
-    """Times of both, by batch size."""
+    """Return the times of both losses by batch size."""
     return [name, *(f"{milliseconds(build(max(N, size)), size):.2f}" for size in sizes for build in TWINS[name])]
 
 
@@ -148,7 +148,7 @@ TRAIN, EPOCHS, SEEDS, POSITIVES = 3000, 15, 3, 0.02
 
 
 def trained(loss: Any, seed: int) -> tuple[float, float]:
-    """Average precision, and partial AUC to a false positive rate of 0.1, on held-out samples."""
+    """Train; return average precision, and partial AUC to a false positive rate of 0.1, on held-out samples."""
     x, y = make_classification(
         4 * TRAIN, 30, n_informative=8, weights=[1 - POSITIVES], flip_y=0, class_sep=0.6, random_state=seed
     )
@@ -173,7 +173,7 @@ def trained(loss: Any, seed: int) -> tuple[float, float]:
 
 
 def entropy(scores: Tensor, labels: Tensor, index: Tensor) -> Tensor:
-    """Cross-entropy on the same batches."""
+    """Return the cross-entropy, for training on the same batches."""
     return torch.nn.functional.binary_cross_entropy(scores, labels.float())
 
 
@@ -182,7 +182,7 @@ def spread(values: list[float]) -> str:
 
 
 def quality(name: str, build: Build) -> list[str]:
-    """Mean and range over seeds of both metrics."""
+    """Return the mean and the range over seeds of both metrics."""
     found = [trained(build(TRAIN), seed) for seed in range(SEEDS)]
     return [name, *(spread([each[k] for each in found]) for k in (0, 1))]
 

@@ -1,12 +1,12 @@
-"""Gradients of ours and of other packages: those of the same method, and those after a resume.
+"""Compare our gradients with those of other packages, for the same method and after a resume.
 
     python -m benchmarks.peers.gradients    # writes benchmarks/results/peers_gradients.md
 
-*Twins*: both packages see the same features at the same settings, visit after visit; the state each has kept by then is
-part of the comparison. Both are also compared with ours in float64.
+*Twins*: both packages get the same features and settings at every visit, so that the comparison includes the state
+that each has accumulated. Both are also compared with ours in float64.
 
-*Resume*: a loss with state is trained for a few visits, its ``state_dict()`` is loaded into a new one, and both see the
-same batch. LibAUC's maintainers advise to pickle the whole loss (LibAUC's issue 64), which is measured too.
+*Resume*: a loss with state is trained for a few visits, its ``state_dict()`` is loaded into a new one, and both get the
+same batch. LibAUC's maintainers advise pickling the whole loss (LibAUC's issue 64), which is measured too.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import compopt
 from benchmarks.peers import losses, packages
 from benchmarks.report import environment, finish, table
 
-N, TAU, GAMMA = 512, 0.1, 0.5  # samples of the data set, and what losses are built with
+N, TAU, GAMMA = 512, 0.1, 0.5  # number of samples, and hyper-parameters of the losses
 BATCH, DIM, VISITS, BEFORE = 64, 128, 10, 6
 MILD, LOW = {"tau_min": 0.01, "tau_max": 0.5}, {"tau_min": 0.005, "tau_max": 0.05}
-Call = Callable[[Any, Tensor, Tensor, Tensor], Tensor]  # (what keeps the state, z1, z2, index) -> loss
+Call = Callable[[Any, Tensor, Tensor, Tensor], Tensor]  # (object with the state, z1, z2, index) -> loss
 Build = Callable[[], Any]
 
 
 def features(batch: int, dim: int, visit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """z1, z2 and the index of the whole batch; visits differ a little, as training makes them differ."""
+    """Return z1, z2 and the index of the whole batch; visits differ slightly, as in training."""
     generator = torch.Generator().manual_seed(0)
     base = torch.randn(2, batch, dim, generator=generator, dtype=torch.float64)
     drift = torch.randn(2, batch, dim, generator=generator.manual_seed(visit + 1), dtype=torch.float64)
@@ -41,12 +41,12 @@ def features(batch: int, dim: int, visit: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def relative(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Norm of the difference, divided by the norm of ``wanted``."""
+    """Return the norm of the difference, divided by the norm of ``wanted``."""
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
 def rescaled(found: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
-    """The factor on ``found`` that brings it nearest, and the relative error that is left, which Adam would notice."""
+    """Return the factor that best scales ``found`` to ``wanted``, and the remaining error, which affects Adam."""
     factor = float((found * wanted).sum() / np.square(found).sum())
     return factor, relative(factor * found, wanted)
 
@@ -62,7 +62,7 @@ def plain_call(loss: Any, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
 
 
 def gradient(loss: Any, call: Call, visit: int, dtype: torch.dtype = torch.float32) -> np.ndarray:
-    """Both feature gradients of one visit."""
+    """Return both feature gradients of one visit."""
     z1, z2, index = features(BATCH, DIM, visit)
     a, b = (z.to(dtype).clone().requires_grad_() for z in (z1, z2))
     call(loss, a, b, index).backward()
@@ -114,7 +114,7 @@ TWINS: dict[str, tuple[Build, Build]] = {
 
 
 def twin(name: str) -> list[str]:
-    """Errors of the first and of the last visit, and the worst of each against float64."""
+    """Return the factor and the errors of the first and last visit, and the largest error of each against float64."""
 
     def visits(build: Build, call: Call, dtype: torch.dtype = torch.float32) -> list[np.ndarray]:
         loss = build()
@@ -165,7 +165,7 @@ STATEFUL: dict[str, tuple[Build, Call]] = {
 
 
 def resumed(name: str) -> list[str]:
-    """Factor and error of the next gradient after a resume, and the error where the whole object was pickled."""
+    """Return factor and error of the next gradient after a resume, and its error after pickling the whole object."""
     build, call = STATEFUL[name]
     torch.manual_seed(0)
     loss, again = build(), build()
@@ -173,7 +173,7 @@ def resumed(name: str) -> list[str]:
         gradient(loss, call, visit)
     again.load_state_dict(_stored(loss.state_dict()))
     whole = _stored(loss)
-    if hasattr(loss, "adjust_gamma"):  # as in an epoch after the first, in which all are then
+    if hasattr(loss, "adjust_gamma"):  # all three are then in an epoch after the first
         for each in (loss, again, whole):
             packages.quiet(each.adjust_gamma, 1)
     wanted = gradient(loss, call, BEFORE)
@@ -186,7 +186,7 @@ def resumed(name: str) -> list[str]:
 
 
 def _stored(value: Any) -> Any:
-    """A copy of a value by way of ``torch.save``."""
+    """Return a copy of a value, made by ``torch.save`` and ``torch.load``."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)

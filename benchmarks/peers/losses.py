@@ -1,4 +1,4 @@
-"""Every package's loss as a function of features and data-set positions, at one temperature."""
+"""Losses of every package as functions of features and data-set positions, at one temperature."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from torch import Tensor
 
 from benchmarks.peers import packages
 
-INDIVIDUAL = {"rho": 1.0, "eta": 0.01, "tau_min": 0.01, "tau_max": 0.5}  # LibAUC's own end at 0.05, below our tau
+INDIVIDUAL = {"rho": 1.0, "eta": 0.01, "tau_min": 0.01, "tau_max": 0.5}  # LibAUC's tau_max, 0.05, is below our tau
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (z1 (B, d), z2 (B, d), index (B,)) -> 0-d
 
 
 def clip(tau: float, **distributed: Any) -> Loss:
-    """open_clip's ``ClipLoss``: cross-entropy both ways."""
+    """Return open_clip's ``ClipLoss``: cross-entropy in both directions."""
     loss = packages.open_clip().ClipLoss(**distributed)
     scale = torch.tensor(1 / tau)
     return lambda z1, z2, index: loss(F.normalize(z1, dim=1), F.normalize(z2, dim=1), scale)
 
 
 def siglip(tau: float, bias: float = -10.0, **distributed: Any) -> Loss:
-    """open_clip's ``SigLipLoss``: a logistic loss per pair."""
+    """Return open_clip's ``SigLipLoss``: a logistic loss per pair."""
     loss = packages.open_clip().SigLipLoss(**distributed)
     scale, offset = torch.tensor(1 / tau), torch.tensor(bias)
     return lambda z1, z2, index: loss(F.normalize(z1, dim=1), F.normalize(z2, dim=1), scale, offset)
 
 
 def gcl_bimodal(n: int, tau: float, gamma: float = 0.9, individual: bool = False, **options: Any) -> Loss:
-    """LibAUC's ``GCLoss_v2``: SogCLR, or iSogCLR with ``individual`` temperatures."""
+    """Return LibAUC's ``GCLoss_v2``: SogCLR, or iSogCLR with ``individual`` temperatures."""
     loss = gcl_bimodal_object(n, tau, gamma, individual, **options)
     return lambda z1, z2, index: loss(F.normalize(z1, dim=1), F.normalize(z2, dim=1), index)[0]
 
 
 def gcl_bimodal_object(n: int, tau: float, gamma: float = 0.9, individual: bool = False, **options: Any) -> Any:
-    """LibAUC's ``GCLoss_v2`` as an object, with its state."""
+    """Return LibAUC's ``GCLoss_v2`` as an object, with its state."""
     learned = {"temperature_scheme": "individual_learnable", **INDIVIDUAL} if individual else {}
     return packages.gcl_bimodal(n, tau=tau, gamma=gamma, **{**learned, **options})
 
 
 def gcl_unimodal(n: int, tau: float, gamma: float = 0.9, individual: bool = False, **options: Any) -> Loss:
-    """LibAUC's ``GCLoss_v1``: the same for two views of one modality."""
+    """Return LibAUC's ``GCLoss_v1``: the same for two views of one modality."""
     learned = {"enable_isogclr": True, **INDIVIDUAL} if individual else {}
     return packages.quiet(packages.libauc().GCLoss_v1, N=n, tau=tau, gamma=gamma, **{**learned, **options})
 
 
 def nt_xent(tau: float, distributed: bool = False) -> Loss:
-    """pytorch-metric-learning's ``NTXentLoss`` over both views."""
+    """Return pytorch-metric-learning's ``NTXentLoss`` over both views."""
     loss = packages.metric_learning().NTXentLoss(temperature=tau)
     if distributed:
         from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
@@ -62,9 +62,9 @@ def nt_xent(tau: float, distributed: bool = False) -> Loss:
 
 
 def cached_ranking(tau: float, mini_batch_size: int = 512, gather: bool = False) -> Loss:
-    """sentence-transformers' ``CachedMultipleNegativesRankingLoss`` with both directions, CLIP's loss in pieces.
+    """Return sentence-transformers' ``CachedMultipleNegativesRankingLoss`` in both directions: CLIP's loss in chunks.
 
-    Its backward pass is part of the call, as in its own training loop; calling ``backward()`` hands the gradients on.
+    The call includes its backward pass, as in its own training loop; ``backward()`` only returns the gradients.
     """
     loss = packages.sentence_losses().CachedMultipleNegativesRankingLoss(
         torch.nn.Sequential(torch.nn.Identity()),
@@ -95,13 +95,13 @@ class _Cached(torch.autograd.Function):
 
 
 def sup_con(tau: float) -> Loss:
-    """pytorch-metric-learning's ``SupConLoss``: with one positive each it is NT-Xent, as a matrix."""
+    """Return pytorch-metric-learning's ``SupConLoss``: with one positive per anchor it is NT-Xent, as a matrix."""
     loss = packages.metric_learning().SupConLoss(temperature=tau)
     return lambda z1, z2, index: loss(torch.cat([z1, z2]), index.repeat(2))
 
 
 def cross_batch_memory(tau: float, dim: int, size: int) -> Loss:
-    """pytorch-metric-learning's ``CrossBatchMemory``: the newest ``size`` features are the candidates of z1.
+    """Return pytorch-metric-learning's ``CrossBatchMemory``: the newest ``size`` features are the candidates of z1.
 
     The memory is full from the start, and only z1 gets a gradient.
     """

@@ -1,11 +1,11 @@
-"""The gradient on 2 and 4 ranks against that on one, and what a step communicates: ours and other packages'.
+"""Compare the gradient on 2 and 4 ranks with that on one, and the traffic of a step, for ours and other packages.
 
     python -m benchmarks.peers.ranks    # writes benchmarks/results/peers_ranks.md (a minute)
 
-K ranks with B / K samples each, as data-parallel training has them: their feature gradients are averaged as DDP
-averages weights' (divided by K) and compared with the gradient that one process gets from the whole batch with the
-package's own single-process loss. Losses with state make ``--visits`` visits to the same samples first. Collectives are
-counted where torch dispatches them, in forward and backward.
+Each of K ranks has B / K samples, as in data-parallel training. The feature gradients are divided by K, as DDP averages
+gradients of weights, and compared with the gradient of the whole batch in one process with the package's own
+single-process loss. All losses make ``--visits`` visits to the same samples, the last of which is compared. Collectives
+are counted where torch dispatches them, in forward and backward.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from benchmarks.peers import losses, packages
 from benchmarks.peers.gradients import GAMMA, TAU, N, estimator_call, features, relative, rescaled
 from benchmarks.report import environment, finish, table
 
-Build = Callable[[int, int], losses.Loss]  # (rank, ranks) -> the loss as its documentation says to build it
+Build = Callable[[int, int], losses.Loss]  # (rank, ranks) -> the loss, built as its documentation says
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that one rank sends, gathering in a ring: an entry per collective that it takes part in as a sender."""
+    """Dispatch mode that records the bytes that one rank sends in a ring, one entry per collective that sends."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Traffic(TorchDispatchMode):
         if name.startswith("allreduce"):
             return 2 * share * _bytes(args[0])
         if "allgather" in name:
-            return share * _bytes(args[0])  # what is gathered
+            return share * _bytes(args[0])  # args[0]: the gathered tensors
         if name.startswith("alltoall") or "reduce_scatter" in name:
             return share * _bytes(args[1])
         if name.startswith("scatter"):  # gloo makes a reduce-scatter of one scatter by every rank
@@ -105,7 +105,7 @@ CONTENDERS: dict[str, Build] = {
 
 
 def visit_all(rank: int, ranks: int, name: str, batch: int, dim: int, visits: int) -> dict[str, Any]:
-    """This rank's part of a few visits; gradient and traffic of the last."""
+    """Make a few visits with this rank's samples; return gradient and traffic of the last."""
     loss = CONTENDERS[name](rank, ranks)
     own = slice(rank * batch // ranks, (rank + 1) * batch // ranks)
     for visit in range(visits):
@@ -113,12 +113,12 @@ def visit_all(rank: int, ranks: int, name: str, batch: int, dim: int, visits: in
         a, b = (z[own].clone().requires_grad_() for z in (z1, z2))
         with Traffic(ranks) as traffic:
             loss(a, b, index[own]).backward()
-    gradient = (torch.cat([a.grad, b.grad], 1) / ranks).numpy()  # a tensor would die with the process that sends it
+    gradient = (torch.cat([a.grad, b.grad], 1) / ranks).numpy()  # a tensor would end with the process that sends it
     return {"gradient": gradient, "bytes": sum(traffic.sent), "calls": len(traffic.sent)}
 
 
 def every(rank: int, ranks: int, *args: int) -> dict[str, Any]:
-    """Results of all contenders on this rank; where a package fails, its error."""
+    """Return the results of all contenders on this rank, or their errors."""
     found = {}
     for name in CONTENDERS:
         try:
@@ -130,7 +130,7 @@ def every(rank: int, ranks: int, *args: int) -> dict[str, Any]:
 
 
 def compare(*args: int) -> list[dict[str, Any]]:
-    """Relative error of the gradient on several ranks, and traffic per sample of the batch."""
+    """Return the relative error of the gradient on several ranks, and the traffic per sample of the batch."""
     alone = {name: visit_all(0, 1, name, *args)["gradient"] for name in CONTENDERS}
     results = []
     for ranks in (2, 4):

@@ -1,11 +1,11 @@
-"""Tables of n rows: their cost in memory and per step, ours and LibAUC's.
+"""Compare the memory and the time per step of our tables of n rows with LibAUC's.
 
     python -m benchmarks.peers.rows    # writes benchmarks/results/peers_rows.md (a few minutes; 12 GiB of memory)
 
-Memory: each contender and size in a process of its own, which constructs it, trains on random samples and counts what
-is resident. Time: all contenders of a size in one process, in turns on the same features. LibAUC keeps one tensor per
-quantity and writes all of it at construction, ours one row per sample, whose pages come when they are touched: so the
-first steps, which touch them, are timed apart.
+Memory: each contender of each size runs in a separate process, which constructs it, trains on random samples and
+measures the resident memory. Time: all contenders of a size run in one process, in turns on the same features. LibAUC
+keeps one tensor per quantity and writes all of it at construction; ours keeps one row per sample, whose memory pages
+are allocated at first access. Therefore the first steps are timed separately.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CONTENDERS: dict[str, Callable[[int], Step]] = {
 
 
 class Batches:
-    """Random features and samples, the same for all contenders of a round."""
+    """Random features and samples, which all contenders of a round share."""
 
     def __init__(self, n: int, batch: int, dim: int) -> None:
         self.n, self.batch, self._generator = n, batch, torch.Generator().manual_seed(0)
@@ -65,9 +65,9 @@ class Batches:
 
 
 def memory(rank: int, ranks: int, name: str, n: int, batch: int, dim: int, rounds: int) -> int:
-    """Bytes resident after the steps, beyond those before construction."""
+    """Return the resident bytes after the steps, minus those before construction."""
     batches = Batches(n, batch, dim)
-    losses.gcl_bimodal(2, TAU)  # importing packages is not construction
+    losses.gcl_bimodal(2, TAU)  # import packages before the construction
     before = status("RssAnon")
     step = CONTENDERS[name](n)
     for _ in range(rounds):
@@ -76,7 +76,7 @@ def memory(rank: int, ranks: int, name: str, n: int, batch: int, dim: int, round
 
 
 def times(rank: int, ranks: int, n: int, batch: int, dim: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """Seconds of every contender's construction and first steps, milliseconds of later ones, in turns."""
+    """Return seconds of construction and of the first steps, and milliseconds of later steps, of every contender."""
     batches, steps = Batches(n, batch, dim), {}
     found: dict[str, dict[str, Any]] = {}
     losses.gcl_bimodal(2, TAU)

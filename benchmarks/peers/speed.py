@@ -1,10 +1,10 @@
-"""A loss with both feature gradients: time and memory, ours and other packages'.
+"""Compare time and memory of our losses, with both feature gradients, with those of other packages.
 
     python -m benchmarks.peers.speed            # writes benchmarks/results/peers_speed.md (half an hour)
     python -m benchmarks.peers.speed --quick    # small, printed only
 
-Contenders run round-robin in one process on fresh features, as in ``benchmarks/kernel.py``; those that would need more
-memory than ``--memory`` (their B x B matrices counted from the sizes before) are left out and said to be.
+Contenders run in turns in one process on fresh features, as in ``benchmarks/kernel.py``. Those that are expected to
+need more memory than ``--memory`` (extrapolated from smaller sizes) are left out and listed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ UNIMODAL = {
 }
 SUITES = {"bimodal": BIMODAL, "unimodal": UNIMODAL}
 SIZES = {"bimodal": (256, 1024, 4096, 8192, 16384), "unimodal": (256, 1024, 4096)}
-LARGE = 32768  # for those that never hold a B x B matrix
+LARGE = 32768  # for contenders that never hold a B x B matrix
 CUBIC = ("metric-learning NTXentLoss", "metric-learning CrossBatchMemory")  # in B: pairs of positives and negatives
 AGAINST = {
     "compopt InfoNCE": ("open_clip ClipLoss", CACHED, "metric-learning SupConLoss"),
@@ -88,12 +88,12 @@ CPU, fresh pages of large temporaries cost time that a GPU's caching allocator d
 
 
 def rounds(B: int, seconds: float) -> int:
-    """The number of rounds: that of the kernel's benchmark, but at most 60, and 3 where one takes a minute."""
+    """Return the number of rounds: that of the kernel benchmark, at most 60, and 3 above B = 8192."""
     return 3 if B > 8192 else min(60, kernel.rounds_for(B, seconds))
 
 
 def measure(suite: str, names: list[str], B: int, d: int, rounds: int) -> dict[str, Any]:
-    """Quartiles of the seconds at one size, ratios within a round, and peak memory."""
+    """Return quartiles of the seconds at one size, ratios within a round, and peak memory."""
     print(f"{suite}, B = {B} ...", file=sys.stderr, flush=True)
     times = kernel.interleaved({name: SUITES[suite][name] for name in names}, B, d, rounds)
     rows = {}
@@ -110,9 +110,9 @@ def measure(suite: str, names: list[str], B: int, d: int, rounds: int) -> dict[s
 
 
 def measure_suite(suite: str, sizes: tuple[int, ...], d: int, seconds: float, limit: float) -> list[dict[str, Any]]:
-    """Every size, without the contenders that are expected to need more than ``limit`` bytes there."""
+    """Measure every size, without contenders that are expected to need more than ``limit`` bytes."""
     results: list[dict[str, Any]] = []
-    peaks: dict[str, tuple[int, int]] = {}  # the largest batch that each has had, and its bytes
+    peaks: dict[str, tuple[int, int]] = {}  # the largest measured batch of each contender, and its bytes
     for B in sizes:
         names = []
         for name in SUITES[suite]:
@@ -125,7 +125,7 @@ def measure_suite(suite: str, sizes: tuple[int, ...], d: int, seconds: float, li
 
 
 def section(result: dict[str, Any]) -> list[str]:
-    """The table of one size."""
+    """Return the section of one size."""
     body = []
     for name, row in result["rows"].items():
         peak = "" if row["peak"] is None else f"{row['peak'] / MIB:.1f}"
@@ -138,7 +138,7 @@ def section(result: dict[str, Any]) -> list[str]:
 
 
 def ratios(results: list[dict[str, Any]]) -> str:
-    """Time of ours over time of theirs, and memory of theirs over memory of ours."""
+    """Return a table of our time divided by theirs, and of their memory divided by ours."""
     body = []
     for result in results:
         for name, row in result["rows"].items():

@@ -1,1 +1,1 @@
-"""Studies: which method is worth what, and whether the papers' claims hold, on small problems."""
+"""Studies on small problems, which compare methods and check claims of papers."""

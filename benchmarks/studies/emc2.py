@@ -1,15 +1,15 @@
-"""EMC2's Figure 7 on glyphs: how near each method comes to a stationary point of the global objective.
+"""EMC2's Figure 7 on glyphs: distance of each method from a stationary point of the global objective.
 
-The paper's setting with other pictures and a smaller model: 500 samples with two fixed views each, 2 m - 2 candidates
-per anchor, batches of four, plain SGD, beta = 5, burn-in 3. The gradient over the whole data set is exact::
+The setting is that of the paper with other images and a smaller model: 500 samples with two fixed views each, 2 m - 2
+candidates per anchor, batches of four, plain SGD, beta = 5, burn-in 3. The gradient over the whole data set is exact::
 
     python -m benchmarks.studies.emc2                  # three seeds, some ten minutes on one core
     python -m benchmarks.studies.emc2 --steps 200 --seeds 0
 
-Besides the estimators there are the Negative Cache (Lindgren et al., NeurIPS 2021), which draws one negative by the
-Gumbel-max trick from stale features of all candidates and encodes it again, and the batch's anchors against all
-candidates, whose gradient no method of small batches can improve. Losses and gradients are the paper's, per direction:
-the mean of ``log sum_j exp((s_ij - s_ii) / tau)``.
+The estimators are compared with the Negative Cache (Lindgren et al., NeurIPS 2021), which draws one negative by the
+Gumbel-max trick from stale features of all candidates and encodes it again, and with the loss of the batch's anchors
+against all candidates, whose gradient no method with small batches can improve. Losses and gradients are those of the
+paper, per direction: the mean of ``log sum_j exp((s_ij - s_ii) / tau)``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from recipes import glyphs
 from recipes.tasks import GlyphFaces
 
 N, BATCH, TAU = 500, 4, 0.2
-REFRESHED = 0.1  # share of the cache that is encoded anew in every step, rho of the paper's Table 3
+REFRESHED = 0.1  # share of the cache that is encoded again in every step, rho of the paper's Table 3
 Loss = Callable[[Tensor], Tensor]
 
 
 class Problem:
-    """Two fixed views of some characters, a perceptron whose first weights the seed decides, and uniform batches."""
+    """Two fixed views of some characters, a perceptron with initial weights by ``seed``, and uniform batches."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -49,15 +49,15 @@ class Problem:
         return torch.randperm(N, generator=self.draws)[:BATCH]
 
     def features(self, index: Tensor) -> Tensor:
-        """Both views, ``(2, b, d)``."""
+        """Return the features of both views, ``(2, b, d)``."""
         return self.model(self.views[:, index])
 
     def one_view(self, index: Tensor) -> Tensor:
-        """A random view of each sample, as ``encode`` gives it."""
+        """Return the features of a random view of each sample, for ``encode``."""
         return self.model(self.views[torch.randint(2, index.shape, generator=self.draws), index])
 
     def measure(self) -> tuple[float, float]:
-        """Squared norm of the exact gradient with respect to the weights, and the global loss."""
+        """Return the squared norm of the exact gradient with respect to the weights, and the global loss."""
         z = self.features(torch.arange(N))
         known: dict[str, Any] = {"tau": TAU, "mode": "unimodal", "views": "separate"}
         loss = float(diagnostics.global_loss(*z.detach(), **known)) / TAU + math.log(2 * N - 2)
@@ -76,7 +76,7 @@ def estimated(problem: Problem, est: compopt.ContrastiveEstimator, encode: bool)
 
 
 def all_candidates(problem: Problem) -> Loss:
-    """The batch's anchors against both views of all other samples."""
+    """Return the loss of the batch's anchors against both views of all other samples."""
 
     def loss(index: Tensor) -> Tensor:
         own, every = (normalize(problem.features(x), dim=2) for x in (index, torch.arange(N)))
@@ -89,7 +89,7 @@ def all_candidates(problem: Problem) -> Loss:
 
 
 def negative_cache(problem: Problem) -> Loss:
-    """One negative per anchor, drawn by its stale feature: softmax over the cache by the Gumbel-max trick."""
+    """Return the loss with one negative per anchor, drawn from the softmax over stale features by Gumbel-max."""
     every, position = torch.arange(2 * N), 0
     cache = normalize(problem.features(torch.arange(N)), dim=2).detach().flatten(0, 1)
 
@@ -129,7 +129,7 @@ METHODS: dict[str, Callable[[Problem], Loss]] = {
 
 
 def run(method: str, seed: int, steps: int, lr: float) -> tuple[float, float]:
-    """Train with a step size that decays as a cosine; squared gradient norm and loss at the end."""
+    """Train with a cosine-decayed step size; return the final squared gradient norm and loss."""
     problem = Problem(seed)
     loss = METHODS[method](problem)
     optimizer = torch.optim.SGD(problem.model.parameters(), lr=lr / TAU)  # losses here are tau times the paper's
@@ -143,7 +143,7 @@ def run(method: str, seed: int, steps: int, lr: float) -> tuple[float, float]:
 
 
 def row(method: str, runs: Sequence[tuple[float, float]]) -> list[str]:
-    """Both figures of every seed."""
+    """Return the table row with both figures of every seed."""
     norms, losses = zip(*runs, strict=True)
     return [method, ", ".join(f"{x:.1e}" for x in norms), ", ".join(f"{x:.3f}" for x in losses)]
 

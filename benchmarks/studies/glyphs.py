@@ -1,4 +1,4 @@
-"""The main table of quality: every method on glyphs at batch 64, with tuned options, over three seeds.
+"""Main table of quality: every method on glyphs at batch 64, with tuned options, over three seeds.
 
     python -m benchmarks.studies.glyphs --runs runs/glyphs.jsonl            # train what the file lacks, print the table
     python -m benchmarks.studies.glyphs --report                            # print the published runs, train nothing
@@ -28,7 +28,7 @@ from recipes.tasks import GlyphNames
 
 PUBLISHED = RESULTS / "glyphs.jsonl"
 EPOCHS = 2
-STATELESS = 2  # the first arms: gains are measured against the better one
+STATELESS = 2  # number of stateless arms, which are first; gains are measured against the better one
 
 # (method, batch size, tuned options)
 ARMS: list[tuple[str, int, dict[str, Any]]] = [
@@ -49,7 +49,7 @@ ARMS: list[tuple[str, int, dict[str, Any]]] = [
 
 
 def job_of(arm: tuple[str, int, dict[str, Any]], seed: int) -> dict[str, Any]:
-    """Return the fields that decide a run's result, as the file of runs has them."""
+    """Return the fields that determine a run's result, as in the file of runs."""
     method, batch_size, options = arm
     shared = {"epochs": EPOCHS, "seed": seed, "split": 0, "limit": 0}
     return {"method": method, "options": options, "batch_size": batch_size, **shared}

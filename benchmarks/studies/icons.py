@@ -1,4 +1,4 @@
-"""CLIP on icons: open_clip's trainer, the same with our adapter, and our recipe with each estimator.
+"""CLIP on icons: open_clip's trainer, the same trainer with our adapter, and our recipe with each estimator.
 
     .venv-clip/bin/python -m recipes.make_shards --data icons --limit 20480 --out data/icons
     .venv-clip/bin/python -m benchmarks.studies.icons tune    # each arm's learning rate, then its other settings
@@ -6,9 +6,9 @@
     .venv-clip/bin/python -m benchmarks.studies.icons report  # results/icons.md
 
 All arms train one open_clip model (``recipes/clip/icons.json``) on the same shards, and clip-benchmark evaluates
-their ``epoch_K.pt``.  Settings are chosen by retrieval in the validation families; the test families are seen by the
-final runs alone.  Each finished run is a line of ``results/icons.jsonl``; it is not run again.  ``make test-clip``
-makes the environment.
+their ``epoch_K.pt``.  Settings are chosen by retrieval in the validation families; only the final runs use the test
+families.  Each finished run is a line of ``results/icons.jsonl`` and is not run again.  ``make test-clip`` creates the
+environment.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ TAUS = (0.05, 0.07, 0.1)
 
 @dataclass(frozen=True, kw_only=True)
 class IconArm(Arm):
-    """A trainer with a loss.
+    """Trainer with a loss.
 
     Attributes:
         trainer: ``open_clip``, ``adapter`` or ``recipe``.
-        estimator: of the recipe.
+        estimator: estimator of the recipe.
     """
 
     trainer: str
@@ -68,7 +68,7 @@ ARMS = {
 
 
 def score(result: dict[str, Any]) -> float:
-    """Recall at 10 in the validation families, mean of both directions."""
+    """Return recall at 10 in the validation families, as the mean of both directions."""
     return sum(result["metrics"][name] for name in JUDGED) / len(JUDGED)
 
 
@@ -87,7 +87,7 @@ TESTS = {  # name -> task of clip-benchmark, its flags
 
 
 def train(job: Job, shards: Path, out: Path) -> Path:
-    """Run the trainer of the job's arm; returns its last checkpoint."""
+    """Run the trainer of the job's arm and return its last checkpoint."""
     sizes = json.loads((shards / "sizes.json").read_text())
     if ARMS[job.arm].trainer == "recipe":
         return _recipe(job, shards, out)
@@ -129,7 +129,7 @@ def _recipe(job: Job, shards: Path, out: Path) -> Path:
 
 
 def evaluate(checkpoint: Path, data: Path, tests: Iterable[str], out: Path) -> dict[str, float]:
-    """clip-benchmark's figures of a checkpoint: ``test/metric``."""
+    """Evaluate a checkpoint with clip-benchmark; return its figures by ``test/metric``."""
     from clip_benchmark.cli import main
 
     found = {}
@@ -148,7 +148,7 @@ def evaluate(checkpoint: Path, data: Path, tests: Iterable[str], out: Path) -> d
 
 
 class Curve(logging.Handler):
-    """Losses that open_clip logs, every ten steps."""
+    """Log handler that collects the losses that open_clip logs every ten steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ CHOSEN = (
 
 
 def page(results: Results) -> str:
-    """The page from the finished runs."""
+    """Return the page of the finished runs."""
     finals = STUDY.finals(results)
     body = []
     for arm, runs in finals.items():
@@ -225,7 +225,7 @@ def page(results: Results) -> str:
 
 
 def _curves(finals: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Distance of the adapter's curve from open_clip's, beside the distance between seeds."""
+    """Return the section that compares the adapter's loss curve with open_clip's, and different seeds."""
     pairs = list(zip(*(map(_curve, finals.get(arm, [])) for arm in TWINS), strict=False))
     if not pairs:
         return []
@@ -244,7 +244,7 @@ def _curves(finals: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def _curve(run: dict[str, Any]) -> list[float]:
-    """The losses of a run, as InfoNCE."""
+    """Return the losses of a run as values of InfoNCE."""
     less = math.log(BATCH - 1) if ARMS[run["job"]["arm"]].trainer == "adapter" else 0.0
     return [loss + less for loss in run["curve"]]
 

@@ -1,8 +1,8 @@
-"""iSogCLR's ablation of ``tau_init`` and ``rho`` (its Figure 7, Tables 8 and 9) on a long-tailed set: glyph captions.
+"""iSogCLR's ablation of ``tau_init`` and ``rho`` (Figure 7, Tables 8 and 9) on long-tailed data: glyph captions.
 
-Between 1 and 16 glyphs have one caption. Of every setting: recall of held-out names, and whether the frequent
-semantics got the large temperatures (Figure 5): the rank correlation of a sample's temperatures with the number of
-training pairs that have its caption. SogCLR at the same temperatures stands beside it::
+A caption belongs to between 1 and 16 glyphs. For every setting, the study reports recall of held-out names and the rank
+correlation of a sample's temperature with the number of training pairs of its caption, which tests that frequent
+semantics get large temperatures (Figure 5). SogCLR at the same temperatures is included for comparison::
 
     python -m benchmarks.studies.isogclr        # three seeds: some fifteen minutes of one core
 """
@@ -39,7 +39,7 @@ def build(cell: Cell, n: int) -> compopt.ContrastiveEstimator:
 
 
 def run(cell: Cell, seed: int, steps: int) -> dict[str, Any]:
-    """Train on random batches; recalls, and facts of the temperatures that were learned."""
+    """Train on random batches; return recalls, and statistics of the learned temperatures."""
     torch.manual_seed(seed)
     task = GlyphNames(glyphs.load(None), limit=PAIRS)
     model, est, draws = task.model(), build(cell, task.n), torch.Generator().manual_seed(seed)
@@ -63,7 +63,7 @@ def run(cell: Cell, seed: int, steps: int) -> dict[str, Any]:
 
 
 def row(cell: Cell, runs: Sequence[dict[str, Any]]) -> list[str]:
-    """A line of the table: one cell, its seeds."""
+    """Return the table row of one cell, over its seeds."""
     method, tau, rho = cell
     recalls = [mean_spread([run[name] for run in runs], 100) for name in ("r1", "r1_text_to_image")]
     learned = [

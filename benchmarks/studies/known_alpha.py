@@ -1,25 +1,26 @@
-"""Log-normalizers that are known before the similarities are swept: what they cost in recall, and in the gradient.
+"""Log-normalizers that are known before the sweep over similarities: their effect on recall and on the gradient.
 
     python -m benchmarks.studies.known_alpha tune  --wordnet FOLDER   # learning rates at batch 64
     python -m benchmarks.studies.known_alpha final --wordnet FOLDER   # three other seeds, test half
     python -m benchmarks.studies.known_alpha report                   # results/known_alpha.md
 
-A kernel that has every ``alpha_i`` before it computes ``s_ij`` needs one sweep for the loss and its gradients: three
-products, where the fused kernel takes four. Here today's path computes both, so that only the error is measured:
+A kernel that knows every ``alpha_i`` before it computes ``s_ij`` needs only one sweep for the loss and its gradients,
+with three matrix products instead of the four of the fused kernel. The study measures only the error, with the current
+implementation:
 
-- ``last visit``: the row of a moving average before this batch enters it (eq. 10 of SogCLR). A first visit has none,
-  and takes the batch's own estimate.
-- ``last visit, scaled``: the same; all weights of a batch are then divided by their mean sum, a number that a kernel
-  knows after its sweep.
-- ``queue``: a memory whose normalizer is that of its queue alone, the batch counted as if it were like the queue.
-- ``queue, last visit``: the batch's part is the row of the last visit.
-- ``before``: NeuCLIP's network before it learns from the batch.
-- ``bounded``: no pair weighs more than 1, as no true weight does; a kernel can do that in its sweep.
-- ``saturated``: the same by ``w / (1 + w)``.
-- ``quarter``: DCL whose normalizer is that of a quarter of the batch, for a quarter of a product more.
+- ``last visit``: the row of a moving average before the update with this batch (eq. 10 of SogCLR). A first visit has no
+  row and uses the batch's own estimate.
+- ``last visit, scaled``: the same, with all weights of a batch divided by their mean sum, which a kernel knows after
+  its sweep.
+- ``queue``: a memory whose normalizer is that of its queue alone, as if the batch were distributed like the queue.
+- ``queue, last visit``: the same, with the row of the last visit as the batch's part.
+- ``before``: the prediction of NeuCLIP's network before it learns from the batch.
+- ``bounded``: every weight is bounded by 1, which exact weights never exceed; a kernel can do this in its sweep.
+- ``saturated``: the weight ``w`` is replaced by ``w / (1 + w)``.
+- ``quarter``: DCL with the normalizer of a quarter of the batch, which costs a quarter of a product more.
 
 Data, FOLDER, encoders and training are those of ``benchmarks.studies.default`` with fewer samples. Each finished run is
-a line of ``results/known_alpha.jsonl``; it is not run again. There are 175 runs of 8 to 20 seconds of one core.
+a line of ``results/known_alpha.jsonl`` and is not run again. There are 175 runs of 8 to 20 seconds of one core.
 """
 
 from __future__ import annotations
@@ -48,24 +49,24 @@ from recipes import batches
 
 DATA = ("glyphs", "words")
 PAIRS, PASSES, TAU, GAMMA = 8192, 4, 0.07, 0.8
-RATES, LARGE_RATE = (4e-3, 1.2e-2), 1.6e-2  # of batch 64 (the second near the best of today's) and of 256
+RATES, LARGE_RATE = (4e-3, 1.2e-2), 1.6e-2  # at batch 64 (the second is near the best of the baselines) and 256
 PROTOTYPES, RESTART_EVERY, PART = 1024, 100, 4
-EVERY = 16  # calls between two comparisons of a known alpha with today's
+EVERY = 16  # calls between two comparisons of a known alpha with the updated one
 PROBED, REPEATS = (1.5, 3.5), 4  # passes after which the exact gradient is compared, and batches of each sample
-USUAL = (0.5, 2.0)  # bounds of a weight sum that is near 1
+USUAL = (0.5, 2.0)  # range in which the weight sum of an anchor counts as near 1
 
 
 # -- normalizers ---------------------------------------------------------------------------------------------------
 
 
 class Average(compopt.MovingAverageEstimator):
-    """Moving average that gives ``alpha`` before it has the batch, unless ``known`` is False.
+    """Moving average that returns ``alpha`` from before the batch, unless ``known`` is False.
 
     Args:
         n: number of samples.
-        reference: of the average.
-        known: alpha is that of the last visit.
-        scaled: all weights are divided by their mean sum.
+        reference: reference of the moving average.
+        known: whether alpha is that of the last visit.
+        scaled: whether all weights are divided by their mean sum.
     """
 
     def __init__(self, n: int, reference: Any, known: bool, scaled: bool = False) -> None:
@@ -85,18 +86,18 @@ class Average(compopt.MovingAverageEstimator):
 
 
 class Memory(compopt.MemoryNormalizer):
-    """Memory whose weights are divided by what is known before the batch's similarities, unless ``known`` is False.
+    """Memory whose normalizer is known before the batch's similarities, unless ``known`` is False.
 
     Args:
         n: number of samples.
-        known: alpha is that of the queue.
-        rows: the batch's part of it is a moving average of each sample's own, where it was visited before.
+        known: whether alpha is that of the queue.
+        rows: whether the batch's part of alpha is a moving average of each sample, if it was visited before.
     """
 
     def __init__(self, n: int, known: bool, rows: bool = False) -> None:
         super().__init__(DIM)
         self.known, self.log_u = known, torch.full((n, 2), torch.nan) if rows else None
-        self.frozen = False  # rows stay as they are
+        self.frozen = False  # whether rows are kept unchanged
 
     def estimate(self, call: Call) -> Estimate:
         updated = super().estimate(call)
@@ -111,7 +112,7 @@ class Memory(compopt.MemoryNormalizer):
         )
 
     def _known_sum(self, call: Call, updated: Estimate) -> Tensor:
-        """Return the logarithm of the known sum over batch and queue, less that of the true one, ``(B, A)``."""
+        """Return the logarithm of the known sum over batch and queue, minus that of the exact sum, ``(B, A)``."""
         pairs = call.pairs
         share = 1 - pairs.sum_weights(updated.weight_alpha)  # of the queue
         filled = 1 - (updated.alpha - updated.weight_alpha).exp()  # of the candidates that are in the queue
@@ -142,7 +143,7 @@ class Network(compopt.NeuralNormalizer):
 
 
 class Part(compopt.BatchNormalizer):
-    """Normalizer of the first candidates of the batch, an anchor's own left out, unless ``known`` is False."""
+    """Normalizer over the first candidates of the batch without an anchor's positive, unless ``known`` is False."""
 
     known = True
 
@@ -160,14 +161,14 @@ class Part(compopt.BatchNormalizer):
 
 
 class Bounded(compopt.ContrastiveEstimator):
-    """An estimator none of whose pairs weighs more than 1, while its alpha is a known one.
+    """Estimator whose weights of pairs are bounded by 1 while its alpha is a known one.
 
-    True weights never do. A kernel that has a pair's weight can bound it in the same sweep; here the gradient of what
-    is above is taken off.
+    Exact weights never exceed 1. A kernel that has a pair's weight can bound it in the same sweep; here the gradient of
+    the excess is subtracted.
 
     Args:
-        saturated: ``w / (1 + w)`` in the place of ``min(w, 1)``: alpha stands for the other pairs, and the sum of all
-            has this one too.
+        saturated: whether to use ``w / (1 + w)`` instead of ``min(w, 1)``: alpha then represents the sum over the other
+            pairs, to which the pair itself is added.
     """
 
     def __init__(self, *parts: Any, saturated: bool = False) -> None:
@@ -212,7 +213,7 @@ LOSSES: Mapping[str, Build] = {
     "NeuCLIP": lambda n: Network(known=False),
     "NeuCLIP, before": lambda n: Network(known=True),
 }
-# each with what it is compared with
+# loss -> the loss that it is compared with
 TODAY = {
     "DCL, quarter": "DCL",
     "SogCLR, last visit": "SogCLR",
@@ -226,7 +227,7 @@ TODAY = {
     "recommended, queue, saturated": "recommended",
     "NeuCLIP, before": "NeuCLIP",
 }
-# of words, and at batch 256, fewer
+# smaller selections of losses for words and for batch 256
 FEWER = tuple(loss for loss in LOSSES if loss != "InfoNCE" and not loss.startswith("SogCLR, positive"))
 AT_256 = (
     *("DCL", "DCL, quarter", "DCL, quarter, bounded", "SogCLR", "SogCLR, last visit, scaled"),
@@ -255,7 +256,7 @@ ARMS: Mapping[str, KnownArm] = _arms()
 
 
 def score(result: dict[str, Any]) -> float:
-    """Recall on the validation half."""
+    """Return recall on the validation half."""
     return result["metrics"]["validation/recall"]
 
 
@@ -266,13 +267,13 @@ STUDY = Search(ARMS, RESULTS / "known_alpha.jsonl", score)
 
 
 class Watched:
-    """An estimator, and what a known alpha does to its weights and gradients while it trains.
+    """Estimator that records the effect of a known alpha on its weights and gradients during training.
 
     Args:
-        est: of the arm.
-        task: the data.
-        setting: of the run.
-        probes: whether the gradient is compared with the exact one too.
+        est: estimator of the arm.
+        task: data set.
+        setting: setting of the run.
+        probes: whether the gradient is also compared with the exact one.
     """
 
     def __init__(self, est: compopt.ContrastiveEstimator, task: Task, setting: Setting, probes: bool) -> None:
@@ -284,7 +285,7 @@ class Watched:
         self.exact: dict[str, tuple[float, float]] = {}
 
     def watch(self, model: nn.Module) -> None:
-        """See the encoders, whose features of all samples are probed."""
+        """Store the encoders, which compute features of all samples for the comparison with the exact gradient."""
         self.model: Any = model
 
     def __call__(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
@@ -297,7 +298,7 @@ class Watched:
         return self.est(z1, z2, index)
 
     def _compare(self, *batch: Tensor) -> None:
-        """Note weight sums, and the gradient's distance from that of today's alpha; nothing is deposited."""
+        """Record weight sums, and the distance from the gradient of the updated alpha, without depositing rows."""
         self.est.eval()
         known = torch.cat(self.est.feature_gradients(*batch)[1:]).flatten()
         sums, self.normalizer.known = self.normalizer.sums, False
@@ -315,8 +316,8 @@ class Watched:
 
     @torch.no_grad()
     def _probe(self, after: float) -> None:
-        """Compare with the exact gradient, of the samples that come next: their rows are as old as in training."""
-        features = self.task.training_features(copy.deepcopy(self.model))  # in training mode, as in its batches
+        """Compare with the exact gradient on the samples that come next, whose rows are as old as in training."""
+        features = self.task.training_features(copy.deepcopy(self.model))  # in training mode, as for batches
         order = _order(self.task, self.setting)
         coming = range(self.calls, int(math.ceil(after)) * self.per_pass)
         among = torch.cat([order(number) for number in coming])
@@ -331,7 +332,7 @@ class Watched:
         return []
 
     def found(self) -> dict[str, Any]:
-        """Means of every pass, and the errors against the exact gradient."""
+        """Return the means of every pass, and the errors against the exact gradient."""
         passes = {name: [_rounded(mean(values)) for values in by.values()] for name, by in self.seen.items()}
         return {"passes": passes, "exact": {after: [*map(_rounded, pair)] for after, pair in self.exact.items()}}
 
@@ -353,7 +354,7 @@ def build(loss: str, n: int) -> compopt.ContrastiveEstimator:
 
 
 def run_one(job: Job, wordnet: Path | None) -> dict[str, Any]:
-    """Train and evaluate, in this process; the first of the final seeds is compared with the exact gradient too."""
+    """Train and evaluate, in this process; on the first final seed, also compare with the exact gradient."""
     arm, part = ARMS[job.arm], "test" if job.final else "validation"
     task: Any = Glyphs(part, PAIRS) if arm.data == "glyphs" else Words(part, wordnet, PAIRS)
     setting = Setting(batch=arm.batch, lr=job.options["lr"], samples=PASSES * task.n, seed=job.seed)
@@ -391,7 +392,7 @@ CHOSEN = "Chosen on seed 100 by recall on the validation half of glyphs, in per 
 
 
 def page(results: Results) -> str:
-    """Return the page from the finished runs."""
+    """Return the page of the finished runs."""
     finals, runs = STUDY.finals(results), list(results.values())
     parts = ["# Log-normalizers that are known before the sweep"]
     parts += [provenance(runs, "benchmarks/studies/known_alpha.py"), ABOUT, ARE]

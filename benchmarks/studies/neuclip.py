@@ -1,11 +1,11 @@
-"""NeuCLIP: temperature fixed or learned, alpha held or not; Algorithm 3, and the comparison at equal compute.
+"""NeuCLIP: fixed or learned temperature, gradient through alpha or not, Algorithm 3, comparison at equal compute.
 
     python -m benchmarks.studies.neuclip final --wordnet FOLDER    # three seeds
     python -m benchmarks.studies.neuclip report                    # results/neuclip.md
 
-Data, encoders and training are those of ``benchmarks.studies.default`` at batch 64, FOLDER too.  The learning rate is
-the one that was chosen there for DCL at this batch, on both data sets.  Each finished run is a line of
-``results/neuclip.jsonl``; it is not run again.
+Data, FOLDER, encoders and training are those of ``benchmarks.studies.default`` at batch 64.  The learning rate is the
+one that was chosen there for DCL at this batch size, on both data sets.  Each finished run is a line of
+``results/neuclip.jsonl`` and is not run again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from benchmarks.studies.default.training import Setting, train
 from benchmarks.studies.search import Arm, Job, Results, Search, by_seed, difference, main, provenance
 
 BATCH, RATE = 64, 1.6e-2
-TAU, TAU_RATE = 0.07, 1e-4  # of learned temperatures; relative to tau about 1/8 of RATE, as in Table 3
+TAU, TAU_RATE = 0.07, 1e-4  # TAU_RATE: step size of learned temperatures, relative to tau about 1/8 of RATE (Table 3)
 PROTOTYPES, RESTART_EVERY = 1024, 100
-RHO, OTHER_RHOS = 3.0, (1.0, 6.5)  # with the first tau stays where it starts on glyphs; 6.5: Table 3, CC3M
-# Share of the samples that Algorithm 1 sees in FastCLIP's processor time: 17.0 of 38.4 ms, 22.9 of 44.5 ms an update,
-# medians of three interleaved measurements.
+RHO, OTHER_RHOS = 3.0, (1.0, 6.5)  # with RHO, tau stays near its initial value on glyphs; 6.5: Table 3, CC3M
+# Share of the samples that Algorithm 1 processes in FastCLIP's processor time: 17.0 of 38.4 ms, 22.9 of 44.5 ms per
+# update, medians of three interleaved measurements.
 EQUAL_SHARE = {"glyphs": 0.44, "words": 0.51}
 
 Options = Mapping[str, float]
@@ -44,7 +44,7 @@ Options = Mapping[str, float]
 
 
 def dual(options: Options) -> compopt.TemperatureDual:
-    """One temperature for all."""
+    """Return a learned global temperature."""
     bounds = {"tau_init": TAU, "tau_min": 0.01, "tau_max": 0.5}
     return compopt.TemperatureDual(None, options["rho"], TAU_RATE, **bounds, mode="global", optimizer="adam")
 
@@ -56,18 +56,18 @@ def neuclip(through_alpha: bool, task: Task, options: Options) -> compopt.Contra
 
 
 def fastclip(task: Task, options: Options) -> compopt.ContrastiveEstimator:
-    """FastCLIP v3 with a constant gamma."""
+    """Return FastCLIP v3 with a constant gamma."""
     average = compopt.MovingAverageEstimator(task.n, 0.8, reference="positive", eps=1e-14)
     return compopt.ContrastiveEstimator(average, dual(options))
 
 
 def openclip(task: Task, options: Options) -> compopt.ContrastiveEstimator:
-    """The cross-entropy, whose scale AdamW learns with the encoders."""
+    """Return the cross-entropy whose scale AdamW learns with the encoders."""
     return compopt.InfoNCEEstimator(TAU, learn_tau=True, multiply_tau=False)
 
 
 class Simultaneous(nn.Module):
-    """Algorithm 3: eq. 12 as one graph, by which AdamW moves encoders and prototypes in the same step."""
+    """Algorithm 3: eq. 12 as one graph, through which AdamW updates encoders and prototypes in the same step."""
 
     def __init__(self, task: Task, options: Options) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Simultaneous(nn.Module):
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """As of an estimator."""
+        """Return the median temperature, like ``metrics`` of an estimator."""
         return {"tau_median": self.dual.tau}
 
     def forward(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Simultaneous(nn.Module):
         return self.tau * ((log_g - alpha).exp() + alpha + self.rho - 1).mean()
 
     def step(self) -> None:
-        """Move the temperature."""
+        """Update the temperature."""
         self.dual.update(self.tau.grad[None])
         self.dual.step()
 
@@ -104,9 +104,9 @@ class NeuArm(Arm):
     """A loss on a data set.
 
     Attributes:
-        task: the data set.
-        build: makes the loss from it and the arm's settings.
-        samples: seen in training.
+        task: name of the data set.
+        build: function from the data set and the arm's settings to the loss.
+        samples: number of training samples seen.
     """
 
     task: str
@@ -138,7 +138,7 @@ ARMS: Mapping[str, NeuArm] = {f"{task}: {name}": arm for task in EQUAL_SHARE for
 
 
 def score(result: dict[str, Any]) -> float:
-    """Recall on the test half; nothing is chosen by it."""
+    """Return recall on the test half; there is no tuning that would use it."""
     return result["metrics"][RECALL]
 
 
@@ -164,7 +164,7 @@ def run_one(job: Job, wordnet: Path | None) -> dict[str, Any]:
 
 
 def page(results: Results) -> str:
-    """The page from the finished runs."""
+    """Return the page of the finished runs."""
     finals = STUDY.finals(results)
     about = (
         f"Batch {BATCH}, {SAMPLES:,} samples seen, learning rate {RATE:g} (the one chosen for DCL at this batch in "

@@ -1,14 +1,14 @@
-"""Ordered SGD and SGD on the toy of section 5.1 of Cho et al., Mini-Batch Optimization of Contrastive Loss.
+"""Ordered SGD and SGD on the toy problem of section 5.1 of Cho et al., Mini-Batch Optimization of Contrastive Loss.
 
-Four vectors on a circle, ``u_i = v_i = (cos t_i, sin t_i)``, in two pairs that are 2 epsilon apart and opposite each
-other; batches of two; tau = 1. The optimum is a cross-polytope, with the loss 1.253. SGD takes one of the six batches
-at random, ordered SGD the one with the highest loss::
+The problem has four vectors on a circle, ``u_i = v_i = (cos t_i, sin t_i)``, in two opposite pairs whose angles differ
+by 2 epsilon; batches of two; tau = 1. The optimum is a cross-polytope with the loss 1.253. SGD takes one of the six
+batches at random, ordered SGD the one with the highest loss::
 
     python -m benchmarks.studies.osgd      # a minute on one core
 
-At the start ordered SGD moves each vector in every second step, SGD in one of six and, by batches of two vectors that
-are nearly opposite, somewhat backwards: its mean speed is ``(e^2 - 1) / (3 (e^2 + 1))`` times that, the factor between
-the leading terms of Theorem 6.
+At the start, ordered SGD moves each vector in every second step. SGD moves it in one of six steps, and slightly
+backwards in steps with two nearly opposite vectors: its mean speed is ``(e^2 - 1) / (3 (e^2 + 1))`` times that of
+ordered SGD, which is the factor between the leading terms of Theorem 6.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from compopt.samplers import OrderedBatchSampler
 from compopt.samplers.ordered import batch_losses
 
 LR, OPTIMUM = 0.05, 2 * math.log(1 + (2 + math.exp(-1)) / math.e)
-NEAR, MOST = 0.01, 5_000  # distance of the loss from the optimum's at which it counts as reached; steps
+NEAR, MOST = 0.01, 5_000  # difference from the optimal loss at which the optimum counts as reached; largest step count
 
 
 def start(epsilon: float) -> Tensor:
-    """The angles at the start, ``(4,)`` float64."""
+    """Return the initial angles, ``(4,)`` float64."""
     return torch.tensor([epsilon, -epsilon, math.pi + epsilon, math.pi - epsilon], dtype=torch.float64)
 
 
 def vectors(angles: Tensor) -> Tensor:
-    """The four vectors, ``(4, 2)``."""
+    """Return the four vectors, ``(4, 2)``."""
     return torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
 def losses(angles: Tensor, batches: Tensor) -> Tensor:
-    """The paper's loss of each batch, ``(k, B)`` -> ``(k,)``: the sum of both directions."""
+    """Return the paper's loss of each batch, ``(k, B)`` -> ``(k,)``: the sum of both directions."""
     z = vectors(angles)[batches]
     return 2 * batch_losses(z, z, tau=1.0)
 
 
 def gradient(angles: Tensor, batches: Tensor) -> Tensor:
-    """The gradient of the mean loss of some batches, ``(4,)``."""
+    """Return the gradient of the mean loss of some batches, ``(4,)``."""
     angles = angles.clone().requires_grad_()
     return torch.autograd.grad(losses(angles, batches).mean(), angles)[0]
 
 
 def steps_to_optimum(epsilon: float, candidates: int, seed: int, keep: int = 1) -> int:
-    """Steps of the mean gradient of the ``keep`` hardest of some random batches, until the full batch is optimal."""
+    """Return the number of steps to the optimum with the ``keep`` hardest of ``candidates`` random batches per step."""
     angles, everyone = start(epsilon), torch.arange(4)
     sampler = OrderedBatchSampler(4, 2, candidates, keep, tau=1.0, seed=seed, dtype=torch.float64)
     for step in range(MOST):

@@ -1,8 +1,9 @@
-"""Studies: arms whose settings are chosen one after another, their runs, and the command that carries them out.
+"""Studies: arms whose settings are tuned one after another, their runs, and the command line that runs them.
 
-A study's command is ``python -m MODULE tune``, ``final`` or ``report``. ``tune`` chooses each arm's settings on
-validation data, ``final`` trains the chosen ones on three other seeds, ``report`` writes the page. Each run is made by
-``MODULE run-one JOB`` in a process of its own and becomes a line of the study's file; it is not made again.
+The command of a study is ``python -m MODULE tune``, ``final`` or ``report``. ``tune`` chooses the settings of each arm
+on validation data, ``final`` trains with the chosen settings on three other seeds, and ``report`` writes the page. Each
+run is made by ``MODULE run-one JOB`` in a separate process and stored as a line of the study's file; stored runs are
+not repeated.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Runs = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Job:
-    """One training run: everything its result depends on."""
+    """One training run, with everything that its result depends on."""
 
     arm: str
     options: dict[str, Any]
@@ -44,7 +45,7 @@ class Job:
 
     @property
     def final(self) -> bool:
-        """Return whether it is judged on test data."""
+        """Return whether the run is evaluated on test data."""
         return self.seed in SEEDS
 
 
@@ -53,11 +54,11 @@ class Arm:
     """A contender and the search for its settings.
 
     Attributes:
-        first: settings to begin with.
-        grids: setting -> values; one setting after another is chosen, the others stay.
-        widen: setting -> factor; while the best value is the grid's first or last, the grid gets one more beyond it.
-        most: setting -> the largest value that the method takes.
-        after: begin with what was chosen for another arm, and choose the own grids then, if there are any.
+        first: initial settings.
+        grids: setting -> values; settings are chosen one after another while the others stay fixed.
+        widen: setting -> factor; while the best value is at an end of the grid, the grid gets one more value there.
+        most: setting -> the largest value that the method accepts.
+        after: another arm, with whose chosen settings the search begins, before the arm's own grids, if there are any.
     """
 
     first: Mapping[str, Any] = field(default_factory=dict)
@@ -71,35 +72,35 @@ A = TypeVar("A", bound=Arm)
 
 
 class Search(Generic[A]):
-    """The arms of a study, the file of its finished runs, and the score that settings are chosen by.
+    """Arms of a study, the file of its finished runs, and the score by which settings are chosen.
 
     Args:
-        arms: by name.
-        path: file of the finished runs, a line of JSON each.
-        score: of a run; the highest setting is chosen.
+        arms: arms by name.
+        path: file of the finished runs, one line of JSON each.
+        score: function from a run's result to its score; the settings with the highest score are chosen.
     """
 
     def __init__(self, arms: Mapping[str, A], path: Path, score: Callable[[dict[str, Any]], float]) -> None:
         self.arms, self.path, self.score = arms, path, score
 
     def finished(self) -> Results:
-        """Results by the keys of their jobs."""
+        """Return the results by the keys of their jobs."""
         return {Job(**run["job"]).key: run for run in read_runs(self.path)}
 
     def best(self, arm: str, results: Results) -> dict[str, Any] | None:
-        """The settings that are chosen when all grids are done, else None."""
+        """Return the chosen settings if all grids are complete, else None."""
         chosen, missing = self._search(arm, results)
         return None if missing else chosen
 
     def next_jobs(self, arm: str, results: Results, final: bool = False) -> list[Job]:
-        """Runs that can begin: those of the first grid that is not done, or the final ones once all are."""
+        """Return the runs that can start: those of the first incomplete grid, or the final runs after all grids."""
         chosen, missing = self._search(arm, results)
         if missing:
             return missing
         return [job for seed in SEEDS if final and (job := Job(arm, chosen, seed)).key not in results]
 
     def finals(self, results: Results) -> dict[str, list[dict[str, Any]]]:
-        """The finished final runs of every arm that has any."""
+        """Return the finished final runs of every arm that has any."""
         found = {}
         for arm in self.arms:
             chosen = self.best(arm, results)
@@ -109,7 +110,7 @@ class Search(Generic[A]):
         return found
 
     def _search(self, arm: str, results: Results) -> tuple[dict[str, Any], list[Job]]:
-        """The best settings so far, and the runs that the present grid still lacks."""
+        """Return the best settings so far, and the missing runs of the current grid."""
         after = self.arms[arm].after
         chosen, missing = self._search(after, results) if after else ({}, [])
         if missing:
@@ -129,13 +130,13 @@ class Search(Generic[A]):
         return chosen, []
 
     def carry_out(self, arms: Iterable[str], command: Sequence[str], final: bool, workers: int) -> None:
-        """Tune or finish some arms, several runs at a time.
+        """Tune some arms and make their final runs, several runs at a time.
 
         Args:
-            arms: their names.
+            arms: names of the arms.
             command: arguments of the interpreter for one run, without the job.
-            final: the final runs too.
-            workers: runs at a time.
+            final: whether to make the final runs too.
+            workers: number of parallel runs.
         """
         with ThreadPoolExecutor(workers) as pool, tqdm(unit="run") as bar:
             running: dict[str, Future[dict[str, Any]]] = {}
@@ -155,7 +156,7 @@ class Search(Generic[A]):
 
 
 def _beyond(values: tuple[Any, ...], best: Any, factor: float | None, most: float | None) -> tuple[Any, ...]:
-    """The values and one more, if the best is the smallest or the largest, and not the largest that there can be."""
+    """Append a value beyond the best one if that is the smallest or largest, unless it is the largest allowed value."""
     if factor is None or min(values) < best < max(values) or best == most:
         return values
     further = float(f"{best * factor if best == max(values) else best / factor:.3g}")
@@ -163,7 +164,7 @@ def _beyond(values: tuple[Any, ...], best: Any, factor: float | None, most: floa
 
 
 def run_job(command: Sequence[str], key: str) -> dict[str, Any]:
-    """Carry out one job in a process; its result is the last line that this prints."""
+    """Run one job in a process and return its result, the last line that the process prints."""
     process = subprocess.run([sys.executable, *command, key], cwd=ROOT, capture_output=True, text=True)
     if process.returncode:
         raise RuntimeError(f"{key} failed:\n{process.stderr[-3000:]}")
@@ -183,15 +184,16 @@ def main(
     needs_data: Callable[[str], bool] = lambda arm: True,
     argv: Sequence[str] | None = None,
 ) -> None:
-    """The command of a study.
+    """Run the command line of a study.
 
     Args:
-        study: its arms and runs.
-        module, description: for the help, and for the processes of the runs.
-        run_one: trains and evaluates a job with a folder of data: ``metrics``, ``seconds`` and further facts.
-        page: makes the page from the finished runs.
-        data: option that names the folder of data.
-        needs_data: whether an arm reads that folder.
+        study: arms and runs of the study.
+        module, description: module name and help text; the runs are processes of the same module.
+        run_one: function that trains and evaluates a job with a folder of data; returns ``metrics``, ``seconds`` and
+            further facts.
+        page: function that creates the page from the finished runs.
+        data: name of the option for the folder of data.
+        needs_data: function that returns whether an arm reads that folder.
         argv: arguments of the command line.
     """
     root = argparse.ArgumentParser(
@@ -225,7 +227,7 @@ def main(
 
 
 def stamp() -> dict[str, Any]:
-    """Place, time and versions of a run."""
+    """Return machine, date and versions of a run."""
     env = environment()
     known = {key: env[key] for key in ("python", "torch", "commit", "threads")}
     return {**known, "machine": machine(env), "date": time.strftime("%Y-%m-%d")}
@@ -235,7 +237,7 @@ def stamp() -> dict[str, Any]:
 
 
 def provenance(runs: Runs, script: str, packages: Sequence[str] = ()) -> str:
-    """Machines, versions, commits and times of the runs; ``packages``: keys whose values are versions too."""
+    """Format machines, versions, commits and times of the runs; ``packages``: further keys with versions."""
     known = {
         name: ", ".join(dict.fromkeys(str(run[name]) for run in runs))
         for name in ("machine", "threads", "python", "torch", "commit", *packages)
@@ -253,7 +255,7 @@ def provenance(runs: Runs, script: str, packages: Sequence[str] = ()) -> str:
 
 
 def settings(study: Search[Any], results: Results, about: str, title: str, digits: int) -> str:
-    """The end of a study's page: every tuning run's settings and its score in per cent; the chosen ones are bold."""
+    """Return the last section of a page: settings and score in per cent of every tuning run; chosen ones are bold."""
     body = []
     for arm in study.arms:
         best = study.best(arm, results)
@@ -267,11 +269,11 @@ def settings(study: Search[Any], results: Results, about: str, title: str, digit
 
 
 def by_seed(runs: Runs, metric: str) -> dict[int, float]:
-    """A metric of some runs, in per cent."""
+    """Return a metric of some runs by seed, in per cent."""
     return {run["job"]["seed"]: 100 * run["metrics"][metric] for run in runs}
 
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
-    """Compare two arms by the seeds that both have; empty for fewer than two."""
+    """Format the difference of two arms over their common seeds; empty for fewer than two common seeds."""
     gaps = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
     return paired(gaps) if len(gaps) > 1 else ""

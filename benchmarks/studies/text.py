@@ -1,14 +1,14 @@
-"""Text retrieval: the losses of sentence-transformers and the estimators, under its own trainer, on WordNet.
+"""Text retrieval on WordNet: losses of sentence-transformers and estimators, with the trainer of that package.
 
     python -m benchmarks.studies.text tune --wordnet FOLDER    # each arm's learning rate, then its scale
     python -m benchmarks.studies.text final --wordnet FOLDER   # the best setting on three other seeds
     python -m benchmarks.studies.text report                   # results/text.md
 
-FOLDER has WordNet 3.0's files ``data.noun``, ``data.verb``, ``data.adj`` and ``data.adv``, as Debian's package
-wordnet-base has them.  All arms train one small transformer from scratch, words of a synset against its definition;
-it is judged by how well it finds the definitions of words that it was not trained on, each among 1,000.  Settings are
-chosen on validation pairs; the test pairs are seen by the final runs alone.  Each finished run is a line of
-``results/text.jsonl``; it is not run again.
+FOLDER contains WordNet 3.0's files ``data.noun``, ``data.verb``, ``data.adj`` and ``data.adv``, as in Debian's package
+wordnet-base.  All arms train one small transformer from scratch on pairs of the words of a synset and its definition.
+It is evaluated by retrieval of the definitions of held-out words, each among 1,000.  Settings are chosen on validation
+pairs; only the final runs use the test pairs.  Each finished run is a line of ``results/text.jsonl`` and is not run
+again.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ BATCHES = (16, 64, 256)
 EPOCHS, PAIRS, POOL = 4, 12_288, 1_000
 HELD_OUT = 4 * POOL  # for validation, and as many for the test
 RATES, SCALES = (2e-3, 4e-3, 8e-3, 1.6e-2), (5.0, 10.0, 20.0, 40.0)
-# Further values for losses whose best one was at the end of the grid.
+# Further values for losses whose best value was at an end of the grid.
 MORE_RATES = {"MNRL": (3.2e-2,), "Residual": (3.2e-2,)}
 MORE_SCALES = {"MNRL": (2.5,), "iSogCLR": (2.5,)}
 
-# loss -> settings to begin with, beside learning rate and scale
+# loss -> initial settings in addition to learning rate and scale
 LOSSES: dict[str, dict[str, Any]] = {
     "MNRL": {},
     "Cached MNRL": {},
@@ -58,9 +58,9 @@ class TextArm(Arm):
     Attributes:
         loss: one of ``LOSSES``.
         batch: pairs per step.
-        hard: the data have a mined negative for every anchor.
-        each: every word of a synset is a pair with its definition, so that definitions repeat.
-        told: equal words and equal definitions are never each other's negatives.
+        hard: whether the data have a mined negative for every anchor.
+        each: whether every word of a synset forms a pair with its definition, so that definitions repeat.
+        told: whether equal words and equal definitions are excluded from each other's negatives.
     """
 
     loss: str
@@ -91,7 +91,7 @@ ARMS: Mapping[str, TextArm] = {
 
 
 def score(result: dict[str, Any]) -> float:
-    """Recall at 10 of the validation pairs: steadier than at 1."""
+    """Return recall at 10 of the validation pairs, which varies less than recall at 1."""
     return result["metrics"]["validation/recall@10"]
 
 
@@ -113,12 +113,12 @@ ESTIMATORS: dict[str, Callable[..., compopt.ContrastiveEstimator]] = {
 
 
 def estimator(loss: str, n: int, dim: int, options: dict[str, Any]) -> compopt.ContrastiveEstimator:
-    """Anchors in one direction, as their loss has it; ``scale`` is the reciprocal of the temperature."""
+    """Return an estimator with anchors in one direction, as in MNRL; ``scale`` is the inverse temperature."""
     return ESTIMATORS[loss](n, dim, 1 / options["scale"], **{name: options[name] for name in LOSSES[loss]})
 
 
 def loss_of(arm: TextArm, model: Any, n: int, options: dict[str, Any]) -> torch.nn.Module:
-    """Theirs, or ours around an estimator."""
+    """Return a loss of sentence-transformers, or ``EstimatorLoss`` with an estimator."""
     from sentence_transformers.sentence_transformer import losses
 
     from compopt.integrations.sentence_transformers import EstimatorLoss
@@ -131,7 +131,7 @@ def loss_of(arm: TextArm, model: Any, n: int, options: dict[str, Any]) -> torch.
 
 
 def training_data(arm: TextArm, pairs: TextPairs) -> Any:
-    """Columns anchor, positive, perhaps negative; and for an estimator the label column."""
+    """Return a data set with anchors, positives, with ``hard`` negatives, and for an estimator the label column."""
     from datasets import Dataset
 
     from compopt.integrations.sentence_transformers import add_index
@@ -149,7 +149,7 @@ def training_data(arm: TextArm, pairs: TextPairs) -> Any:
 
 
 def mined(texts: list[str]) -> np.ndarray:
-    """For each text another one, not equal to it, with the most similar words (tf-idf)."""
+    """Return, for each text, the position of the most similar different text (tf-idf)."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     path, key = cache.file(None, "text_negatives.npz"), str(len(texts)) + texts[0] + texts[-1]
@@ -168,7 +168,7 @@ def mined(texts: list[str]) -> np.ndarray:
 
 
 def train(job: Job, pairs: TextPairs, folder: str) -> tuple[Any, float]:
-    """The model, and the seconds of training."""
+    """Train; return the model and the seconds of training."""
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 
     from compopt.integrations.sentence_transformers import EstimatorCallback
@@ -187,14 +187,14 @@ def train(job: Job, pairs: TextPairs, folder: str) -> tuple[Any, float]:
     trainer = SentenceTransformerTrainer(model, args, train_dataset=data, loss=loss)
     if "MNRL" not in arm.loss:
         trainer.add_callback(EstimatorCallback(loss.estimators[0].est, trainer))
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # which the trainer's libraries change
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # the trainer's libraries change it
     started = time.perf_counter()
     trainer.train()
     return model, time.perf_counter() - started
 
 
 def evaluate(model: Any, pairs: TextPairs, at: np.ndarray) -> dict[str, float]:
-    """Recall and mean reciprocal rank of each pair's definition among those of its pool."""
+    """Return recall and mean reciprocal rank of each pair's definition among those of its pool."""
     texts = [[column[i] for i in at] for column in (pairs.queries, pairs.documents)]
     z1, z2 = (model.encode(each, convert_to_tensor=True, normalize_embeddings=True) for each in texts)
     scores = z1.view(-1, POOL, z1.shape[1]) @ z2.view(-1, POOL, z2.shape[1]).mT
@@ -229,7 +229,7 @@ METRICS = {"R@1": "test/recall@1", "R@10": "test/recall@10", "mean reciprocal ra
 
 
 def page(results: Results) -> str:
-    """The page from the finished runs."""
+    """Return the page of the finished runs."""
     finals = STUDY.finals(results)
 
     def cells(rows: Sequence[str], names: Sequence[str], metric: str) -> list[list[str]]:

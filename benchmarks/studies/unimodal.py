@@ -1,15 +1,15 @@
-"""SimCLR with each estimator: glyph faces and icons in colour, at batch 64, learning rate and temperature tuned.
+"""SimCLR with each estimator, on glyph faces and coloured icons at batch 64, with tuned learning rate and temperature.
 
     python -m benchmarks.studies.unimodal tune  [--icons FILE] [--arms "icons: *"]   # learning rate, then temperature
     python -m benchmarks.studies.unimodal final [--icons FILE]                       # three other seeds
     python -m benchmarks.studies.unimodal report                                     # results/unimodal.md
 
-Settings are chosen on one half of the held-out characters, or on the validation families of icons, and results are
-those of the other half, or of the test families. FILE is the packed npm package; without it npm fetches it, once.
-Each finished run is a line of ``results/unimodal.jsonl``; it is not run again. A run takes about 40 (glyphs) or 70
-(icons) seconds of one core, with four views about 1.6 times that; an arm has 8 runs and one more for each time that a
-grid grows, the arms with four views, which take SimCLR's settings, have 3: some 110 core-minutes in all. The
-passes are few: the ranking is that of early training, where the papers train for hundreds of epochs.
+Settings are chosen on one half of the held-out characters, or on the validation families of icons; results are those of
+the other half, or of the test families. FILE is the packed npm package; without it, npm downloads it once. Each
+finished run is a line of ``results/unimodal.jsonl`` and is not run again. A run takes about 40 (glyphs) or 70 (icons)
+seconds of one core, with four views about 1.6 times as long. An arm has 8 runs, and one more whenever a grid grows; the
+arms with four views, which use SimCLR's settings, have 3 runs. The total is some 110 core-minutes. There are only a few
+passes, so that the ranking is that of early training, whereas the papers train for hundreds of epochs.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from recipes.icon_task import icon_views
 from recipes.methods import METHODS
 from recipes.tasks import GlyphFaces, ImageViews, Labelled, Views
 
-BATCH, CLUSTERED = 64, 16  # samples, and batches that are clustered together
+BATCH, CLUSTERED = 64, 16  # samples per batch; batches that are clustered together
 PARTS = ("test", "validation")
-PASSES, LIMIT = {"glyphs": 8, "icons": 4}, 12_288  # icons; more of them in the same time would be seen once or twice
+PASSES, LIMIT = {"glyphs": 8, "icons": 4}, 12_288  # LIMIT: icons; more would get one or two visits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,10 @@ class Contender(Arm):
     """A method on a data set.
 
     Attributes:
-        task: the data set.
-        method: of :data:`recipes.methods.METHODS`.
-        batches: which samples share one.
-        views: of a sample.
+        task: name of the data set.
+        method: key of :data:`recipes.methods.METHODS`.
+        batches: kind of batches, see :mod:`recipes.batches`.
+        views: views of a sample.
     """
 
     task: str
@@ -73,7 +73,7 @@ ARMS = {**_arms("glyphs"), **_arms("icons")}
 
 
 def score(result: dict[str, Any]) -> float:
-    """Accuracy of the linear probe before the head."""
+    """Return the accuracy of the linear probe before the head."""
     return result["metrics"]["sgd_probe"]
 
 
@@ -84,7 +84,7 @@ STUDY = Search(ARMS, RESULTS / "unimodal.jsonl", score)
 
 
 def load(arm: Contender, part: str, file: Path | None) -> ImageViews:
-    """An arm's data set and views, with one part of what is held out."""
+    """Return an arm's data set and views, with one part of the held-out samples."""
     if arm.task == "icons":
         data = icons.load(None, file, progress=False, coloured=True)
         return icon_views(data, part=part, limit=LIMIT, views=arm.views)
@@ -121,7 +121,7 @@ CHOSEN = "Chosen one after another, on seed 100, by the SGD probe on the validat
 
 
 def page(results: Results) -> str:
-    """The page from the finished runs."""
+    """Return the page of the finished runs."""
     titles = ["", "1-NN", "logistic", "SGD probe", "head: 1-NN", "logistic", "SGD probe", "gain", "seeds"]
     finals, body = STUDY.finals(results), []
     for arm, runs in finals.items():

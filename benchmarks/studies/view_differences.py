@@ -1,8 +1,9 @@
-"""SogCLR's Figure 2 and what follows from it: how differently the two views of a sample see the others.
+"""SogCLR's Figure 2 and its consequence: differences of a sample's two views in similarities to other samples.
 
-SogCLR keeps one normalizer per sample, the mean of those of its views. For the quarters of the glyph faces by
-``epsilon_i^2`` (:func:`compopt.diagnostics.view_differences`): how far the normalizers of the two views are from their
-mean, and how far the stored one is from the exact one, after training with the settings of ``unimodal.py``::
+SogCLR keeps one normalizer per sample, the mean of those of its two views. For each quarter of the glyph faces by
+``epsilon_i^2`` (:func:`compopt.diagnostics.view_differences`), the study measures the distance of the two views'
+normalizers from their mean, and of the stored normalizer from the exact one, after training with the settings of
+``unimodal.py``::
 
     python -m benchmarks.studies.view_differences    # three seeds, about three minutes of one core
 """
@@ -28,7 +29,7 @@ QUARTERS = ("least", "second", "third", "greatest")
 
 
 def run(seed: int, passes: int) -> dict[str, list[float]]:
-    """Return means of the quarters by ``epsilon_i^2``."""
+    """Train and return the means over each quarter by ``epsilon_i^2``."""
     task = GlyphFaces(glyphs.load())
     options = METHODS["sogclr"].options(task.mode, {"tau": TAU})
     trained = Run(task, Config("sogclr", options, BATCH, passes, lr=LR, seed=seed), Control(eval_every=0)).train()

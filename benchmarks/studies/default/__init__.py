@@ -1,1 +1,1 @@
-"""Comparison of methods on several data sets: one harness for all contenders."""
+"""Comparison of methods on several data sets, with one harness for all contenders."""

@@ -1,13 +1,13 @@
-"""Comparison of methods: every contender on four data sets at five batch sizes; and two small sets.
+"""Comparison of methods: every contender on four data sets at five batch sizes, some also on two small data sets.
 
     python -m benchmarks.studies.default tune  --wordnet FOLDER [--arms ARM ...]   # learning rate, then temperature
     python -m benchmarks.studies.default final --wordnet FOLDER [--arms ARM ...]   # three other seeds, test half
     python -m benchmarks.studies.default report                                    # results/default.md
 
-FOLDER has WordNet 3.0's files, as Debian's package wordnet-base has them.  ``--arms`` takes patterns:
-``"glyphs: *, 16"``.  ``recommended`` is :func:`compopt.recommended`: nothing is chosen for it, and its learning rate is
-``1e-3 sqrt(samples per update)``, at most 0.016, everywhere.  Each finished run is a line of
-``results/default.jsonl``; it is not run again.
+FOLDER contains WordNet 3.0's files, as in Debian's package wordnet-base.  ``--arms`` takes patterns:
+``"glyphs: *, 16"``.  ``recommended`` is :func:`compopt.recommended`, which is not tuned; its learning rate is always
+``1e-3 sqrt(samples per update)``, at most 0.016.  Each finished run is a line of ``results/default.jsonl`` and is not
+run again.
 """
 
 from __future__ import annotations

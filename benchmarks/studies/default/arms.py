@@ -1,4 +1,4 @@
-"""Arms of the study: a loss on a data set at a batch size, and the settings that are chosen for it."""
+"""Arms of the study: a loss on a data set at a batch size, and the grids of its settings."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from recipes.batches import ORDERED, RANDOM, SPECTRAL
 
 DEFAULT = "recommended"
 SETS = ("glyphs", "icons", "words", "faces")
-SMALL_SETS, SMALL_BATCHES = ("few", "digits"), (16, 64)  # about a thousand samples, each seen some fifty times
+SMALL_SETS, SMALL_BATCHES = ("few", "digits"), (16, 64)  # with about a thousand samples, each seen some fifty times
 RATES, TAUS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.07, 0.1)
-LARGE_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)  # of batches of 256 and more
-LARGEST_RATE = 1.6e-2  # of the default: more is too much for InfoNCE at 1,024 on each of the four, on validation data
+LARGE_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)  # for batches of 256 and more
+LARGEST_RATE = 1.6e-2  # of the default: InfoNCE at batch 1,024 is worse with more, on all four sets (validation data)
 WIDEN = {"lr": 2.0, "tau": 1.5, "skip": 3.0, "length": 2.0}
-LEARNED, LARGEST_TAU = ("iSogCLR", "FastCLIP v3"), 0.5  # the largest temperature that these take
+LEARNED, LARGEST_TAU = ("iSogCLR", "FastCLIP v3"), 0.5  # LARGEST_TAU: the largest temperature of these losses
 BATCHES = (8, 16, 64, 256, 1024)
-# compared at equal time too, with as many samples as fit in that of REFERENCE (default_time.json)
+# also compared at equal time, with as many samples as fit into the time of REFERENCE (default_time.json)
 TIMED = tuple(f"{loss}, {batch}" for loss in ("InfoNCE", "DCL", "MoCo", DEFAULT) for batch in (16, 64, 256))
 REFERENCE, TIMES, IN_TIME = "InfoNCE, 256", "default_time", "equal time"
-# beside learning rate and temperature
+# initial settings in addition to learning rate and temperature
 FIRST: dict[str, dict[str, Any]] = {
     "InfoNCE": {},
     "CLIP": {},
@@ -44,24 +44,24 @@ FIRST: dict[str, dict[str, Any]] = {
     "Residual": {},
     "Memory": {"length": 128},
 }
-# the best of the peers at batch 16, and what moves its queue: their queues are chosen there too
+# the best of the peers at batch 16, and its variant with a moved queue: their queues are tuned there too
 QUEUES = ("MoCo, DCL", "MoCo, DCL, moved")
 QUEUE_GRIDS = {"length": (256, 1024), "momentum": (0.98, 0.99, 0.995, 0.998, 0.999)}
-# batches that a teacher has mined: benchmarks/studies/default/mining.py
+# batches mined by a teacher: benchmarks/studies/default/mining.py
 MINED, MINED_GRIDS = "mined", {"cluster": (16, 4), "skip": (30, 10, 100)}
-FURTHEST = 900  # ranks that are skipped at most: what comes after them is not hard
-# beside those: losses in batches that a sampler or the teacher chooses
+FURTHEST = 900  # largest number of skipped ranks; samples of higher ranks are not hard
+# additional rows: losses in batches that a sampler or the teacher chooses
 CHOSEN = {
     f"{loss}, {kind} batches": (loss, kind) for loss in ("InfoNCE", "DCL", "Memory") for kind in (ORDERED, SPECTRAL)
 } | {f"{loss}, {MINED} batches": (loss, MINED) for loss in ("InfoNCE", "DCL")}
 ROWS = (*FIRST, *CHOSEN)
-# the default with one thing changed, and nothing chosen either
+# the default with one change, not tuned either
 MOMENTUM, VARIED = "momentum features", 16
 VARIANTS = ("features as they were", "forces out of balance", "32 features", "512 features", MOMENTUM)
-# what explains the gap between accumulated micro-batches and a gradient cache, on the data sets that have one
+# arms that explain the gap between accumulated micro-batches and a gradient cache, on the data sets with such a gap
 MICRO, WINDOW, HALF, GAPPED = 16, "256 features", "half the rate", ("glyphs", "icons")
 IDEAL = ("DCL, micro-batches", "DCL, micro-batches, balanced")
-SHORT = "32 features"  # of them the one that is tried on small data sets too
+SHORT = "32 features"  # the variant that also runs on small data sets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +69,13 @@ class Cell(Arm):
     """A loss in a cell of the table.
 
     Attributes:
-        task: data set.
-        loss: its name.
-        batch: samples of a call.
+        task: name of the data set.
+        loss: name of the loss.
+        batch: samples per call.
         accumulate: calls per update.
-        forward: samples of a forward pass, where they are fewer than those of a call (gradient cache).
-        batches: which samples share one.
-        samples: seen.
+        forward: samples per forward pass, if fewer than those of a call (gradient cache).
+        batches: kind of batches.
+        samples: number of training samples seen.
     """
 
     task: str
@@ -101,12 +101,12 @@ def _cell(task: str, row: str, batch: int, accumulate: int = 1, forward: int = 0
 
 
 def default_rate(samples: int) -> float:
-    """Return the default's learning rate for so many samples per update."""
+    """Return the default's learning rate for a number of samples per update."""
     return min(1e-3 * samples**0.5, LARGEST_RATE)
 
 
 def _default(task: str, batch: int, accumulate: int = 1, loss: str = DEFAULT) -> Cell:
-    """Nothing is chosen: one setting for all data sets and batch sizes, and a rate by the samples per update."""
+    """Return an arm without tuning: the same settings everywhere, and a rate that depends on the samples per update."""
     rate = default_rate(batch * accumulate)
     return Cell(task=task, loss=loss, batch=batch, accumulate=accumulate, first={"lr": rate})
 
@@ -125,7 +125,7 @@ def _arms(task: str) -> dict[str, Cell]:
 
 
 def _explaining(task: str) -> dict[str, Cell]:
-    """An ideal memory at the settings of DCL in a gradient cache; the default with a longer one or a smaller rate."""
+    """Return an ideal memory with the settings of cached DCL, and the default with a longer memory or smaller rate."""
     cached = _cell(task, "DCL", 256, forward=MICRO)
     ideal = {
         f"{loss}, 256 cached": replace(cached, loss=loss, after=f"{task}: DCL, 256 cached", grids={}) for loss in IDEAL
@@ -150,12 +150,12 @@ def _small_arms(task: str) -> dict[str, Cell]:
 
 @cache
 def _times(task: str) -> dict[str, float]:
-    """Seconds per sample of what is compared at equal time; none before they were measured."""
+    """Return the measured seconds per sample of the arms compared at equal time; empty before the measurement."""
     return stored(TIMES)["results"].get(task, {}) if (RESULTS / f"{TIMES}.json").exists() else {}
 
 
 def _in_time(task: str, name: str, cell: Cell) -> Cell:
-    """The same with its chosen settings, and as many whole updates as fit in the reference's time."""
+    """Return an arm with the tuned settings of ``cell``, and as many whole updates as fit into the reference's time."""
     times = _times(task)
     samples = int(SAMPLES * times[REFERENCE] / times[name]) // cell.batch * cell.batch
     return replace(cell, after=f"{task}: {name}", grids={}, samples=samples)
@@ -170,7 +170,7 @@ ARMS: Mapping[str, Cell] = {
 
 
 def score(result: dict[str, Any]) -> float:
-    """Recall on the validation half."""
+    """Return recall on the validation half."""
     return result["metrics"]["validation/recall"]
 
 

@@ -1,4 +1,4 @@
-"""The contenders: estimators of the library, and peers of the small batch that are written like one."""
+"""Contenders: estimators of the library, and other methods for small batches with the same interface."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Build = Callable[[Task, Settings], Loss]
 
 
 def in_batch(own: Tensor, sides: list[Tensor]) -> list[Tensor]:
-    """Similarities with the other samples of the batch; ``-inf`` with its own."""
+    """Return similarities with the samples of the batch on each side, ``-inf`` on the diagonal."""
     itself = torch.eye(len(own), dtype=torch.bool)
     return [(own @ side.T).masked_fill(itself, -math.inf) for side in sides]
 
 
 class DCLW(nn.Module):
-    """The weighted form of DCL (Yeh et al., ECCV 2022, section 4): positives that are far apart weigh more.
+    """Weighted form of DCL (Yeh et al., ECCV 2022, section 4): dissimilar positives have larger weights.
 
-    Its ``w = 2 - exp(<z1, z2> / sigma) / mean exp(<z1, z2> / sigma)``, sigma 0.5 as there, multiplies the positive.
+    The positive is multiplied by ``w = 2 - exp(<z1, z2> / sigma) / mean exp(<z1, z2> / sigma)``; sigma is 0.5 as there.
     """
 
     sigma = 0.5
@@ -50,19 +50,19 @@ class DCLW(nn.Module):
         return self.tau * torch.logsumexp(similar / self.tau, 1)
 
     def step(self) -> None:
-        """It keeps nothing."""
+        """Do nothing, as the loss has no state."""
 
 
 class MicroBatches(nn.Module):
-    """DCL on a whole window whose candidates have a gradient in their own micro-batch alone: an ideal memory.
+    """DCL on a whole window whose candidates have a gradient only in their own micro-batch: an ideal memory.
 
-    It is what a memory of all micro-batches of an update could be, if its features were those of the present weights.
+    It corresponds to a memory of all micro-batches of an update, with features of the current weights.
 
     Args:
         tau: temperature.
-        size: samples of a micro-batch.
-        balanced: the positive pulls a candidate by the share of its negatives' weights that have a gradient, as
-            :class:`~compopt.MemoryNormalizer` has it.
+        size: samples per micro-batch.
+        balanced: whether the gradient of the positive with respect to a candidate is scaled by the share of the
+            negatives' weights that have a gradient, as in :class:`~compopt.MemoryNormalizer`.
     """
 
     def __init__(self, tau: float, size: int, balanced: bool) -> None:
@@ -84,18 +84,18 @@ class MicroBatches(nn.Module):
         return (self.tau * torch.logsumexp(logits, 1) - positive).mean()
 
     def step(self) -> None:
-        """It keeps nothing."""
+        """Do nothing, as the loss has no state."""
 
 
 class CrossBatchMemory(nn.Module):
-    """A queue of past features as they were, as further negatives (XBM, Wang et al., CVPR 2020).
+    """Queue of unchanged past features as additional negatives (XBM, Wang et al., CVPR 2020).
 
     Args:
         tau: temperature.
-        length: features kept of each side.
+        length: number of features kept per side.
         positive: whether the positive is in the denominator.
         warmup: updates before the queue is used.
-        unimodal: negatives are both views of the other samples.
+        unimodal: whether both views of the other samples are negatives.
     """
 
     def __init__(self, tau: float, length: int, positive: bool, warmup: int, unimodal: bool) -> None:
@@ -114,15 +114,15 @@ class CrossBatchMemory(nn.Module):
         return loss
 
     def _keys(self, z: list[Tensor]) -> list[Tensor]:
-        """Candidates of the anchors, of both sides."""
+        """Return the candidates of the anchors, of both sides."""
         return z
 
     def _past(self, keys: list[Tensor]) -> list[Tensor]:
-        """The queue's features as they are used, of both sides."""
+        """Return the features of the queue as they are used, of both sides."""
         return self.queue
 
     def _kept(self, keys: list[Tensor]) -> list[Tensor]:
-        """Features that enter the queue."""
+        """Return the features that enter the queue."""
         return keys
 
     def _direction(self, z: list[Tensor], keys: list[Tensor], queue: list[Tensor], direction: int) -> Tensor:
@@ -141,21 +141,21 @@ class CrossBatchMemory(nn.Module):
 
 
 class MomentumQueue(CrossBatchMemory):
-    """Keys, and a queue of them, from a copy of the model that follows it slowly (MoCo, He et al., CVPR 2020).
+    """Keys and their queue from a momentum copy of the model (MoCo, He et al., CVPR 2020).
 
-    The batch's other keys are negatives too, which they are one step later in MoCo.
+    The other keys of the batch are also negatives, whereas in MoCo they are negatives only in the next step.
 
     Args:
-        momentum: of the copy.
+        momentum: momentum of the copy.
     """
 
     def __init__(self, tau: float, length: int, momentum: float, positive: bool, unimodal: bool) -> None:
         super().__init__(tau, length, positive, 0, unimodal)
         self.momentum = momentum
-        self.models: list[nn.Module] = []  # the user's and its copy; neither is a part of the loss
+        self.models: list[nn.Module] = []  # the user's model and its copy; no submodules of the loss
 
     def watch(self, model: nn.Module) -> None:
-        """See what the model is given from here on."""
+        """Observe the inputs of the model from now on."""
         self.models = [model, copy.deepcopy(model).requires_grad_(False)]
         model.register_forward_hook(self._encode)
 
@@ -168,17 +168,17 @@ class MomentumQueue(CrossBatchMemory):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Let the copy follow."""
+        """Count updates, and update the copy."""
         super().step()
         followed, follower = (list(model.parameters()) for model in self.models)
         torch._foreach_lerp_(follower, followed, 1 - self.momentum)
 
 
 class MovedQueue(MomentumQueue):
-    """The queue above, moved with the mean of the batch's keys, as :class:`compopt.MemoryNormalizer` moves its own."""
+    """Momentum queue that is moved with the mean of the batch's keys, as in :class:`compopt.MemoryNormalizer`."""
 
     def _past(self, keys: list[Tensor]) -> list[Tensor]:
-        return [side + mean for side, mean in zip(self.queue, self._means(keys), strict=False)]  # none in the beginning
+        return [side + mean for side, mean in zip(self.queue, self._means(keys), strict=False)]  # empty at first
 
     def _kept(self, keys: list[Tensor]) -> list[Tensor]:
         return [side - mean for side, mean in zip(keys, self._means(keys), strict=True)]
@@ -189,14 +189,14 @@ class MovedQueue(MomentumQueue):
 
 
 class Followed(nn.Module):
-    """An estimator of the library with the features of a momentum copy of the model."""
+    """Estimator of the library with features of a momentum copy of the model."""
 
     def __init__(self, est: compopt.ContrastiveEstimator) -> None:
         super().__init__()
         self.est = est
 
     def watch(self, model: nn.Module) -> None:
-        """See what the model is given from here on, and let a copy follow it."""
+        """Observe the inputs of the model from now on, and create its momentum copy."""
         self.encoder = compopt.MomentumEncoder(model)
         self.encoder.attach(self.est)
         model.register_forward_hook(self._encode)
@@ -209,7 +209,7 @@ class Followed(nn.Module):
         return self.est(z1, z2, index, momentum_features=self.encoded)
 
     def step(self) -> None:
-        """Commit, and let the copy follow."""
+        """Commit, which also updates the copy."""
         self.est.step()
 
 
@@ -223,7 +223,7 @@ def _queue(positive: bool) -> Build:
     )
 
 
-# Losses by name, from a task and the settings that the search has chosen.
+# Builders of the losses by name, from a task and the chosen settings.
 LOSSES: dict[str, Build] = {
     "InfoNCE": lambda task, o: compopt.InfoNCEEstimator(o["tau"], mode=task.mode),
     "CLIP": lambda task, o: compopt.InfoNCEEstimator(o["tau"], learn_tau=True, multiply_tau=False, mode=task.mode),
@@ -280,10 +280,10 @@ LOSSES: dict[str, Build] = {
 
 
 def loss_of(cell: Cell, settings: Settings, task: Task) -> Loss:
-    """A new loss of a cell.
+    """Return a new loss of a cell.
 
     Raises:
-        ValueError: a variant of the default whose code is no longer here.
+        ValueError: the loss is a variant of the default whose code was removed.
     """
     if cell.loss == DEFAULT:
         return compopt.recommended(DIM, task.n, cell.batch, task.mode)

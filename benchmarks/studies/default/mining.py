@@ -1,12 +1,12 @@
-"""Batches that a trained model has chosen before training begins, in the manner of B3.
+"""Batches that a trained model selects before training, similar to B3.
 
-B3 (Thirukovalluru et al., Breaking the Batch Barrier of Contrastive Learning via Smart Batch Mining, NeurIPS 2025): a
-teacher ranks all other samples for each one.  Those of the ranks ``skip`` to ``skip + KEPT`` are hard negatives; what
-is nearer may mean the same.  They are the edges of a graph, which METIS cuts into clusters of ``cluster`` samples.  A
-batch is made of clusters that are drawn at random.
+B3 (Thirukovalluru et al., Breaking the Batch Barrier of Contrastive Learning via Smart Batch Mining, NeurIPS 2025): for
+each sample, a teacher ranks all other samples.  Those of the ranks ``skip`` to ``skip + KEPT`` are hard negatives;
+nearer samples may be false negatives.  They are the edges of a graph, which METIS partitions into clusters of
+``cluster`` samples.  A batch consists of clusters that are drawn at random.
 
-The teacher has the student's encoders and sees as many samples as the student will; they are not counted as the
-student's.
+The teacher has the same encoders as the student and is trained on as many samples, which are not counted for the
+student.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from benchmarks.studies.default.training import Setting, trained
 from recipes import cache
 from recipes.batches import Shuffled, seeded
 
-KEPT = 100  # ranks that are edges, as in the authors' data
+KEPT = 100  # number of ranks that are edges, as in the authors' data
 CHUNK = 1024  # samples that are ranked at a time
-TEACHER = Setting(batch=16, lr=4e-3)  # with the loss that is recommended
+TEACHER = Setting(batch=16, lr=4e-3)  # with the recommended loss
 
 
 class Clustered(Shuffled):
-    """An epoch is all clusters in a random order, cut into batches.
+    """Batches of epochs that consist of all clusters in random order.
 
     Args:
-        clusters: the cluster of every sample, ``(n,)``.
-        size: of a batch.
-        seed: decides the orders.
+        clusters: cluster of every sample, ``(n,)``.
+        size: samples per batch.
+        seed: seed of the orders.
     """
 
     def __init__(self, clusters: Tensor, size: int, seed: int) -> None:
@@ -44,13 +44,13 @@ class Clustered(Shuffled):
         self._clusters, self._count = clusters, int(clusters.max()) + 1
 
     def order(self, epoch: int) -> Tensor:
-        inside = super().order(epoch)  # which samples of a cut cluster, or of the rest of an epoch, go together
+        inside = super().order(epoch)  # random order of the samples within a cluster
         place = torch.randperm(self._count, generator=seeded("clusters", self._seed, epoch))
         return inside[place[self._clusters[inside]].argsort(stable=True)]
 
 
 def build(name: str, task: Task, size: int, skip: int, cluster: int, seed: int) -> Clustered:
-    """Mined batches of a data set; what a teacher of this seed has found is kept in the cache."""
+    """Return mined batches of a data set; the clusters of a teacher with this seed are cached."""
     setting = replace(TEACHER, seed=seed)
     path = cache.file(None, f"mined_{name}_{seed}_{skip}_{cluster}.npz")
     key = f"{setting} {task.n} {KEPT} {torch.__version__}"
@@ -69,7 +69,7 @@ def _recommended(task: Task) -> Any:
 
 
 def neighbours(sides: list[Tensor], skip: int, kept: int = KEPT) -> Tensor:
-    """The samples of the ranks ``skip`` to ``skip + kept`` for both sides of every sample, ``(2, n, kept)``."""
+    """Return the samples of the ranks ``skip`` to ``skip + kept`` for both sides of each sample, ``(2, n, kept)``."""
     found = []
     for own, other in (sides, sides[::-1]):
         chunks = []
@@ -82,7 +82,7 @@ def neighbours(sides: list[Tensor], skip: int, kept: int = KEPT) -> Tensor:
 
 
 def partition(edges: Tensor, cluster: int) -> np.ndarray:
-    """Clusters of about ``cluster`` samples that cut few edges: the cluster of every sample, ``(n,)``."""
+    """Return the cluster of every sample, ``(n,)``: clusters have about ``cluster`` samples and cut few edges."""
     import pymetis
     from scipy.sparse import coo_array
 

@@ -1,4 +1,4 @@
-"""The page of the study of the default, from the runs that are finished."""
+"""Page of the study of the default, from the finished runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EXPLAINED = (
     f"does. `{arms.WINDOW}`: the default with a memory as long as the window. `{arms.HALF}`: with half its learning "
     "rate. In brackets the difference from `DCL, 256 cached`."
 )
-# losses whose learning rates are compared with the rule, on the batch sizes whose rate is on the grids
+# losses whose learning rates are compared with the rule, at the batch sizes whose rate by the rule is on the grids
 RULED, RULED_BATCHES, FACTORS = ("DCL", "Memory", "MoCo, DCL, moved"), (16, 64, 256, 1024), (0.25, 0.5, 1.0, 2.0, 4.0)
 RULE = (
     f"What the default's rate, 0.001 times the square root of the samples per update, at most {arms.LARGEST_RATE:g}, "
@@ -54,9 +54,9 @@ RULE = (
     "average over its batch sizes."
 )
 Finals = Mapping[str, list[dict[str, Any]]]
-# of the tables on other pages
+# for the tables on other pages
 OVERVIEW, SMALL = ("InfoNCE", "DCL", DEFAULT), 16
-# title of a row -> loss, in the table that README begins with
+# title of a row -> loss, in the first table of README
 FIRST = {
     "InfoNCE": "InfoNCE",
     "DCL: InfoNCE without the positive in the denominator": "DCL",
@@ -67,7 +67,7 @@ COLUMNS = {**{f"batch {batch}": str(batch) for batch in BATCHES}, "16 x 16": "16
 
 
 def page(results: Results) -> str:
-    """The page from the finished runs."""
+    """Return the page of the finished runs."""
     finals = STUDY.finals(results)
     known = [run for run in results.values() if run["job"]["arm"] in STUDY.arms]
     about = (
@@ -103,7 +103,7 @@ def page(results: Results) -> str:
 
 
 def overview() -> str:
-    """The default beside the losses that everybody has, by data set and batch size."""
+    """Return a table of InfoNCE, DCL and the default, by data set and batch size."""
     finals = _complete()
     body = [
         [task, loss, *(_recall(finals.get(f"{task}: {loss}, {batch}", [])) for batch in BATCHES)]
@@ -114,7 +114,7 @@ def overview() -> str:
 
 
 def first() -> str:
-    """Recall at the small batch of the losses that most readers know, the best other one and the default."""
+    """Return a table of recall at the small batch size: common losses, the best other one and the default."""
     finals = _complete()
     body = [
         [title, *(_recall(finals.get(f"{task}: {loss}, {SMALL}", [])) for task in SETS)]
@@ -124,17 +124,17 @@ def first() -> str:
 
 
 def small_batch() -> str:
-    """All losses at the small batch that most have run at, and what the default has more."""
+    """Return a table of all losses at the small batch size, with the advantage of the default."""
     return _beside_default({name: name for name in (DEFAULT, *ROWS)}, SMALL)
 
 
 def variants() -> str:
-    """Recall of the default with one thing changed."""
+    """Return a table of recall of the default with one change."""
     return _beside_default({DEFAULT: DEFAULT, **{change: f"{DEFAULT}, {change}" for change in arms.VARIANTS}}, VARIED)
 
 
 def _beside_default(rows: Mapping[str, str], batch: int) -> str:
-    """Recall at a batch size, on all data sets, and what the default has more; ``rows``: what is told -> name."""
+    """Return a table of recall, with the default's advantage, on all data sets; ``rows``: title -> name of the loss."""
     finals, body = _complete(), []
     for told, loss in rows.items():
         cells = [_with_gap(finals, task, loss, batch) for task in SETS]
@@ -144,7 +144,7 @@ def _beside_default(rows: Mapping[str, str], batch: int) -> str:
 
 
 def small_sets() -> str:
-    """Recall on data sets that are seen many times, and what the default has more."""
+    """Return a table of recall on small data sets, with the advantage of the default."""
     finals, body = _complete(), []
     for task in arms.SMALL_SETS:
         for loss in ("InfoNCE", "DCL", f"{DEFAULT}, {SHORT}", DEFAULT):
@@ -155,19 +155,19 @@ def small_sets() -> str:
 
 
 def _with_gap(finals: Finals, task: str, loss: str, batch: int) -> str:
-    """Recall in a cell, and what the default has more there."""
+    """Format the recall of a cell and the advantage of the default there."""
     ours, theirs = (finals.get(f"{task}: {name}, {batch}", []) for name in (DEFAULT, loss))
     gap = difference(by_seed(ours, RECALL), by_seed(theirs, RECALL)) if loss != DEFAULT else ""
     return f"{_recall(theirs)} ({gap})" if gap else _recall(theirs)
 
 
 def _complete() -> Finals:
-    """Final runs of the arms that have all of them."""
+    """Return the final runs of the arms that have all of them."""
     return {arm: runs for arm, runs in STUDY.finals(STUDY.finished()).items() if len(runs) == len(SEEDS)}
 
 
 def _recall(runs: list[dict[str, Any]]) -> str:
-    """Mean and spread over the seeds; empty where nothing has run."""
+    """Format mean and spread of recall over the seeds; empty without runs."""
     return mean_spread(list(by_seed(runs, RECALL).values()), digits=1) if runs else ""
 
 
@@ -181,7 +181,7 @@ def _of_task(finals: Finals, task: str) -> str:
 
 
 def _at_equal_time(finals: Finals) -> list[str]:
-    """Losses and batches that have seen as many samples as fit in the reference's time; nothing if none has run."""
+    """Return the section of the arms that trained for the reference's time; empty if none has run."""
     body = []
     for name in TIMED:
         arm = name if name == REFERENCE else f"{name}, {IN_TIME}"
@@ -210,7 +210,7 @@ def _accumulation(finals: Finals) -> str:
 
 
 def _by_factor(results: Results, arm: str, batch: int) -> dict[float, float]:
-    """Validation recall in per cent by the multiple of the rule's rate, at the settings that a search begins with."""
+    """Return validation recall in per cent by multiple of the rule's rate, at the initial settings of the search."""
     first, found = STUDY.arms[arm].first, {}
     for run in results.values():
         options = dict(run["job"]["options"])
@@ -222,7 +222,7 @@ def _by_factor(results: Results, arm: str, batch: int) -> dict[float, float]:
 
 
 def _regrets(results: Results) -> list[str]:
-    """Tables of what the rule for the learning rate costs, by cell and by loss."""
+    """Return tables of the recall that the rule for the learning rate loses, by cell and by loss."""
     cells, body = {}, []
     for loss, task in product(RULED, SETS):
         row = []
@@ -238,7 +238,7 @@ def _regrets(results: Results) -> list[str]:
 
 
 def _over_cells(cells: Mapping[tuple[str, str, int], dict[float, float]]) -> str:
-    """Mean and largest loss of every loss, by a factor on the rule's rate."""
+    """Return a table of the mean and largest lost recall of every loss, by a factor on the rule's rate."""
     body = []
     for loss in RULED:
         mine = {key: losses for key, losses in cells.items() if key[0] == loss}

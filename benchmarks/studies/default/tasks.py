@@ -1,4 +1,4 @@
-"""The data sets: what is trained on, small encoders, and recall on held-out samples.
+"""Data sets with small encoders and recall on held-out samples.
 
 =======  ==============================================  ==========================================
 glyphs   characters in 16 faces, and their names         R@1 in both directions, other faces
@@ -9,7 +9,7 @@ few      1,024 of the glyphs                             as glyphs
 digits   left and right halves of 1,285 written digits   R@1 in both directions, 256 other digits
 =======  ==============================================  ==========================================
 
-Held-out samples have two halves: settings are chosen on ``validation``, results are of ``test``.
+Held-out samples are divided into two halves: settings are chosen on ``validation``, results are those of ``test``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from recipes.models import ImageTower, TextTower, Tokenizer
 from recipes.tasks import GlyphFaces, NamedImages, in_chunks, limited
 
 PARTS = ("validation", "test")
-SAMPLES = 65_536  # seen in a run, whatever the batch
-PAIRS = 32_768  # of glyphs, icons and words
-DIM, WIDTH = 64, 16  # of the features, and of the first convolution
-POOL = 1024  # held-out words that are searched at a time
+SAMPLES = 65_536  # training samples seen in a run, for every batch size
+PAIRS = 32_768  # training pairs of glyphs, icons and words
+DIM, WIDTH = 64, 16  # dimension of the features, and width of the first convolution
+POOL = 1024  # held-out words among which each query searches
 
 
 class Task(Protocol):
@@ -45,20 +45,20 @@ class Task(Protocol):
     group: Tensor
 
     def model(self) -> nn.Module:
-        """New encoders; called with :meth:`inputs` they give ``z1, z2``."""
+        """Return new encoders, a module from :meth:`inputs` to ``z1, z2``."""
 
     def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Both sides of a batch."""
+        """Return both sides of a batch."""
 
     def training_features(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """``z1, z2`` of all training samples."""
+        """Return ``z1, z2`` of all training samples."""
 
     def score(self, model: nn.Module) -> dict[str, float]:
-        """Measures on held-out samples; ``recall`` is the one that settings are chosen by."""
+        """Return measures on held-out samples; settings are chosen by ``recall``."""
 
 
 class Towers(nn.Module):
-    """An image encoder and a text encoder, or one of them for both sides."""
+    """Image encoder and text encoder, or one of them for both sides."""
 
     def __init__(self, tokenizer: Tokenizer | None = None, images: bool = True) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Towers(nn.Module):
 
 
 class Glyphs(NamedImages):
-    """Half of the held-out pairs; most of their names are known from other faces."""
+    """Glyphs and their names, with half of the held-out pairs; most of these names also occur in training."""
 
     def __init__(self, part: str, limit: int = PAIRS) -> None:
         data = glyphs.load()
@@ -92,7 +92,7 @@ class Glyphs(NamedImages):
 
 
 class Icons(IconNames):
-    """Families never seen; which of 500 names."""
+    """Icons and their names; held-out families are classified among 500 names."""
 
     def __init__(self, part: str, limit: int = PAIRS) -> None:
         super().__init__(icons.load(progress=False), part, limit=limit)
@@ -106,7 +106,7 @@ class Icons(IconNames):
 
 
 class Words:
-    """Words and definitions, or other pairs of texts, read by one encoder."""
+    """Words and definitions, or other pairs of texts, with one encoder for both sides."""
 
     mode = BIMODAL
 
@@ -137,12 +137,12 @@ class Words:
 
 
 def plain(line: str) -> str:
-    """Small letters, digits and spaces."""
+    """Reduce a text to lower-case letters, digits and spaces."""
     return re.sub("[^a-z0-9]+", " ", line.lower()).strip()
 
 
 class Faces(GlyphFaces):
-    """Two faces of a character; of characters never seen the first face finds the last."""
+    """Two faces of a character; for held-out characters, retrieval between the first face and the last."""
 
     mode = UNIMODAL
 
@@ -155,7 +155,7 @@ class Faces(GlyphFaces):
         end = count.cumsum(0)
         chosen = (count > 1).nonzero().flatten()[PARTS.index(part) :: 2]
         self.views = data.images[order[(end - count)[chosen]]], data.images[order[end[chosen] - 1]]
-        self.others = [self.images[self.first], self.images[self.first + self.count - 1]]  # of characters of training
+        self.others = [self.images[self.first], self.images[self.first + self.count - 1]]  # of training characters
 
     def model(self) -> nn.Module:
         return Towers()
@@ -168,7 +168,7 @@ class Faces(GlyphFaces):
 
 
 def between(one: Tensor, two: Tensor, *others: Tensor) -> dict[str, float]:
-    """R@1 of rows that belong together, in both directions, among ``others`` of each side too."""
+    """Return R@1 between matching rows, in both directions, with ``others`` as further candidates of each side."""
     found = []
     for queries, gallery in ((one, torch.cat([two, *others[1:]])), (two, torch.cat([one, *others[:1]]))):
         nearest = (F.normalize(queries) @ F.normalize(gallery).T).argmax(1)
@@ -181,7 +181,7 @@ def both(forward: float, backward: float) -> dict[str, float]:
 
 
 class Digits:
-    """Halves of the written digits that come with scikit-learn, 8 x 4 pixels each."""
+    """Left and right halves of scikit-learn's handwritten digits, 8 x 4 pixels each."""
 
     mode = BIMODAL
 
@@ -210,7 +210,7 @@ class Digits:
 
 
 class Halves(nn.Module):
-    """A perceptron for each half."""
+    """One perceptron for each half."""
 
     def __init__(self, hidden: int = 128) -> None:
         super().__init__()
@@ -239,5 +239,5 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 
 def load(name: str, part: str, wordnet: Path | None) -> Task:
-    """A data set with one half of its held-out samples; only words need the folder of WordNet's files."""
+    """Return a data set with one half of its held-out samples; only words need the folder of WordNet's files."""
     return TASKS[name](part, *([wordnet] if name == "words" else []))

@@ -1,4 +1,4 @@
-"""One run: encoders from scratch, AdamW, one cycle, equally many samples seen whatever the batch."""
+"""Training of one run: encoders from scratch, AdamW, one cycle, the same number of samples at every batch size."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ WARMUP, DECAY = 0.1, 0.01
 
 
 class Loss(Protocol):
-    """A loss with state: an estimator, or a peer that is written like one."""
+    """Loss with state: an estimator, or another method with the same interface."""
 
     def __call__(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
-        """The loss of a batch."""
+        """Return the loss of a batch."""
 
     def step(self) -> None:
-        """After the optimizer's step."""
+        """Commit; called after the optimizer's step."""
 
     def parameters(self) -> Any:
-        """Parameters that the optimizer learns beside the model."""
+        """Return the parameters that the optimizer learns in addition to the model."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a run beside its loss.
+    """Settings of a run apart from its loss.
 
     Attributes:
-        batch: samples of a call of the loss.
+        batch: samples per call of the loss.
         accumulate: calls per update.
-        forward: samples of a forward pass; less than ``batch`` gives the batch that a gradient cache gives.
-        batches: which samples share a batch: ``"random"``, or a kind of :mod:`recipes.batches`.
-        lr: the highest one.
-        samples: seen.
-        seed: of weights and batches.
+        forward: samples per forward pass; a value below ``batch`` gives the same batches as a gradient cache.
+        batches: ``"random"``, or another kind of :mod:`recipes.batches`.
+        lr: highest learning rate.
+        samples: number of training samples seen.
+        seed: seed of weights and batches.
     """
 
     batch: int
@@ -60,14 +60,14 @@ def train(
     start: nn.Module | None = None,
     order: batches.Shuffled | None = None,
 ) -> tuple[nn.Module, Loss, float]:
-    """The trained model, its loss, and the seconds it took.
+    """Train a model; return it, its loss, and the seconds of training.
 
     Args:
         task: data and encoders.
-        loss_of: makes the loss, when weights are seeded.
-        setting: of the run.
-        start: a model to go on from, in the mode it is in.
-        order: batches, where they are not those of the setting.
+        loss_of: function that creates the loss, called after the weights are seeded.
+        setting: settings of the run.
+        start: model to continue from, in its current mode.
+        order: batches to use instead of those of the setting.
     """
     torch.manual_seed(setting.seed)
     model = task.model() if start is None else start
@@ -97,19 +97,19 @@ def train(
 
 
 def how(setting: Setting) -> dict[str, Any]:
-    """Options of the batches; about a thousand samples are clustered at a time."""
+    """Return the options of the batches; about a thousand samples are clustered at a time."""
     clustered = {"cluster_group": max(2, 1024 // setting.batch)} if setting.batches == batches.SPECTRAL else {}
     return {"kind": setting.batches, **clustered}
 
 
 def features(model: nn.Module, inputs: tuple[Tensor, Tensor], size: int) -> tuple[Tensor, Tensor]:
-    """Both sides' features; ``size`` samples at a time, whose batch statistics are their own."""
+    """Return the features of both sides, computed for ``size`` samples at a time with their own batch statistics."""
     parts = [model(*part) for part in zip(*(side.split(size) for side in inputs), strict=True)]
     return (torch.cat([one for one, _ in parts]), torch.cat([two for _, two in parts])) if len(parts) > 1 else parts[0]
 
 
 def trained(task: Task, loss_of: Callable[[Task], Loss], setting: Setting, name: str) -> nn.Module:
-    """A trained model, in evaluation mode; the next one who asks for this file finds it in the cache."""
+    """Return a trained model in evaluation mode, from the cache file ``name`` if it exists, else train and cache it."""
     path, key = cache.file(None, name), f"{setting} {task.n} {torch.__version__}"
     model = task.model()
     known = cache.read(path, key, list(model.state_dict()))

@@ -1,1 +1,1 @@
-"""State per sample: cases that favour it, and what its estimates are worth there."""
+"""Study of state per sample: cases that favour it, and the accuracy of its estimates there."""

@@ -4,9 +4,9 @@
     python -m benchmarks.studies.state final --wordnet FOLDER [--arms ARM ...]   # three other seeds, test half
     python -m benchmarks.studies.state report                                    # results/state.md
 
-The cases are in ``benchmarks/studies/state/cases.py``.  FOLDER has WordNet 3.0's files, as Debian's package
-wordnet-base has them.  ``--arms`` takes patterns: ``"noise: *"``.  Each finished run is a line of
-``results/state.jsonl``; it is not run again.
+The cases are in ``benchmarks/studies/state/cases.py``.  FOLDER contains WordNet 3.0's files, as in Debian's package
+wordnet-base.  ``--arms`` takes patterns: ``"noise: *"``.  Each finished run is a line of ``results/state.jsonl`` and is
+not run again.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ TITLES = {
 
 
 def run_one(job: Job, wordnet: Path | None) -> dict[str, Any]:
-    """Train and evaluate, in this process; the final seeds also measure the gradient."""
+    """Train and evaluate, in this process; on the final seeds, also measure the gradient."""
     arm = ARMS[job.arm]
     case, part = CASES[arm.case], "test" if job.final else "validation"
     task = case.task(part, wordnet)
     start = case.start(task, job.seed) if case.start else None
     if start is not None:
-        start.eval()  # batch normalisation keeps what it knows
+        start.eval()  # batch normalisation keeps its running statistics
     setting = Setting(batch=case.batch, lr=job.options["lr"], samples=case.samples, seed=job.seed)
     model, loss, seconds = train(task, loss_of(arm.loss, job.options), setting, start)
     found = {f"{part}/{name}": value for name, value in task.score(model).items()}
@@ -52,7 +52,7 @@ def run_one(job: Job, wordnet: Path | None) -> dict[str, Any]:
 
 
 def page(results: Results) -> str:
-    """The page from the finished runs."""
+    """Return the page of the finished runs."""
     finals = STUDY.finals(results)
     known = [run for run in results.values() if run["job"]["arm"] in ARMS]
     about = (

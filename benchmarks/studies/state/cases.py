@@ -1,11 +1,11 @@
-"""Cases that should favour state per sample, and the models that they begin with.
+"""Cases that should favour state per sample, and their initial models.
 
 ==========  ==================================================================================================
-tuned       glyphs and words: weights that DCL has trained at batch 256 go on at batch 8 and small steps, so that
+tuned       glyphs and words: a model that DCL has trained at batch 256 continues at batch 8 with small steps, so that
             rows stay fresh
-frozen      glyphs: the image tower of that model stays as it is, a new text tower learns (LiT)
+frozen      glyphs: the image tower of that model is frozen, a new text tower learns (LiT)
 few         glyphs: 1,024 pairs, each seen 24 times at batch 8
-repeats     icons: captions that at least 64 icons bear, so that a batch of 64 is full of false negatives
+repeats     icons: captions of at least 64 icons each, so that a batch of 64 contains many false negatives
 noise       glyphs: a fifth of the captions is shuffled
 ==========  ==================================================================================================
 """
@@ -31,19 +31,19 @@ from recipes.models import TextTower
 from recipes.tasks import NamedImages, in_chunks
 
 PAIRS = 8192
-OFTEN = 64  # training icons that bear a caption of `repeats`
+OFTEN = 64  # smallest number of training icons per caption of `repeats`
 NOISE = 0.2
-BEGINNING = Setting(batch=256, lr=1.6e-2, samples=65_536)  # of the models that go on
+BEGINNING = Setting(batch=256, lr=1.6e-2, samples=65_536)  # setting of the initial models
 
 
 @dataclass(frozen=True)
 class Case:
-    """A data set, how it is trained on, and the learning rates to begin with.
+    """Data set, training settings, and initial grids of the learning rate and the temperature.
 
     Attributes:
-        task: from the part that is measured and the folder of WordNet's files.
-        start: the model to go on from; ``None``: a new one.
-        tau: temperatures to begin with.
+        task: function from the evaluated part and the folder of WordNet's files to the data set.
+        start: function that returns the initial model; ``None``: a new one.
+        tau: initial grid of temperatures.
     """
 
     task: Callable[[str, Path | None], Any]
@@ -55,13 +55,13 @@ class Case:
 
 
 def dcl_trained(task: Task, seed: int) -> nn.Module:
-    """A model that DCL has trained at batch 256, the same one for every arm, to be trained further."""
+    """Return a model that DCL has trained at batch 256, the same for every arm, in training mode."""
     setting, name = replace(BEGINNING, seed=seed), f"start_{type(task).__name__}_{seed}.npz"
     return trained(task, lambda task: compopt.DCLEstimator(0.07, mode=task.mode), setting, name).train()
 
 
 class HalfFrozen(nn.Module):
-    """Image features that are known, and a new text tower."""
+    """Precomputed image features, and a new text tower."""
 
     def __init__(self, image: nn.Module, text: nn.Module) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def half_frozen(task: FrozenImages, seed: int) -> nn.Module:
 
 
 def often_captioned(part: str, folder: Path | None) -> Icons:
-    """Pairs whose caption many others bear too."""
+    """Return the icons task, restricted to training pairs with frequent captions."""
     task = Icons(part, limit=0)
     often = (task.caption_frequency() >= OFTEN).nonzero().flatten()
     chosen = often[torch.randperm(len(often), generator=torch.Generator().manual_seed(0))[:PAIRS]]
@@ -94,14 +94,14 @@ def often_captioned(part: str, folder: Path | None) -> Icons:
 
 
 def restricted(task: NamedImages, chosen: Tensor) -> Any:
-    """The same task with fewer training pairs."""
+    """Restrict a task to some of its training pairs, in place, and return it."""
     task.images, task.caption = task.images[chosen], task.caption[chosen]
     task.n, task.group = len(chosen), task.caption
     return task
 
 
 def noisy(part: str, folder: Path | None) -> Glyphs:
-    """Some training images have each other's captions."""
+    """Return the glyphs task with shuffled captions for some of the training images."""
     task = Glyphs(part, PAIRS)
     wrong = torch.randperm(task.n, generator=torch.Generator().manual_seed(0))[: int(NOISE * task.n)]
     task.caption = task.caption.clone()
@@ -110,7 +110,7 @@ def noisy(part: str, folder: Path | None) -> Glyphs:
     return task
 
 
-# recall has two maxima in tau where a tower is frozen
+# recall has two maxima in tau if a tower is frozen
 WIDE_TAUS = (0.05, 0.07, 0.1, 0.15, 0.225, 0.338, 0.5)
 RATES, SMALL_RATES = (2e-3, 4e-3, 8e-3), (1e-4, 3e-4, 1e-3)
 CASES = {
@@ -135,7 +135,7 @@ class Tried(Arm):
 
 
 class Labelled(nn.Module):
-    """An estimator that is told which samples have one caption: they are not each other's negatives."""
+    """Estimator with labels, by which samples with the same caption are excluded from each other's negatives."""
 
     def __init__(self, est: Any, labels: Tensor) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Labelled(nn.Module):
         self.est.step()
 
 
-# beside learning rate and temperature: values to begin with, and grids
+# initial values and grids of further settings, in addition to learning rate and temperature
 LOSS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     "InfoNCE": ({}, {}),
     "DCL": ({}, {}),
@@ -161,14 +161,14 @@ WIDER = {**WIDEN, "rho": 2.0}
 
 
 def loss_of(name: str, options: Settings) -> Callable[[Task], Loss]:
-    """A new one, for a task."""
+    """Return a function that builds a new loss for a task."""
     if name == "DCL, labels":
         return lambda task: Labelled(compopt.DCLEstimator(options["tau"], mode=task.mode), task.group)
     return lambda task: LOSSES[name](task, options)
 
 
 def estimator(loss: Any) -> compopt.ContrastiveEstimator:
-    """The estimator of a loss."""
+    """Return the estimator of a loss."""
     return loss.est if isinstance(loss, Labelled) else loss
 
 

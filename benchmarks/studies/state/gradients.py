@@ -1,4 +1,4 @@
-"""Why: what an estimator knows at the weights that it has trained, and what its gradients are worth there."""
+"""Errors of an estimator's normalizers and gradients at the final weights of its training."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ REPEATS = 32  # times that the data set is cut into batches
 
 
 def measures(est: Any, z1: Tensor, z2: Tensor, batch: int) -> dict[str, float]:
-    """Errors of an estimator against the exact values of its whole data set.
+    """Return errors of an estimator against the exact values of the whole data set.
 
     Returns:
-        ``normalizer_error``: mean squared error of the log-normalizers; ``bias``, ``spread``: of a sample's gradient
-        over the batches that it may be in, relative to the exact global one (root of the mean square).
+        ``normalizer_error``: mean squared error of the log-normalizers; ``bias``, ``spread``: bias and spread of a
+        sample's gradient over random batches, relative to the exact global gradient (root of the mean square).
     """
     est.eval()
     error = normalizer_error(est, z1, z2, batch_size=batch, anchors=min(len(z1), 4096))
@@ -29,10 +29,10 @@ def measures(est: Any, z1: Tensor, z2: Tensor, batch: int) -> dict[str, float]:
 def gradient_errors(
     est: Any, z1: Tensor, z2: Tensor, batch: int, repeats: int = REPEATS, among: Tensor | None = None
 ) -> tuple[float, float]:
-    """Relative bias and spread of a sample's feature gradient, over random batches, of all samples or of ``among``.
+    """Return relative bias and spread of a sample's gradient over random batches of all samples or of ``among``.
 
-    Rows stay as they are. A memory of features goes on taking those of each batch, as in training: which samples it has
-    is as random as the batch. What finitely many batches leave of the spread in the mean is taken off the bias.
+    Rows are not changed. A memory of features is updated with each batch, as in training, so that its samples are as
+    random as the batch. The variance of the mean over finitely many batches is subtracted from the squared bias.
     """
     est.train(isinstance(est.normalizer, compopt.MemoryNormalizer))
     among = torch.arange(len(z1)) if among is None else among
@@ -59,7 +59,7 @@ def gradient_errors(
 
 
 def exact_gradient(est: Any, z1: Tensor, z2: Tensor) -> Tensor:
-    """``(2, n, d)``, at the estimator's own temperatures."""
+    """Return the exact gradient, ``(2, n, d)``, at the estimator's own temperatures."""
     individual = isinstance(est.temperature, compopt.TemperatureDual)
     tau = est.read(torch.arange(len(z1)))["tau"] if individual else est.sample_groups[0]["tau"]
     views = "averaged" if est.normalizer.averages_views else "separate"
