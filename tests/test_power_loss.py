@@ -38,7 +38,7 @@ def fill(est, seed):
 
 
 def judged(disk, tmp_path, states, trials=TRIALS):
-    """Load from possible disks after a power loss; return for each moment if the save was over, and the states found."""
+    """Load from the possible disks after a power loss; return the states found for each moment, and if it was over."""
     choose, found = random.Random(0), []
     for number, moment in enumerate(disk.moments):
         here = set()

@@ -112,7 +112,7 @@ def outcome(call):
 
 
 def on_two_ranks(group, name, how, who):
-    """Checkpoint the call on some ranks, or, if only backward detects it, run backward there; return error and pending."""
+    """Checkpoint the call on ranks ``who``, or run backward there if only that detects it; return error and pending."""
     est, _ = make(BY_NAME[name], "bimodal", N, process_group=group)
     rank = dist.get_rank(group)
     z1, z2, index = data(rank, 4)
