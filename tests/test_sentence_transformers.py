@@ -595,7 +595,7 @@ def on_two_ranks(group, columns, options, gather):
 @pytest.mark.distributed
 @pytest.mark.parametrize("number", range(3))
 def test_the_ranking_loss_on_two_ranks(number):
-    """If gathered, the loss is that of the whole batch, with gradients to be averaged; otherwise it is the rank's own."""
+    """If gathered, the loss is that of the whole batch, with gradients to be averaged; otherwise the rank's own."""
     every = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
     weights = {"hardness_mode": "in_batch_negatives", "hardness_strength": 3.0}
     options = [

@@ -176,7 +176,7 @@ def test_changed_files_are_refused(shards, tmp_path):
 
 
 def test_a_look_before_training(shards):
-    """check() tests names and files, and for keys also the first sample and the last shard, which has the largest key."""
+    """check() tests names and files, for keys also the first sample and the last shard, which has the largest key."""
     names, largest = [str(shard) for shard in shards], 50_001
     for index in (ShardIndex.build(shards), KeyIndex(largest + 1)):
         indexed_reader(read_tar, index).check(names)
