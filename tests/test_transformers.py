@@ -1,4 +1,4 @@
-"""``compopt.integrations.transformers``: the Trainer's runs equal the plain loop's; its checkpoints include the rows."""
+"""``compopt.integrations.transformers``: the Trainer's runs equal the plain loop's; checkpoints include the rows."""
 
 import contextlib
 import os

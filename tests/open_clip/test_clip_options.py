@@ -27,7 +27,7 @@ def parsed(given, *more):  # noqa: F811
     ],
 )
 def test_schedules(given, name, expected):  # noqa: F811
-    """Learning rates by number of samples, out of 1,000, with a warmup of 100 and, if any, a cooldown over the last 400."""
+    """Learning rates after some of 1,000 samples, with a warmup over 100 and possibly a cooldown over the last 400."""
     more = ["--lr-scheduler", name, "--epochs", "10", "--lr", "0.5", "--warmup", "0.1", "--epochs-cooldown", "4"]
     args = parsed(given, *more, "--lr-cooldown-end", "0.1", "--lr-cooldown-power", "2")
     groups = [{}, {}]
@@ -91,7 +91,7 @@ def test_optimizer_and_compiled_model(given, tmp_path):  # noqa: F811
 
 
 def test_float8(given, tmp_path):  # noqa: F811
-    """float8 is emulated on a CPU: it changes layers of both towers, but no parameter names; features are near float32's."""
+    """float8, emulated on a CPU, changes layers of both towers but no parameter names; features are near float32's."""
     pytest.importorskip("torchao")
     torch.manual_seed(0)
     plain, _, _ = trained_parts(given)
@@ -138,7 +138,7 @@ def test_shards_that_are_drawn_with_replacement(given, tmp_path):  # noqa: F811
     same(weights(tmp_path / "stopped", 3), weights(tmp_path / "whole", 3))
     same(rows(tmp_path / "stopped", 3), rows(tmp_path / "whole", 3))
     count = rows(tmp_path / "whole", 3)["count"]
-    assert count.min() < 3 < count.max() and int(count.sum()) <= 3 * 40  # fewer: two occurrences in a batch are one visit
+    assert count.min() < 3 < count.max() and int(count.sum()) <= 3 * 40  # repeats within a batch are one visit
     with pytest.raises(ValueError, match="the position is of other shards"):
         recipe.main(arguments(given, tmp_path / "stopped", *more[1:], "--resume"))
 
