@@ -128,7 +128,7 @@ def test_swapping_the_modalities_swaps_the_gradients(info):
 
 @pytest.mark.parametrize("name", ["sogclr", "sogclr-positive", "isogclr-adam", "infonce", "infonce-no-positive"])
 def test_an_anchor_without_negatives(name):
-    """Sample 0 shares its group with 1 and its caption with 2: no negatives, zero gradients, and nothing is NaN."""
+    """Sample 0 shares its group with 1 and its caption with 2: no negatives, zero gradients, and finite values."""
     info = BY_NAME[name]
     est, _ = make(info, "bimodal", N)
     z1, z2 = features(3, 4, seed=10)

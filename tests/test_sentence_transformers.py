@@ -740,7 +740,7 @@ def test_labels_of_both_directions(labels):
     loss = losses().EstimatorLoss(Columns(), scale=5.0, index_labels=labels is not None, **options)
     z1, z2 = columns_of(2, 5, seed=4)
     plain = loss.compute_loss_from_embeddings([z1.requires_grad_(), z2], labels)
-    loss.hardness_mode, loss.hardness_strength = "all_negatives", 1e-9  # asks for one estimator per direction
+    loss.hardness_mode, loss.hardness_strength = "all_negatives", 1e-9  # requires one estimator per direction
     torch.testing.assert_close(loss.compute_loss_from_embeddings([z1, z2], labels), plain, rtol=1e-6, atol=1e-8)
 
 

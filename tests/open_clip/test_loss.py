@@ -15,7 +15,7 @@ def run(ours, folder, data, **changed):
 
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_infonce_at_the_models_temperature_is_open_clips_own_loss(tmp_path, data, accumulated):
-    """Compare all gradients of all updates, including the scale's. open_clip's own accumulation is one big batch too."""
+    """Compare all gradients of all updates, including the scale's. open_clip's accumulation is one big batch too."""
     theirs = run(None, tmp_path, data, name="theirs", epochs=3)
     shape = {"batch_size": 4, "accum_freq": 2} if accumulated else {}
     ours = run("clip", tmp_path, data, name="ours", epochs=3, **shape)

@@ -68,7 +68,7 @@ class Memory:
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill a tensor with NaN or -1, as what a device may show before a result is complete."""
+    """Fill a tensor with NaN or -1, in place of the values that a device may show before a result is complete."""
     tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else -1)
 
 

@@ -137,7 +137,7 @@ class Event:
             self.pass_by()
 
     def pass_by(self) -> None:
-        """Complete the event, which the host then knows."""
+        """Complete the event, and mark it as completed for the host."""
         for stream, number in self._reached.items():
             stream.carry_out(number)
             stream.done = max(stream.done, number)
