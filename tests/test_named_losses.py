@@ -112,7 +112,7 @@ def test_the_line_is_the_equation(name):
     leaves = leaves if "extra" in given else leaves[:2]
     est = NAMED[name]
     loss = est(*leaves[:2], **(given | ({"extra": leaves[2]} if "extra" in given else {})))
-    loss = loss + torch.as_tensor(est._last.negatives, dtype=torch.float64).log().mean()  # of means over negatives
+    loss = loss + torch.as_tensor(est._last.negatives, dtype=torch.float64).log().mean()  # est averages over them
     theirs = equation(*leaves[:2], leaves[-1])
     near(loss, theirs, 1e-9)
     for got, want in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(theirs, leaves), strict=True):
