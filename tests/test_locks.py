@@ -1,4 +1,4 @@
-"""One run at a time writes a table or a directory of checkpoints; the second is told who holds it."""
+"""Locks on tables and checkpoint directories: one run writes at a time, and a second run's error names the holder."""
 
 import contextlib
 import gc
@@ -47,7 +47,7 @@ def impatient(monkeypatch):
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another run with a table and checkpoints in tmp_path, and the process that it forked, such as a loader's."""
+    """Start a run that holds a table and checkpoints in tmp_path and has forked a process, as a data loader does."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, tmp_path / "rows", tmp_path / "checkpoints"],
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True,
@@ -74,7 +74,7 @@ def test_a_second_run_is_told_who_holds_table_and_checkpoints(holder, tmp_path, 
 
 
 def test_a_killed_run_never_blocks_its_restart(holder, tmp_path, impatient):
-    """Not even while a process that it forked lives on."""
+    """The locks of a killed run are free even while a process that it forked is still alive."""
     holder.kill()
     holder.wait()
     est = estimator(tmp_path / "rows")
@@ -98,7 +98,7 @@ def test_locks_go_with_the_estimator(tmp_path):
     held = locks_held()
     other = estimator()
     compopt.load(other, tmp_path / "checkpoints")
-    compopt.save(other, tmp_path / "checkpoints")  # of the same process: takes it over
+    compopt.save(other, tmp_path / "checkpoints")  # the same process: takes over the lock
     assert locks_held() == held and all(file.exists() for file in there)
     del est
     gc.collect()
@@ -125,7 +125,7 @@ def test_a_directory_that_is_made_anew_is_locked_anew(tmp_path, impatient):
         shutil.rmtree(tmp_path / "checkpoints")
         saving.lock_file(tmp_path / "checkpoints").unlink()
         compopt.save(est, tmp_path / "checkpoints")
-        assert locks_held() == held  # no descriptor is left
+        assert locks_held() == held  # no file descriptor leaks
     code = f"import sys, compopt; compopt.save(compopt.SogCLREstimator({N}, gamma=0.6, tau=0.1), sys.argv[1])"
     done = run_code(code, tmp_path / "checkpoints")
     assert f"is in use by process {os.getpid()}" in done.stderr

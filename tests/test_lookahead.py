@@ -1,4 +1,4 @@
-"""PrefetchLoader: the loader's batches, unchanged, each announced before its predecessor is handed out."""
+"""PrefetchLoader yields the loader's batches unchanged and announces each batch before it yields the previous one."""
 
 from __future__ import annotations
 

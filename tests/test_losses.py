@@ -1,4 +1,4 @@
-"""Losses beyond contrast against float64 references; ranks, placements and checkpoints run in tests/test_alone.py."""
+"""Non-contrastive losses against float64 references; ranks, placements and checkpoints are in tests/test_alone.py."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ CASES = {
 
 
 def batch(name, step):
-    """Arguments of a call; the sample of the last position occurs twice in odd steps."""
+    """Arguments of a call; in odd steps the last sample repeats the first (not for "ndcg" and "listwise")."""
     g = generator(step)
     if name in ("ndcg", "listwise"):
         scores = torch.randn(3, 5, generator=g, dtype=torch.float64)
@@ -72,7 +72,7 @@ def test_values_gradients_and_rows_equal_the_reference(name, window):
 
 
 def gradients_on_ranks(group, name, options):
-    """Values of some calls, and the gradients of this rank's part; all ranks but the last have one sample."""
+    """Return value and this rank's gradient / world size for three calls; all ranks but the last have one sample."""
     kind, hyper = CASES[name]
     total, rank, ranks = name == "robust_total", dist.get_rank(group), dist.get_world_size(group)
     loss = kind(None if total else N, **hyper, dtype=torch.float64, process_group=group, **options)
@@ -97,7 +97,7 @@ def gradients_on_ranks(group, name, options):
 )
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_gradients_of_many_ranks_are_those_of_one(name, ranks):
-    """The mean of a framework over ranks takes the factor away; a rank may have no positive, or no negative."""
+    """The average over ranks (DDP) cancels the factor of the world size; a rank may have no positive or no negative."""
     options = {} if name == "robust_total" else {"shard": True}
     single, several = (
         the_pool().run(gradients_on_ranks, 1, name, {})[0],
@@ -137,7 +137,7 @@ def test_large_losses_do_not_overflow():
     value = losses.RobustLoss(tau=0.1)(each)
     value.backward()
     assert value.isfinite()
-    torch.testing.assert_close(each.grad, torch.tensor([0.0, 1.0]), rtol=1e-3, atol=1e-3)  # of 20,000 nats in float32
+    torch.testing.assert_close(each.grad, torch.tensor([0.0, 1.0]), rtol=1e-3, atol=1e-3)  # 20,000 nats in float32
 
 
 S, Y, I = torch.zeros(3), torch.tensor([1, 0, 0]), torch.arange(3)  # noqa: E741
@@ -180,7 +180,7 @@ def test_wrong_hyper_parameters():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["ndcg", "listwise"])
 def test_differences_of_half_precision_are_taken_in_full(name, dtype):
-    scores, found = torch.tensor([[0.0, 300.0, -300.0]]).to(dtype), []  # whose squares float16 does not have
+    scores, found = torch.tensor([[0.0, 300.0, -300.0]]).to(dtype), []  # squares overflow float16
     for given in (scores, scores.float()):
         leaf, loss = given.clone().requires_grad_(), CASES[name][0](N)
         loss(leaf, torch.tensor([[1, 0, 0]]), I[None]).backward()
@@ -191,7 +191,7 @@ def test_differences_of_half_precision_are_taken_in_full(name, dtype):
 
 
 class Mean(losses.CompositionalLoss):
-    """u_i, with a hyper-parameter that the base class does not know."""
+    """A loss f(u_i) = scale * u_i with a hyper-parameter that the base class does not define."""
 
     def __init__(self, n):
         super().__init__(n, {"gamma": 0.9, "scale": 2.0})

@@ -1,4 +1,4 @@
-"""A rank that is lost: the others end with an error that names what happened, within the timeout of the group."""
+"""If one rank is lost, the other ranks raise an error that names the cause within the timeout of the group."""
 
 import pytest
 
@@ -21,6 +21,6 @@ def test_what_the_other_ranks_see(how, tmp_path):
     assert [answer["error"] for answer in answers] == ["RuntimeError"] * 2, answers
     for answer in answers:
         assert SAID[how] in answer["said"], answer
-        # at once, but where nothing tells; some seconds for a machine that is busy
+        # immediately, except for a rank that hangs, which only the timeout detects; 20 s of slack for a busy machine
         assert answer["seconds"] < TIMEOUT + 20, answer
         assert (answer["seconds"] > TIMEOUT - 1) == (how == "hangs"), answer

@@ -1,4 +1,4 @@
-"""Tar shards of the recipes: each sample reads back as itself, the same bytes every time, and clip-benchmark's sets."""
+"""Tar shards of the recipes: samples read back unchanged, reproducible bytes, and the sets for clip-benchmark."""
 
 import errno
 import io
@@ -73,7 +73,7 @@ def test_the_same_bytes_again(shards, tmp_path):
 
 
 def test_a_killed_run_is_continued(shards, tmp_path, monkeypatch, capsys):
-    """The disk is full in the second shard; nothing that looks like a shard is left of it."""
+    """The disk is full in the second shard; no partial shard is left, and the next run writes only the missing ones."""
     out, written, replace = tmp_path / "out", [], tars.os.replace
 
     def full(source, target):
@@ -109,7 +109,7 @@ def test_a_folder_of_something_else_is_refused(shards, tmp_path, capsys):
 
 
 def benchmark(folder):
-    """The samples as clip-benchmark's build_wds_dataset finds them."""
+    """Return the samples as clip-benchmark's build_wds_dataset reads them."""
     shards = int((folder / "test" / "nshards.txt").read_text())
     urls = [str(folder / "test" / f"{shard}.tar") for shard in range(shards)]
     decoder = wds.autodecode.ImageHandler("pil", extensions=["webp", "png", "jpg", "jpeg"])

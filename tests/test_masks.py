@@ -16,7 +16,7 @@ PAIRED = [info for info in SOME if info.has_rows]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", SOME, ids=str)
 def test_repeats_are_not_negatives(info, mode):
-    """Only two distinct samples, each three times: two or four negatives per anchor."""
+    """Batches with two distinct samples: only the occurrences of the other sample are negatives of an anchor."""
     est, ref = make(info, mode, N)
     z1, z2 = features(6, 4, seed=1)
     indices = ([0, 5, 0, 5, 0, 5], [0, 5, 5, 5, 5, 5])
@@ -26,7 +26,7 @@ def test_repeats_are_not_negatives(info, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", SOME, ids=str)
 def test_group(info, mode):
-    """An equal group excludes, whatever the index; rows still follow the index."""
+    """Samples of equal groups are not negatives, whatever their indices; rows are still selected by the index."""
     est, ref = make(info, mode, N)
     for t, batch in enumerate(batches(N, steps=4, seed=2)):
         follow(info, est, ref, N, [batch], group=torch.tensor([7, 7, 3, 1 + t % 2, 3, 90]))
@@ -52,7 +52,7 @@ def test_index2_names_the_rows_of_the_second_modality(info):
 
 @pytest.mark.parametrize("info", PAIRED, ids=str)
 def test_a_row_seen_in_one_direction_is_unseen_in_the_other(info):
-    """Row 3 is first an image, then a caption: its caption side starts with g itself."""
+    """Row 3 is first an image, then a caption: its average for captions is initialized with g."""
     est, ref = make(info, "bimodal", N)
     steps = [([0, 1, 2, 3], [8, 9, 10, 11]), ([4, 5, 6, 7], [3, 12, 13, 14]), ([0, 1, 2, 3], [3, 9, 10, 12])]
     for t, (index, index2) in enumerate(steps):
@@ -64,7 +64,7 @@ def test_a_row_seen_in_one_direction_is_unseen_in_the_other(info):
 
 @pytest.mark.parametrize("info", SOME, ids=str)
 def test_a_shared_caption_is_no_negative(info):
-    """Two images with one caption row (index2 equal): each one's caption is also the other's positive."""
+    """Two images share a caption row (equal index2): neither caption is a negative of the other image."""
     est, ref = make(info, "bimodal", N)
     z1, z2 = features(5, 4, seed=4)
     compare_forward(info, est, ref, z1, z2, torch.arange(5), index2=torch.tensor([6, 7, 6, 8, 9]))
@@ -116,7 +116,7 @@ def test_the_order_within_the_batch_does_not_matter(info, mode):
     near(g2[order], p2)
 
 
-@pytest.mark.parametrize("info", [i for i in DATABASE if not i.draws], ids=str)  # no other luck
+@pytest.mark.parametrize("info", [i for i in DATABASE if not i.draws], ids=str)  # draws would differ
 def test_swapping_the_modalities_swaps_the_gradients(info):
     z1, z2, index = batches(N, steps=2, seed=9)[1]
     loss, g1, g2 = run(make(info, "bimodal", N)[0], z1, z2, index)
@@ -128,7 +128,7 @@ def test_swapping_the_modalities_swaps_the_gradients(info):
 
 @pytest.mark.parametrize("name", ["sogclr", "sogclr-positive", "isogclr-adam", "infonce", "infonce-no-positive"])
 def test_an_anchor_without_negatives(name):
-    """Sample 0 shares its group with 1 and its caption with 2: nothing to contrast, nothing to learn, no NaN."""
+    """Sample 0 shares its group with 1 and its caption with 2: no negatives, zero gradients, and finite values."""
     info = BY_NAME[name]
     est, _ = make(info, "bimodal", N)
     z1, z2 = features(3, 4, seed=10)

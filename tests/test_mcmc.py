@@ -1,4 +1,4 @@
-"""EMC2: features from outside the batch, against the twin; metrics, options and what is refused."""
+"""EMC2: features from outside the batch against the reference; metrics, options and invalid input."""
 
 import warnings
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ TAU = 0.2
 
 
 class Bank:
-    """Features of a whole data set as a leaf, and a record of the calls."""
+    """Features of a whole data set as leaf tensors; records the calls."""
 
     def __init__(self, n, dim, mode, dtype=torch.float64):
         z1, z2 = features(n, dim, 77)
@@ -35,7 +35,7 @@ class Bank:
         return first if self.unimodal else (first, second)
 
     def one(self, sample):
-        """Unit features of both modalities of one sample, for the twin."""
+        """Return the unit features of both modalities of one sample, for the reference."""
         return [z[sample] / z[sample].norm() for z in (self.leaves if not self.unimodal else self.leaves[:1] * 2)]
 
     def take_gradients(self):
@@ -46,7 +46,7 @@ class Bank:
 
 
 def same_call(est, ref, bank, want_bank, batch, step):
-    """A call of the estimator has the loss and the gradients of the twin's, those of encoded features too."""
+    """Compare the loss and the gradients of a call, including those of encoded features, with the reference."""
     got, want = run(est, *batch, encode=bank), ref.forward(*batch, encode=want_bank.one)
     for name, a, b in zip(("loss", "g1", "g2"), got, want, strict=True):
         near(a, b, what=f"{name} of step {step}")
@@ -54,7 +54,7 @@ def same_call(est, ref, bank, want_bank, batch, step):
 
 
 def same_rows(est, ref, step):
-    """Two of three calls are committed; then the rows are the twin's."""
+    """Commit two of every three calls, and compare the rows with the reference."""
     if step % 3 != 1:
         est.step()
         ref.step()
@@ -70,7 +70,7 @@ def same_rows(est, ref, step):
 @pytest.mark.parametrize("multiply_tau", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_encoded_samples_against_the_twin(mode, multiply_tau, rescore, dual):
-    """Loss, gradients of batch and bank, rows; the bank differs from the batches' features, as in training."""
+    """Compare loss, gradients of batch and bank, and rows; the bank differs from the batches, as in training."""
     bank, want_bank = Bank(N, 4, mode), Bank(N, 4, mode)
     sampler = compopt.MCMCNegativeSampler(N, burn_in=0.3, rescore=rescore)
     temperature = compopt.TemperatureDual(N, **dual_options(TAU)) if dual else compopt.FixedTemperature(TAU)
@@ -99,7 +99,7 @@ def test_encoded_samples_against_the_twin(mode, multiply_tau, rescore, dual):
 @pytest.mark.parametrize("burn_in", [0, 0.5, 900])
 @pytest.mark.parametrize("mode", MODES)
 def test_proposals_from_the_data_set_against_the_twin(mode, burn_in, draws, dual):
-    """Loss, gradients of batch and bank, rows, over windows of several calls."""
+    """Compare loss, gradients of batch and bank, and rows, over windows of several calls."""
     bank, want_bank = Bank(N, 4, mode), Bank(N, 4, mode)
     sampler = compopt.MCMCNegativeSampler(N, burn_in=burn_in, proposals="dataset", draws=draws, seed=3)
     temperature = compopt.TemperatureDual(N, **dual_options(TAU)) if dual else compopt.FixedTemperature(TAU)
@@ -142,13 +142,13 @@ def test_metrics():
         est.step()
         seen = {name: est.metrics[name].item() for name in ("acceptance_rate", "outside_visits", "unused_anchors")}
         assert 0.2 < seen["acceptance_rate"] < 1 and seen["unused_anchors"] < 0.2
-        assert (seen["outside_visits"] > 0) == (t >= 2)  # a chain of a batch met before may stay there
+        assert (seen["outside_visits"] > 0) == (t >= 2)  # chains of samples seen before may stay outside
         assert 1 <= est.metrics["effective_negatives"] <= 9
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_and_autocast_reach_encode(dtype):
-    """encode runs as the caller's own encoders do, and its gradients come back in its dtype."""
+    """encode runs under the caller's autocast settings, and its features receive gradients in their own dtype."""
     model = torch.nn.Linear(6, 4)
     x = torch.randn(2, 20, 6)
     est = compopt.EMC2Estimator(20, tau=0.5, burn_in=0)
@@ -173,7 +173,7 @@ def test_half_precision_and_autocast_reach_encode(dtype):
     assert torch.isfinite(model.weight.grad).all()
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------
+# -- invalid input -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("burn_in", [-1, 1.0, 1.5, float("nan"), "half", True])
@@ -183,7 +183,7 @@ def test_bad_burn_in(burn_in):
 
 
 def test_a_resumed_run_draws_the_same_samples():
-    """A run of Algorithm 1 goes on from a file; the features come from a sampler's bank."""
+    """A run of Algorithm 1 resumes from a file; the features come from a sampler's bank."""
     bank = compopt.samplers.FeatureBank(N, torch.float64)
     bank.write(torch.arange(N), bank.rounded(*features(N, 4, 77)))
     data = batches(N, steps=8, batch=5, seed=1)
@@ -217,7 +217,7 @@ def test_as_many_draws_as_an_anchor_has_negatives():
     for views in (2, 3):
         est = compopt.EMC2Estimator(10**6, mode="unimodal", burn_in=0, proposals="dataset")
         est(torch.randn(views, 5, 4), index=torch.arange(5), anchors=1, encode=encode)
-    assert asked == [2 * 4 * 5, 3 * 4 * 5]  # V (B - 1) for each of B chains, of so many samples that none is met twice
+    assert asked == [2 * 4 * 5, 3 * 4 * 5]  # V (B - 1) for each of B chains; n is so large that no sample repeats
 
 
 def test_a_diagnostic_needs_no_proposals():
@@ -301,7 +301,7 @@ def test_a_group_s_own_burn_in_and_added_samples():
 
 
 def test_a_burn_in_that_leaves_nothing_leaves_the_last_proposal():
-    """Short batches, repeats and groups make R smaller than it was thought to be."""
+    """Short batches, repeats and groups can leave an anchor fewer proposals than burn_in."""
     z1, z2 = features(6, 3, 0)
     for options in ({}, {"group": torch.tensor([0, 0, 0, 0, 1, 2])}):
         got = [
@@ -315,7 +315,7 @@ def test_a_burn_in_that_leaves_nothing_leaves_the_last_proposal():
 @pytest.mark.parametrize("proposals", ["pool", "dataset"])
 @pytest.mark.parametrize("directions", ["forward", "both"])
 def test_bad_features_from_outside_show_in_the_loss(directions, proposals):
-    """Also of the modality that no anchor's chain has met."""
+    """Non-finite features also show in the loss if they belong to the modality that no anchor's chain visits."""
     torch.manual_seed(0)
     est = compopt.EMC2Estimator(30, tau=0.05, directions=directions, proposals=proposals)
     data = torch.randn(2, 30, 8)

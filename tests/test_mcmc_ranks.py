@@ -1,4 +1,4 @@
-"""EMC2's encode on several ranks: each encodes for its own anchors, through DDP or beside it."""
+"""EMC2's encode on several ranks: each rank encodes for its own anchors, through DDP or with the bare module."""
 
 import functools
 
@@ -25,7 +25,7 @@ def data():
 
 
 def train(group, mode, options, through, ddp):
-    """Gradients of the encoders at every step, their weights, the chains, and what was asked for."""
+    """Train encoders; return losses, gradients, the chains, the indices passed to encode, and metrics."""
     x, y, index = data()
     model = Towers(torch.float64)
     inner = model
@@ -54,7 +54,7 @@ def train(group, mode, options, through, ddp):
 
 @functools.cache
 def on_one_rank(mode, options):
-    """The same without DDP."""
+    """Return the result of ``train`` on one rank without DDP."""
     return the_pool().run(train, 1, mode, dict(options), False, False)[0]
 
 
@@ -78,7 +78,7 @@ def test_encoders_gradients_equal_one_rank_s(mode, ranks, options, through):
 
 
 def failing(group, mode):
-    """The last rank's encoder fails at the third step; what every rank sees, and its state before and after."""
+    """Fail in the last rank's encoder at the third step; return step, error, and whether the rows are unchanged."""
     x, y, index = data()
     model = Towers(torch.float64)
     est = compopt.EMC2Estimator(N, tau=0.1, mode=mode, process_group=group)

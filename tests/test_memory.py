@@ -1,4 +1,4 @@
-"""The memory of past features: what it forgets, whom it spares, and that its forces balance."""
+"""The memory of past features: eviction, excluded candidates and balanced gradients."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def queue_share(est, index, **options):
     return est.metrics["queue_share"].item()
 
 
-@pytest.mark.parametrize("last", [7, -8])  # hashes are names as well
+@pytest.mark.parametrize("last", [7, -8])  # an index may be a hash, which can be negative
 @pytest.mark.parametrize("mode", MODES)
 def test_a_sample_is_no_negative_of_itself(mode, last):
     est = build(mode, length=1)
@@ -65,7 +65,7 @@ def test_equal_labels_are_no_negatives():
 
 
 def test_without_an_index_all_samples_are_different():
-    """Positions in the batch are no names: a memory of earlier batches stays whole."""
+    """Without an index the positions do not serve as keys: no feature of an earlier batch is excluded."""
     named, unnamed = build(), build()
     for step in range(3):
         z = features(8, D, seed=step)
@@ -76,7 +76,7 @@ def test_without_an_index_all_samples_are_different():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_forces_balance(mode):
-    """At a high temperature all negatives are alike: anchors are pulled to where, on average, they are pushed from."""
+    """At a high temperature all negatives have equal weights, and the gradients of a batch sum to zero."""
     est = filled(build(mode, tau=1e6, normalize=False))
     z1, z2 = features(8, D, seed=9)
     run(est, z1, z2, torch.arange(8) + 100)
@@ -88,16 +88,16 @@ def test_forces_balance(mode):
 
 
 def test_it_follows_the_encoders():
-    """All features of a modality moved alike: the past moves with them, and the share of the queue stays."""
+    """If all features of a modality shift equally, the queue shifts with them; loss and gradients do not change."""
     plain, moved = (filled(build("forward", normalize=False)) for _ in range(2))
     z1, z2 = features(8, D, seed=9)
     index, drift = torch.arange(8) + 100, torch.tensor([2.0, -1.0, 0.5, 3.0], dtype=torch.float64)
     for one, other in zip(run(plain, z1, z2, index), run(moved, z1, z2 + drift, index), strict=True):
-        torch.testing.assert_close(one, other)  # neither in the batch nor in the memory does h change
+        torch.testing.assert_close(one, other)  # h changes neither in the batch nor in the memory
 
 
 def test_the_error_of_what_the_memory_holds():
-    """Diagnostics: the mean over the memory, moved to the mean of the features asked about; no sample is its own."""
+    """normalizer_error averages over the memory, shifted to the mean of the features, without the sample itself."""
     est = build(length=24)
     z = features(30, D, seed=7)
     assert compopt.diagnostics.normalizer_error(est, *z).isnan()
@@ -121,20 +121,20 @@ def test_bad_arguments():
 
 @pytest.mark.parametrize("where", ["z1", "z2", "extra"])
 def test_a_bad_batch_is_not_kept(where):
-    """With one direction z1 is in no queue, and is no better for it."""
+    """A non-finite row of z1 withholds the batch even with one direction, where z1 is not queued."""
     est = filled(build("forward"), batches=1)
     given = dict(zip(("z1", "z2"), features(8, D, seed=1), strict=True), extra=torch.randn(3, D, dtype=torch.float64))
     given[where][2, 0] = torch.nan
     with pytest.warns(UserWarning, match="finite"):
         est(given["z1"], given["z2"], torch.arange(8) + 8, extra=given["extra"])
         est.step()
-        est(*features(8, D, seed=2), torch.arange(8))  # tells of the last call
+        est(*features(8, D, seed=2), torch.arange(8))  # warns about the last call
     est.discard()
     assert est.state_dict()["extra"]["normalizer"]["kept"].sum() == 8
 
 
 def test_the_radius_is_compared_with_all_candidates(recwarn):
-    """The warning that rho can never bind counts the memory."""
+    """The warning that rho can never bind counts the memory among the candidates."""
     dual = compopt.TemperatureDual(100, rho=3.0, tau_init=0.1)
     est = compopt.ContrastiveEstimator(compopt.MemoryNormalizer(D, length=512), dual)
     est(*torch.randn(2, 16, D), torch.arange(16))
@@ -144,7 +144,7 @@ def test_the_radius_is_compared_with_all_candidates(recwarn):
 @pytest.mark.parametrize("size", [8, 140])
 @pytest.mark.parametrize("mode", MODES)
 def test_effective_negatives_count_the_memory(mode, size):
-    """``(sum w)^2 / sum w^2`` of an anchor's weights over batch and queue; of each side the first 128 anchors."""
+    """The metric is ``(sum w)^2 / sum w^2`` over batch and queue, averaged over the first 128 anchors of each side."""
     est = filled(build(mode))
     z1, z2 = (F.normalize(z) for z in features(size, D, seed=9))
     run(est, z1, z2, torch.arange(size) + 1000)
@@ -169,7 +169,7 @@ def test_effective_negatives_count_the_memory(mode, size):
 
 
 def test_a_bad_sample_that_is_in_no_pair_is_not_kept():
-    """It has no share of any sum, while the memory is empty; the mean of the batch has it."""
+    """While the memory is empty the sample is part of no sum, but it is part of the batch's mean."""
     for keys in ({"labels": torch.tensor([7, 7, 8])}, {"index2": torch.tensor([7, 7, 8])}):
         est = build()
         z1, z2 = features(3, D, seed=1)

@@ -1,4 +1,4 @@
-"""Metrics of a call: whom they count, and whom not."""
+"""Metrics of a call: the anchors, candidates and samples that they count."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ IN_NO_PAIR = {"index": torch.tensor([0, 0, 2, 3, 4, 5]), "labels": torch.tensor(
 
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
 def test_anchors_without_negatives_have_no_effective_ones(mode):
-    """Whatever the temperature is made of."""
+    """The metric is the same for a temperature given as a float, a scalar tensor or a value per sample."""
     z = torch.randn(2, 6, 8, dtype=torch.float64)
     est = compopt.DCLEstimator(tau=0.1, mode=mode)
     found = []
@@ -53,7 +53,7 @@ CASES = {
 
 
 def cross_entropy(z1, z2, tau, mode, directions, given, extra):
-    """By :func:`torch.nn.functional.cross_entropy`; no shared code with the library."""
+    """Compute the metric with :func:`torch.nn.functional.cross_entropy`, without code of the library."""
     z1, z2 = F.normalize(z1, dim=1), F.normalize(z2, dim=1)
     size, one = len(z1), torch.eye(len(z1), dtype=torch.bool)
     same = one.clone()
@@ -73,7 +73,7 @@ def cross_entropy(z1, z2, tau, mode, directions, given, extra):
 
 
 def info_nce(group, case, mode, directions, chunk_size, dtype, kind):
-    """The metric of a call, and the reference; on this rank."""
+    """Return the metric of a call on this rank, and the reference value."""
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     z1, z2 = features(6, 8, seed=1, dtype=dtype)
     given = dict(CASES[case])
@@ -116,7 +116,7 @@ def test_info_nce_of_ranks_is_that_of_the_global_batch(case, mode, directions):
 
 
 def test_the_loss_of_info_nce_is_on_its_scale_after_a_shift():
-    """The formula of the guides: tau (theirs - log |N|)."""
+    """The loss is tau (info_nce - log |N|), the formula of the guides."""
     z1, z2 = features(6, 8, seed=3)
     est = compopt.InfoNCEEstimator(tau=0.2)
     loss = est(z1, z2)
@@ -149,7 +149,7 @@ def test_a_radius_that_cannot_bind_is_noticed_with_labels_too():
 
 
 def test_a_flag_with_an_axis_leaves_numbers_numbers():
-    """As some gradient scalers hand over."""
+    """Some gradient scalers pass the flag as a tensor of shape (1,); the scalars of the state keep their shapes."""
     est = compopt.FastCLIPEstimator(10, rho=0.1)
     est(*torch.randn(2, 5, 4), torch.arange(5))
     est._commit(torch.zeros(1))

@@ -1,4 +1,4 @@
-"""Ordered SGD: the step that the mini-batch paper analyses, and its toy of section 5.1."""
+"""Ordered SGD: the step that the mini-batch paper analyses, and its toy problem of section 5.1."""
 
 import math
 
@@ -13,7 +13,7 @@ from tests.samplers import B, N, ordered, table
 
 
 def test_an_epoch_s_accumulated_gradient_is_that_of_the_hardest_batches():
-    """Mean loss of the q batches, in one update; candidates are judged by the weights of now."""
+    """The gradient is that of the mean loss of the q batches; candidates are scored with the current weights."""
     tau, x = 0.1, torch.stack(table(dtype=torch.float64))
     weight = torch.eye(x.shape[2], dtype=torch.float64).add(0.1).requires_grad_()
     sampler, est = ordered(tau=tau, dtype=torch.float64), compopt.InfoNCEEstimator(tau, multiply_tau=False)
@@ -40,7 +40,7 @@ def test_both_reach_the_optimum_of_the_toy_and_ordered_sgd_is_sooner():
 
 
 def test_the_speeds_at_the_start_have_the_factor_of_theorem_6():
-    """Mean drift of a vector: ordered SGD takes both near pairs in turn, SGD any of the six batches."""
+    """Compare the mean drift of a vector: ordered SGD takes both near pairs in turn, SGD any of the six batches."""
     angles = osgd.start(1e-4)
     every = torch.combinations(torch.arange(4))
     hardest = osgd.losses(angles, every).topk(2).indices

@@ -1,4 +1,4 @@
-"""as_module(): the estimator is a part of the model that owns it, on one rank, under DDP and under FSDP2."""
+"""as_module() makes the estimator a submodule of a model: on one rank, under DDP and under FSDP2."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 def train(model, data, wrapped=None):
-    """A step for every batch; the losses."""
+    """Train for one step per batch and return the losses."""
     optimizer = torch.optim.AdamW(model.groups(), lr=1e-2)
     handle, losses = model.loss.est.attach(optimizer), []
     wrapped = model if wrapped is None else wrapped
@@ -108,13 +108,13 @@ def test_state_dict_carries_rows_and_temperature(learn, assign):
     train(other, data[3:])
     assert str(other.load_state_dict(torch.load(file), assign=assign)) == "<All keys matched successfully>"
     assert_same_bits(everything(model), everything(other))
-    assert train(model, data[3:]) == train(other, data[3:])  # and the estimator uses the parameter that was put there
+    assert train(model, data[3:]) == train(other, data[3:])  # the estimator uses the loaded parameter
     assert_same_bits(everything(model), everything(other))
 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_temperature_that_diverged_does_not_keep_an_earlier_state_out(strict):
-    """It is loaded as a parameter, or stays what it is."""
+    """The temperature is loaded as a parameter, or keeps its value if the state lacks it."""
     model = Model()
     state = copy.deepcopy(model.state_dict())
     before = everything(model)
@@ -160,12 +160,12 @@ def test_conversions_change_no_dtype_of_the_estimator():
         assert model.loss.est.read(torch.arange(2))["log_u"].dtype == DTYPE
         features = torch.randn(2, 4, DIM, dtype=next(model.encoders.parameters()).dtype)
         model(*features, torch.arange(4)).backward()
-    with pytest.raises(ValueError, match="device must be one that holds values"):  # of the estimator: it was reached
+    with pytest.raises(ValueError, match="device must be one that holds values"):  # the estimator's own error
         model.to("meta")
 
 
 def test_freezing_replacing_and_borrowing_the_parameter():
-    """requires_grad_, a new Parameter in its place, functional_call: the estimator follows."""
+    """The estimator follows requires_grad_, a replaced Parameter, and functional_call."""
     model, (batch,) = Model(), micro_batches(1)
     model.loss.requires_grad_(False)
     model(*batch).backward()
@@ -191,7 +191,7 @@ def test_an_estimator_without_a_call_serves_as_state():
 
 @pytest.mark.parametrize("kind", four.KINDS)
 def test_an_object_alone_in_a_model(kind):
-    """Its state is the model's; copies of the model have objects of their own, known under all their names."""
+    """The object's state is part of the model's; a copy of the model has its own object, under all attribute names."""
 
     def built():
         model = nn.Module()
@@ -264,7 +264,7 @@ def run_wrapped(group, kind):
     wrap = wrapped(model, kind)
     losses = train(model, micro_batches(4, rank, 2), wrap)
     state = copy.deepcopy(get_model_state_dict(wrap, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
-    alone = copy.deepcopy(model.state_dict()) if rank == 0 and kind == "ddp" else None  # as torch's users call it
+    alone = copy.deepcopy(model.state_dict()) if rank == 0 and kind == "ddp" else None  # the plain PyTorch call
     before = snapshot(model.loss.est, N)
     train(model, micro_batches(2, rank, 2, seed=9), wrap)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -307,4 +307,4 @@ def run_split(group, directory):
 @pytest.mark.distributed
 def test_a_state_that_only_all_ranks_can_collect_is_refused(tmp_path):
     assert [len(refused) for refused in the_pool(2, timeout=120).run(run_split, 2, str(tmp_path))] == [6, 6]
-    compopt.as_module(compopt.NeuCLIPEstimator(DIM, prototypes=4))  # one rank has all of it
+    compopt.as_module(compopt.NeuCLIPEstimator(DIM, prototypes=4))  # one rank has the whole state

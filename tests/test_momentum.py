@@ -15,7 +15,7 @@ from tests.pool import the_pool
 from tests.reference import MomentumReference
 
 D, B, LENGTH, TAU = 4, 8, 20, 0.3
-KINDS = ("bimodal", "unimodal", "forward", "one")  # one: view 1 alone is an anchor
+KINDS = ("bimodal", "unimodal", "forward", "one")  # one: only view 1 has anchors
 
 
 def build(kind="bimodal", length=LENGTH, tau=TAU, **options):
@@ -28,7 +28,7 @@ def of_call(kind):
 
 
 def batch(step, size=B, dtype=torch.float64):
-    """Features, keys, and an index in which samples come back after three steps; in every second batch one repeats."""
+    """Features, keys, and an index whose samples recur every three steps; in every second batch one sample repeats."""
     index = (torch.arange(size) + size * step) % (3 * size)
     if step % 2:
         index[-1] = index[0]
@@ -37,7 +37,7 @@ def batch(step, size=B, dtype=torch.float64):
 
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
 def test_it_is_the_moved_queue_of_the_study(mode):
-    """Loss and gradients of five steps; the loss has the logarithm of the number of candidates less."""
+    """Compare loss and gradients of five steps; the loss is smaller by tau log(number of candidates)."""
     est, study = build(mode), MovedQueue(TAU, LENGTH, 0.99, False, mode == "unimodal")
     for step in range(5):
         z, k, _ = batch(2 * step)
@@ -76,7 +76,7 @@ CALLS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("call", CALLS)
 def test_it_is_its_reference(call, kind, chunk_size):
-    """Loss, gradients of features, further candidates and temperatures; two calls to a commit."""
+    """Compare the loss and the gradients of features, further candidates and temperatures; two calls per commit."""
     est, ref = None, MomentumReference(kind, LENGTH, TAU)
     for step in range(5):
         z, k, index = batch(step)
@@ -203,7 +203,7 @@ def test_without_training_nothing_is_kept():
 @pytest.mark.parametrize("kind", ["bimodal", "forward"])
 @pytest.mark.parametrize("where", ["z1", "z2", "k1", "k2"])
 def test_a_bad_feature_makes_the_loss_nan_and_enters_no_memory(where, kind):
-    for first in (True, False):  # before the memory has anything, and after
+    for first in (True, False):  # with an empty and with a filled memory
         est = build(kind)
         if not first:
             trained(est, 1)
@@ -227,7 +227,7 @@ def test_half_precision_is_computed_in_float32():
     assert torch.equal(*found)
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 def wrong(change):
@@ -321,7 +321,7 @@ def test_a_gradient_cache_gives_the_gradients_of_the_whole_batch(mode):
 
 
 def on_ranks(group, kind, chunk_size, sizes):
-    """This rank's part of a few calls, with policies, labels, further candidates: losses, gradients, state."""
+    """Return this rank's losses, gradients and state for calls with a policy, labels and further candidates."""
     rank = dist.get_rank(group)
     own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     policy = PairPolicy(false_negatives=0.2, hardness=1.0, within=True)
@@ -359,7 +359,7 @@ def test_ranks_compute_what_one_process_does(kind, chunk_size):
 
 
 def with_duals(group, mode, sizes):
-    """A temperature for each sample, which learns from the similarities to the keys."""
+    """Learn a temperature per sample from the similarities to the keys, and return the temperatures."""
     rank = dist.get_rank(group)
     own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     dual = compopt.TemperatureDual(3 * B, rho=0.5, tau_init=TAU, lr=0.05, tau_max=1.0)
@@ -382,7 +382,7 @@ def test_ranks_learn_the_temperatures_of_one_process(mode):
 
 
 def one_without(group):
-    """The error on each of two ranks, of which the second has no momentum features."""
+    """Return the error of this rank; of two ranks, the second passes no momentum features."""
     z, k, index = batch(0)
     given = {} if dist.get_rank(group) else {"momentum_features": k}
     est = build(process_group=group)

@@ -1,4 +1,4 @@
-"""MomentumEncoder: the copy of a model that follows it, in plain torch, DDP and FSDP2."""
+"""MomentumEncoder, the moving average of a model: in plain torch, DDP and FSDP2."""
 
 import copy
 import warnings
@@ -24,13 +24,13 @@ def memory(**options):
 
 
 def parameters(module):
-    """Values of all parameters; those that are sharded whole."""
+    """Return the values of all parameters; sharded parameters are gathered."""
     found = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in module.named_parameters()}
     return {name: p.detach().clone() for name, p in found.items()}
 
 
 class Run:
-    """A training with a momentum encoder, whose copy is compared with an average that is computed beside it."""
+    """Training with a momentum encoder, whose copy is compared with a separately computed moving average."""
 
     def __init__(self, wrap=lambda model, encoder: model, rank=0, ranks=1):
         self.model, self.data = Encoders(), micro_batches(2 * STEPS, rank, ranks)
@@ -160,7 +160,7 @@ def test_tied_parameters_stay_tied():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_averages_of_half_precision_do_not_stand_still(dtype):
-    """A step of 0.001 from 1 is below half a unit of the last place; the average has it, and so does a resumed one."""
+    """A step of 0.001 from 1 is below half a unit in the last place; the average keeps it, also after a resume."""
     model = nn.Linear(4, 4).to(dtype)
     nn.init.ones_(model.weight)
     encoder = compopt.MomentumEncoder(model, 0.999)
@@ -178,7 +178,7 @@ def test_averages_of_half_precision_do_not_stand_still(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_cast_to_full_precision_forgets_averages(dtype):
-    """Averages of half precision would overwrite what is loaded, or return with another cast."""
+    """Stale averages of half-precision parameters would overwrite loaded values or return after another cast."""
     model = nn.Linear(4, 4).to(dtype)
     encoder = compopt.MomentumEncoder(model, DECAY)
     encoder.update()
@@ -189,7 +189,7 @@ def test_a_cast_to_full_precision_forgets_averages(dtype):
 
 
 class Table(nn.Module):
-    """A layer with a table, not persistent, that grows with the inputs."""
+    """A layer with a non-persistent buffer that grows with the inputs."""
 
     def __init__(self):
         super().__init__()
@@ -213,7 +213,7 @@ def test_a_buffer_may_change_its_shape_and_is_no_state_if_not_persistent(shape):
 
 
 def test_wrappers_that_rename_their_state_lose_no_buffer():
-    """Activation checkpointing takes its own name out of state_dict(), and named_buffers() has it."""
+    """Activation checkpointing removes its prefix from the names in state_dict(), but not in named_buffers()."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model = nn.Sequential(checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))))
@@ -241,7 +241,7 @@ def test_what_an_update_refuses_changes_nothing():
 
 
 def test_weights_that_changed_before_the_first_update_are_noticed():
-    """A model that was loaded after the copy was made; not one whose copy was loaded too, or has been updated."""
+    """Warn if a model is loaded after the copy is made, but not if the copy is also loaded or has been updated."""
     x = torch.randn(2, 4)
     for known in (False, True):
         model = nn.Linear(4, 4)
@@ -323,7 +323,7 @@ def test_a_state_of_another_model_is_refused(change, message):
 
 
 def sharded(model, encoder):
-    """FSDP2 of the model and of the copy, alike."""
+    """Apply FSDP2 to the model and, in the same way, to the copy."""
     from torch.distributed.fsdp import fully_shard
 
     for each in (model, encoder.module):
@@ -356,7 +356,7 @@ def on_ranks(group, wrapper):
 @pytest.mark.distributed
 @pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp2", marks=needs_fsdp2)])
 def test_two_ranks_equal_one(wrapper):
-    """Losses, the copy's weights, and a resume to the bit; a model that is wrapped already takes no copy."""
+    """Losses and the copy's weights agree, a resume is bit-identical, and a wrapped model is rejected."""
     alone = Run()
     expected = alone.train()
     alone.train(STEPS, 2 * STEPS)
@@ -369,7 +369,7 @@ def test_two_ranks_equal_one(wrapper):
 
 
 def in_half_precision(group):
-    """Averages of sharded parameters in half precision, which are beside them, and the parameters."""
+    """Return the averages of sharded half-precision parameters, the copy's parameters and the model's parameters."""
     model = Encoders(torch.bfloat16)
     encoder = compopt.MomentumEncoder(model, DECAY)
     sharded(model, encoder)
@@ -394,7 +394,7 @@ def test_sharded_parameters_in_half_precision_follow_too():
 
 
 def of_other_seeds(group):
-    """Weights of copies of a model that each rank draws by itself, made before DDP wraps it and after; warnings."""
+    """Copy a rank-dependent model before and after DDP wraps it; return the late copy's weights and the warnings."""
     torch.manual_seed(dist.get_rank())
     model = nn.Linear(4, 4)
     early = compopt.MomentumEncoder(model)

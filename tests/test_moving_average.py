@@ -1,4 +1,4 @@
-"""MovingAverageEstimator alone: any finite-sum compositional objective 1/n sum_i f(g_i)."""
+"""MovingAverageEstimator on its own: any finite-sum compositional objective 1/n sum_i f(g_i)."""
 
 import math
 
@@ -13,12 +13,12 @@ N = 7
 
 
 def log_u_of(ma, rows):
-    """Committed log u as a vector."""
+    """Return the committed log u as a vector."""
     return ma.read(torch.as_tensor(rows))["log_u"].reshape(len(rows), -1)[:, 0].double()
 
 
 def test_extreme_logs():
-    """u itself would leave float32 by far."""
+    """The values of u are far outside the range of float32."""
     ma = compopt.MovingAverageEstimator(2, gamma=0.5)
     index = torch.arange(2)
     ma.update(torch.tensor([-1e4, 1e4]), index)
@@ -33,7 +33,7 @@ def test_extreme_logs():
     ids=["log", "sqrt", "square"],
 )
 def test_compositional_loss(f, derivative):
-    """Value mean f(u), gradient f'(u_i) / B times grad g_i, u the updated estimate."""
+    """The value is mean f(u), the gradient f'(u_i) / B times grad g_i, where u is the updated estimate."""
     ma = compopt.MovingAverageEstimator(N, gamma=0.4, eps=0.0)
     index = torch.tensor([1, 4, 6])
     first, second = torch.tensor([0.5, 2.0, 1.0]), torch.tensor([1.5, 0.3, 4.0])
@@ -52,7 +52,7 @@ def test_compositional_loss(f, derivative):
 
 
 def test_a_component_hides_no_name_of_an_estimator_by_accident():
-    """A hook of parts that had the name of a method of estimators would replace it where a part is used alone."""
+    """A hook of components with the name of an estimator's method would override it in components used on their own."""
     both = {name for name in vars(Component) if not name.startswith("_")} & set(dir(Estimator))
     assert both == {"parameters"}
 
@@ -79,7 +79,7 @@ def test_an_outer_function_that_fails_deposits_nothing(g, f, error):
 
 
 def test_a_view_without_negatives_has_no_share_of_the_mean():
-    """Further candidates are negatives of view 1 alone; sample 0 has no others."""
+    """Further candidates are negatives of view 1 only; sample 0 has no other negatives."""
     z1, z2 = torch.randn(2, 3, 4, dtype=torch.float64)
     extra = torch.randn(4, 4, dtype=torch.float64)
     keys = {"index": torch.tensor([0, 0, 1]), "labels": torch.tensor([5, 6, 5]), "extra": extra}
@@ -152,7 +152,7 @@ def test_domains_do_not_mix():
 
 
 def test_an_outer_function_of_vectors_with_values_of_each_sample():
-    """F = mean of weight_i u_i1 / u_i2, whose averages are kept side by side; -1 and 0 are values like others."""
+    """F = mean of weight_i u_i1 / u_i2 with two averages per sample; -1 and 0 are ordinary values."""
     ma = compopt.MovingAverageEstimator(6, gamma=0.3, domain="linear", width=2, dtype=torch.float64)
     index, weight = torch.tensor([4, 1, 2]), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     first = torch.tensor([[-1.0, 2.0], [0.0, 1.0], [3.0, 0.5]], dtype=torch.float64)
@@ -164,13 +164,13 @@ def test_an_outer_function_of_vectors_with_values_of_each_sample():
     expected = (weight * u[:, 0] / u[:, 1]).mean()
     loss.backward(), expected.backward()
     near(loss, expected, 1e-12)
-    near(g.grad, u.grad, 1e-12)  # the derivative by u, on g
+    near(g.grad, u.grad, 1e-12)  # the derivative with respect to u, passed to g
     ma.step()
     assert ma.read(index)["u"].shape == (3, 2) and ma.read(index)["count"].tolist() == [2, 2, 2]
 
 
 def test_the_corrected_average_follows_a_moving_value():
-    """g grows by 1 a step: with beta = 1 - gamma (STORM) the average has no lag, the plain one (1 - gamma) / gamma."""
+    """If g grows by 1 per step, beta = 1 - gamma (STORM) gives no lag, the plain average one of (1 - gamma) / gamma."""
     plain, corrected = (compopt.MovingAverageEstimator(2, gamma=0.25, domain="linear") for _ in range(2))
     index = torch.arange(2)
     for step in range(40):

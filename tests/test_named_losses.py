@@ -1,4 +1,4 @@
-"""Losses with names, as the page of pairs builds them, against their equations: values and gradients."""
+"""Named losses, as docs/guides/pairs.md builds them, against their equations: values and gradients."""
 
 import math
 import re
@@ -25,7 +25,7 @@ cosines = policies.cosines
 
 
 def of_the_page():
-    """Names of the block, built as it builds them; those of estimators."""
+    """Execute the code block of the page, and return its estimators by name."""
     text = PAGE.read_text()
     section = text[text.index("## Losses with names") :]
     code = re.search(r"```python\n(.*?)```", section, re.S).group(1)
@@ -38,7 +38,7 @@ NAMED = of_the_page()
 
 
 def further(z1, z2):
-    """Similarities of queries, and of documents, without those to themselves, and how the second are seen."""
+    """Query-query and document-document similarities side by side, with -inf on the diagonals."""
     itself = torch.eye(BATCH, dtype=torch.bool)
     return torch.cat([cosines(z, z).masked_fill(itself, -torch.inf) for z in (z1, z2)], dim=1)
 
@@ -65,14 +65,14 @@ def soft_clip(z1, z2, extra):
 
 
 def llave_mined(z1, z2, extra):
-    """In-batch negatives, those that were mined for others among them, have the weight."""
+    """Weight the in-batch negatives, including those mined for other anchors, but not the anchor's own."""
     s = torch.cat([cosines(z1, z2), cosines(z1, extra)], dim=1)
     plain = torch.eye(BATCH, dtype=torch.bool).repeat(1, 2)
     logits = s / 0.05 + 9.0 * s.detach().masked_fill(plain, 0)
     return torch.nn.functional.cross_entropy(logits, torch.arange(BATCH))
 
 
-# what a call brings, and the equation of z1, z2 and further candidates
+# arguments of the call, and the equation as a function of z1, z2 and further candidates
 LOSSES = {
     "clip": ({}, lambda z1, z2, extra: policies.both_ways(cosines(z1, z2), 0.07)),
     "soft_clip": ({"teacher": TEACHER}, soft_clip),
@@ -112,7 +112,7 @@ def test_the_line_is_the_equation(name):
     leaves = leaves if "extra" in given else leaves[:2]
     est = NAMED[name]
     loss = est(*leaves[:2], **(given | ({"extra": leaves[2]} if "extra" in given else {})))
-    loss = loss + torch.as_tensor(est._last.negatives, dtype=torch.float64).log().mean()  # ours has their mean
+    loss = loss + torch.as_tensor(est._last.negatives, dtype=torch.float64).log().mean()  # est averages over them
     theirs = equation(*leaves[:2], leaves[-1])
     near(loss, theirs, 1e-9)
     for got, want in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(theirs, leaves), strict=True):
@@ -120,7 +120,7 @@ def test_the_line_is_the_equation(name):
 
 
 def test_samples_of_a_class_as_views():
-    """NTXentLoss with labels of classes: four samples of each of five."""
+    """NTXentLoss with class labels: four samples of each of five classes."""
     z = torch.randn(4, 5, DIM, dtype=torch.float64, requires_grad=True)
     loss = NAMED["nt_xent"](z) + math.log(4 * 4)
     theirs = policies.nt_xent(z.flatten(0, 1), torch.arange(5).repeat(4), 0.07)

@@ -1,4 +1,4 @@
-"""A feature row that is not finite, or too large, never enters the state; the loss shows it; a warning counts it."""
+"""Non-finite or too large feature rows never enter the state; the loss is not finite, and a warning counts them."""
 
 import math
 import re
@@ -17,14 +17,14 @@ N = 20
 
 
 def poisoned(z, rows, value):
-    """z with some rows spoiled in one coordinate."""
+    """Return z with one coordinate of some rows replaced by a value."""
     z = z.clone()
     z[rows, 1] = value
     return z
 
 
 def quietly(function, *args):
-    """Call and collect the warnings."""
+    """Call a function; return its result and the messages of its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = function(*args)
@@ -32,14 +32,14 @@ def quietly(function, *args):
 
 
 def count_in(messages):
-    """Return the number of feature rows that the warnings blame, 0 if there are none; no other warning is expected."""
+    """Return the number of feature rows that the warnings report, 0 if there are none; no other warning is expected."""
     counts = [re.fullmatch(r"(\d+) feature rows of a batch are NaN, infinite or too large .*", m) for m in messages]
     assert all(counts) and len(counts) <= 1, messages
     return int(counts[0][1]) if counts else 0
 
 
 def bad_rows(est, z1, z2, index, **options):
-    """Call and commit; how many rows the warning blames, which is 0 just when the loss is finite."""
+    """Call and commit; return how many rows the warning reports, which is 0 if and only if the loss is finite."""
     loss, messages = quietly(lambda: est(z1, z2, index, **options))
     est.step()
     assert bool(torch.isfinite(loss)) == (count_in(messages) == 0)
@@ -64,11 +64,11 @@ def test_the_state_keeps_its_values(info, mode, side, value):
     _, caught = quietly(est.step)
     messages += caught
     assert_same_bits(before, snapshot(est, N))
-    for z1, z2, index in batches(N, 2, seed=92):  # and nothing hidden was spoiled
+    for z1, z2, index in batches(N, 2, seed=92):  # hidden state is unaffected as well
         (got, caught) = quietly(run, est, z1, z2, index)
         messages += caught
         want = run(twin, z1, z2, index)
-        if not (info.global_tau or info.restarts or info.draws):  # what depends on the number of commits
+        if not (info.global_tau or info.restarts or info.draws):  # these depend on the number of commits
             assert all(bits(a) == bits(b) for a, b in zip(got, want, strict=True))
         assert torch.isfinite(got[0])
         est.step()
@@ -79,7 +79,7 @@ def test_the_state_keeps_its_values(info, mode, side, value):
 
 @pytest.mark.parametrize("info", [info for info in GLOBAL if not info.draws], ids=str)
 def test_a_global_state_is_not_advanced_by_a_bad_batch(info):
-    """Momentum, Adam sums and the step count continue as if the bad batch had not been."""
+    """Momentum, Adam sums and the step count continue as if the bad batch had not occurred."""
     est, twin = warmed(info, "bimodal", N, 90), warmed(info, "bimodal", N, 90)
     z1, z2, index = batches(N, 1, seed=93)[0]
     quietly(est, poisoned(z1, [0], float("nan")), z2, index)
@@ -111,7 +111,7 @@ def test_the_warning_names_the_count():
 @pytest.mark.parametrize("dtype, size", [(torch.float32, 1e20), (torch.bfloat16, 1e30), (torch.float64, 1e200)])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_norm_that_overflows_is_no_zero_row(mode, dtype, size, rows):
-    """Finite features: divided by an infinite norm they were a row of zeros, committed with a finite loss."""
+    """Finite features divided by an overflowing norm would be a row of zeros, committed with a finite loss."""
     est = compopt.SogCLREstimator(N, tau=0.1, mode=mode)
     z1, z2, index = batches(N, 1, seed=99, dtype=dtype)[0]
     z1[rows] *= size
@@ -133,7 +133,7 @@ def test_large_rows_that_can_be_normalised_are_good(dtype, size):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_too_short_to_be_normalised_are_zero_rows(dtype):
-    """As F.normalize has it: their norm counts as 1e-12."""
+    """Their norm is clamped to 1e-12, as in F.normalize."""
     z1, z2, index = batches(N, 1, seed=99, dtype=dtype)[0]
     short, zero = z1.clone(), z1.clone()
     short[2] *= 1e-30
@@ -152,7 +152,7 @@ def test_rows_too_short_to_be_normalised_are_zero_rows(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mode", MODES)
 def test_features_as_they_come_have_a_limit_too(mode, dtype, size):
-    """Similarities of 1e30 reach the number that stands for no pair: rows took that for a value."""
+    """Similarities of 1e30 reach the sentinel for excluded pairs, which rows would store as a value."""
     est = compopt.SogCLREstimator(N, tau=0.1, mode=mode, normalize=False)
     z1, z2, index = batches(N, 1, seed=99, dtype=dtype)[0]
     z1, z2 = (torch.nn.functional.normalize(z) for z in (z1, z2))
@@ -164,7 +164,7 @@ def test_features_as_they_come_have_a_limit_too(mode, dtype, size):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_encoded_rows_count(mode):
-    """encode's features are as bad as the batch's; one tensor for both directions is counted once."""
+    """Bad features from encode count like those of the batch; one tensor for both directions is counted once."""
     states = []
     for value in (float("nan"), 1e20):
         z1, z2, _ = batches(N, 1, seed=99, dtype=torch.float32)[0]
@@ -182,7 +182,7 @@ def test_encoded_rows_count(mode):
 
 
 def on_two_ranks(group, size):
-    """A bad row on rank 1 only."""
+    """Call with a bad row on rank 1 only; return the loss, the number of bad rows and the counts of the rows."""
     est = compopt.SogCLREstimator(N, tau=0.1, process_group=group)
     rank = dist.get_rank(group)
     z1, z2, _ = batches(N, 1, batch=8, seed=99, dtype=torch.float32)[0]
@@ -216,7 +216,7 @@ def test_a_sampler_s_bank_leaves_large_rows_out():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["sogclr", "isogclr-adam", "batch-dual"])
 def test_the_finite_deposits_of_a_window_are_committed(name, mode, order):
-    """Two deposits with different samples, one of them spoiled."""
+    """Of two deposits with different samples, one has a NaN; only the other is committed."""
     est, twin = (warmed(BY_NAME[name], mode, N, 90) for _ in range(2))
     z1, z2, _ = batches(N, 1, batch=6, seed=96)[0]
     good, bad = torch.arange(0, 6), torch.arange(6, 12)
@@ -236,7 +236,7 @@ def test_the_finite_deposits_of_a_window_are_committed(name, mode, order):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", STATEFUL, ids=str)
 def test_a_bad_sample_that_is_in_no_pair(info, mode, side):
-    """Its index is that of the second sample, its label that of the third; its gradient would be NaN all the same."""
+    """Sample 0 has the index of the second and the label of the others; its gradient would be NaN nevertheless."""
     est = warmed(info, mode, N, 90)
     z = list(torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     z[side] = poisoned(z[side], 0, float("nan"))
@@ -246,7 +246,7 @@ def test_a_bad_sample_that_is_in_no_pair(info, mode, side):
 
 @pytest.mark.parametrize("name", ["neural-through-alpha", "dcl"])
 def test_a_bad_further_candidate(name):
-    """A network's alpha does not depend on it; the weights do."""
+    """A network's alpha does not depend on further candidates, but the weights do."""
     est = warmed(BY_NAME[name], "bimodal", N, 90)
     z1, z2, extra = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     assert bad_rows(est, z1, z2, torch.arange(4), extra=poisoned(extra, 2, float("inf"))) == 1
@@ -256,7 +256,7 @@ def test_a_bad_further_candidate(name):
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("name", ["sogclr", "isogclr", "neuclip", "residual", "memory", "emc2", "fastclip-v3"])
 def test_a_bad_sample_in_no_pair_reaches_no_later_call(name, side, mode):
-    """Not from the first batch either, when a memory or a queue is empty, and with one direction."""
+    """This also holds for the first batch, when a memory or a queue is empty, and with one direction."""
     options = {"directions": "forward"} if mode == "forward" else {"mode": mode}
     est = {
         "sogclr": lambda: compopt.SogCLREstimator(N, **options),

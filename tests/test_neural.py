@@ -1,4 +1,4 @@
-"""The neural normalizer: queue, restarts, optimizers, temperatures, ranks (against its twin: test_agreement)."""
+"""The neural normalizer: queue, restarts, optimizers, temperatures, ranks (against its reference: test_agreement)."""
 
 import functools
 
@@ -16,7 +16,7 @@ D = 4
 
 
 def network(**options):
-    """A small network x a fixed temperature."""
+    """Return an estimator with a small network and a fixed temperature."""
     tau = options.pop("tau", 0.1)
     mode = options.pop("mode", "bimodal")
     plain = {"learn_tau": False, "through_alpha": False}
@@ -36,7 +36,7 @@ def extra(est):
 
 
 def test_a_step_that_a_device_skips_leaves_the_network_as_it_was():
-    """The ring counts the skipped slots as filled; they get their features when it comes round again."""
+    """The ring buffer counts the skipped slots as filled; they receive features when it wraps around."""
     est = compopt.NeuCLIPEstimator(8, prototypes=32)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], fused=True)
     est.attach(optimizer)
@@ -72,7 +72,7 @@ def test_a_batch_that_cannot_be_used_leaves_its_restart_to_the_next():
 
 @pytest.mark.parametrize("tau", [0.005, 0.01])
 def test_close_negatives_and_a_small_temperature_keep_the_state_finite(tau):
-    """exp of a gap of a hundred; its square would leave float32."""
+    """The gap in the exponent is about 100; the square of its exp would overflow float32."""
     est = compopt.NeuCLIPEstimator(64, tau=tau, prototypes=32, learn_tau=False)
     for t in range(6):
         z1, z2 = features(32, 64, t, spread=0.3, dtype=torch.float32)
@@ -209,13 +209,13 @@ def test_half_precision_features_meet_a_float32_network():
 
 
 def test_the_exact_normalizers_are_learned_where_the_network_can_express_them():
-    """As many prototypes as samples, the full batch: the queue is the data set, and the network exact but for s_ii."""
+    """With a full batch and a prototype per sample, the queue is the data set; the network is exact except for s_ii."""
     z1, z2 = features(40, D, 1)
     est = network(prototypes=40, updates=0, tau=0.3)
     run(est, z1, z2, torch.arange(40))
     est.step()
     bare = diagnostics.normalizer_error(est, z1, z2)
-    assert bare < 2e-2  # an anchor's own positive is one of the forty
+    assert bare < 2e-2  # the forty prototypes include an anchor's positive
     learned = network(prototypes=40, updates=300, tau=0.3, lr=0.02)
     run(learned, z1, z2, torch.arange(40))
     learned.step()
@@ -226,7 +226,7 @@ def test_the_exact_normalizers_are_learned_where_the_network_can_express_them():
 
 
 def trained(temperature, mode="bimodal", multiply_tau=True, eps=0.02):
-    """A network after three batches of samples 0 to 7, which learns no more, and its prototypes."""
+    """Return an estimator trained on three batches of samples 0 to 7, its updates disabled, and its prototypes."""
     network = compopt.NeuralNormalizer(D, 8, lr=0.1, updates=3, restart_every=None, eps=eps, through_alpha=True)
     est = compopt.ContrastiveEstimator(network, temperature, mode, multiply_tau=multiply_tau, dtype=torch.float64)
     for seed in range(3):
@@ -276,7 +276,7 @@ def test_a_dual_follows_it_too(kind, mode):
     if kind == "global":
         near(est.state_dict()["extra"]["temperature"]["exp_avg"], want, 1e-10)
     else:
-        want = 12 * want if mode == "bimodal" else 6 * want.sum(1, keepdim=True)  # of one anchor; of a sample's views
+        want = 12 * want if mode == "bimodal" else 6 * want.sum(1, keepdim=True)  # of an anchor; of a sample's views
         near(est.read(index + 8)["tau_exp_avg"], want, 1e-10)
 
 
@@ -284,7 +284,7 @@ def test_a_dual_follows_it_too(kind, mode):
 
 
 def counting(group):
-    """Count the collectives of a call, and how many prototypes a rank multiplies with."""
+    """Return the all-reduces of a call and the shapes of this rank's prototypes and queue."""
     calls = []
     original = dist.all_reduce
 
@@ -345,7 +345,7 @@ def test_checkpoints_fit_any_number_of_ranks(writers, readers, tmp_path):
 
 
 def uneven(group, kind):
-    """One rank brings nothing, or nothing that learns; the others must not wait for it in a collective."""
+    """One rank has an empty batch, or features without gradients; the other must not wait for it in a collective."""
     est = compopt.ResidualEstimator(D, prototypes=8, process_group=group, dtype=torch.float64)
     rank = dist.get_rank(group)
     z1, z2, index = batch(0, 6)

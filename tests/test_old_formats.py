@@ -1,4 +1,4 @@
-"""Checkpoints of earlier versions of the library keep loading; `fixtures/make.py` says how they were made."""
+"""Checkpoints of earlier versions of the library can be loaded; `fixtures/make.py` describes how they were made."""
 
 import json
 
@@ -13,14 +13,14 @@ from tests.fixtures.make import ESTIMATORS, HERE, N, known, train
 from tests.helpers import assert_same_bits, snapshot
 from tests.test_sparse_saves import sogclr, visit
 
-FORMATS = {"0.1.0": 2, "0.2.0": 3, "0.3.0": 4}  # of directories
-REDEFINED = {("memory", "effective_negatives")}  # counts the memory's since
+FORMATS = {"0.1.0": 2, "0.2.0": 3, "0.3.0": 4}  # format version of directories
+REDEFINED = {("memory", "effective_negatives")}  # now counts the memory's as well
 EXPECTED = {version: json.loads((HERE / version / "expected.json").read_text()) for version in FORMATS}
 CASES = [(version, name) for version, names in EXPECTED.items() for name in names]
 
 
 def assert_expected(est, version, name):
-    """To the bit what rows and steps are; a loss may be rounded otherwise by a later version."""
+    """Compare rows and steps bit for bit, losses and metrics approximately: later versions may round differently."""
     found, expected = known(est), EXPECTED[version][name]
     for key, value in expected.items():
         if key == "metrics":
@@ -52,7 +52,7 @@ def test_directory(version, name):
 @pytest.mark.parametrize("optimizer", ["adam", "momentum"])
 @pytest.mark.parametrize("before, after", [("linear", "log"), ("log", "linear")])
 def test_a_learned_temperature_converts(before, after, optimizer, tmp_path):
-    """By state_dict, by directory and as a part: tau is kept, a moment of dF/dlog(tau) is tau times one of dF/dtau."""
+    """Load by state_dict, directory and component: tau is kept; moments convert with dF/dlog(tau) = tau dF/dtau."""
 
     def build(form):
         average = compopt.MovingAverageEstimator(N, reference="positive")
@@ -89,13 +89,13 @@ def test_this_version_has_its_checkpoints():
 
 
 def v2(rows):
-    """All rows, in files of two ranks that are known by their first row."""
+    """Yield all rows as the files of two ranks, which are identified by their first rows."""
     for first in (0, 1):
         yield {key: value[first::2] for key, value in rows.items()}, {"first": first, "stride": 2, "count": None}
 
 
 def v3(rows):
-    """Two files with the same rows, of which the later one counts."""
+    """Yield two files with overlapping rows, of which the later one takes precedence."""
     stale = {key: value[0:12] + 1 for key, value in rows.items()}
     yield stale, {"first": 0, "stride": 1, "spans": [[0, 8], [12, 16]]}
     yield rows, {"first": 0, "stride": 1, "spans": [[0, len(rows["count"])]]}

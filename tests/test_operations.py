@@ -1,10 +1,10 @@
-"""A training step dispatches no more torch operations than it is known to need: on an accelerator each is a launch."""
+"""Upper bounds on the torch operations that a training step dispatches; on an accelerator each is a kernel launch."""
 
 import pytest
 
 from benchmarks.operations import ESTIMATORS, operations
 
-# What benchmarks/results/operations.md shows. A change that needs fewer lowers them; one that needs more says why.
+# Counts of benchmarks/results/operations.md. Lower them if a change needs fewer; justify a change that needs more.
 # The backward pass takes one product per tensor that requires a gradient.
 MOST = {
     "InfoNCE": 47,
@@ -13,7 +13,7 @@ MOST = {
     "iSogCLR": 83,
     "Residual": 99,
     "Memory": 101,
-    "FastCLIP v3": 106,  # its logarithm of tau, the way back, and the rate that depends on tau
+    "FastCLIP v3": 106,  # computes log tau, exponentiates it, and scales the rate with tau
     "EMC2": 188,
     "NeuCLIP, 10 updates": 250,
 }

@@ -1,4 +1,4 @@
-"""LARS against a reference in float64, and schedules and rates of the recipes."""
+"""LARS against a reference in float64, and schedules and learning rates of the recipes."""
 
 import math
 

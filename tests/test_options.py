@@ -1,4 +1,4 @@
-"""The options of ContrastiveEstimator: spelled once, shown and refused by every preset."""
+"""The options of ContrastiveEstimator: declared once, shown by every preset, which rejects any other option."""
 
 import inspect
 
@@ -23,7 +23,7 @@ PARTS = {"self", "normalizer", "temperature", "sample_groups"}
 
 
 def test_type_checkers_see_what_the_base_class_takes():
-    """The one list of names that Python cannot derive from the signature."""
+    """The TypedDicts for type checkers, which cannot be derived from the signature, list the same names."""
     taken = inspect.signature(compopt.ContrastiveEstimator.__init__).parameters
     assert set(Options.__annotations__) == set(taken) - PARTS
     assert set(CommonOptions.__annotations__) == set(Options.__annotations__) - {"multiply_tau"}

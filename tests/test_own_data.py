@@ -1,4 +1,4 @@
-"""The recipe for one's own pictures and texts: every form of the data, train, resume, two processes."""
+"""The recipe for users' own pictures and texts: data formats, training, resuming, two processes."""
 
 import csv
 import gc
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Thirty pictures of one colour in three sub-folders, some with two captions, and the same as tables."""
+    """Thirty single-colour pictures in three sub-folders, some with two captions, and the same pairs as tables."""
     import datasets
     from PIL import Image
 
@@ -87,7 +87,7 @@ def test_other_columns_of_the_same_names_are_not_in_the_way(small):
     table.save_to_disk(small / "columns")
     found = own_data.read(small / "columns", "path", "caption", "kind")
     assert found["text"][:] == [["0"], ["1"], ["2"]] and found["name"][0] == "blue/02.png"
-    assert found["label"][:] == ["cat", "dog", "cat"]  # the texts of classes have names, not numbers
+    assert found["label"][:] == ["cat", "dog", "cat"]  # labels are class names, not numbers
 
 
 def test_pairs_without_a_picture_or_a_text_are_left_out(small):
@@ -133,7 +133,7 @@ def test_recall_counts_any_of_the_right_ones():
 
 
 class Ideal(torch.nn.Module):
-    """Features of a picture: its mean colour; of a text: the colour that it names."""
+    """An encoder that maps a picture to its mean colour and a text to the colour that it names."""
 
     def image(self, pictures):
         return pictures.float().mean((2, 3))
@@ -188,7 +188,7 @@ def test_arguments_are_checked_first(arguments, said, tmp_path, capsys):
 
 
 def new_pair(folder, held_out):
-    """Write a pair whose name puts it among those held out, or among those to train on."""
+    """Write a pair whose name assigns it to the held-out set or to the training set."""
     names = (f"new {k}" for k in range(1000))
     name = next(name for name in names if (zlib.crc32(f"{name}.png".encode()) % 10 == 0) is held_out)
     shutil.copy(next(folder.glob("*.png")), folder / f"{name}.png")
@@ -228,7 +228,7 @@ def test_a_resumed_run_is_the_whole_run(small, tmp_path, capsys, monkeypatch):
     own_data.main([*run, "--output", str(tmp_path / "whole")])
     whole = capsys.readouterr().out.splitlines()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(own_data, "evaluate", interrupted)  # comes once the epoch is saved
+        patch.setattr(own_data, "evaluate", interrupted)  # runs after the epoch is saved
         own_data.main([*run, "--output", str(tmp_path / "parts")])
     own_data.main([*run, "--output", str(tmp_path / "parts"), "--resume"])
     assert capsys.readouterr().out.splitlines() == whole[1:]
@@ -241,7 +241,7 @@ def interrupted(*args, **options):
 
 @pytest.mark.slow
 def test_five_hundred_concepts_with_colours_are_learned(tmp_path, capsys):
-    """25 letters in 20 colours: the recall of new pictures is nearly perfect, which no grey picture allows."""
+    """25 letters in 20 colours: the recall of new pictures is nearly perfect, which grey pictures would not allow."""
     from PIL import Image, ImageDraw
 
     draw = random.Random(0)
@@ -267,7 +267,7 @@ def test_five_hundred_concepts_with_colours_are_learned(tmp_path, capsys):
 def test_two_processes_go_on_where_one_stopped(folder, tmp_path):
     output = ["--output", str(tmp_path)]
     own_data.main([str(folder), "--batch-size", "32", "--epochs", "1", *output])
-    gc.collect()  # an estimator that is there still holds the directory that it saved into
+    gc.collect()  # an estimator that still exists holds the lock on the directory that it saved into
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += ["-m", "recipes.own_data", str(folder), "--batch-size", "16", "--resume", *output]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""First contact of a user with the package: import cost, names, documentation, examples, the wheel."""
+"""Packaging: import cost, public names, documentation, examples and the wheel."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ import compopt
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ["compopt", *sorted(m.name for m in pkgutil.walk_packages(compopt.__path__, "compopt."))]
-if importlib.util.find_spec("triton") is None:  # in the language of Triton, which `make test-triton` installs
+if importlib.util.find_spec("triton") is None:  # needs Triton, which `make test-triton` installs
     MODULES.remove("compopt.tiles.language")
 PUBLIC_MODULES = [name for name in MODULES if not any(part.startswith("_") for part in name.split("."))]
 
 
 def defined_in(module) -> dict[str, object]:
-    """The public classes and functions whose source is in this module."""
+    """Return the public classes and functions whose source is in this module."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -52,15 +52,15 @@ def run_python(code: str) -> str:
 
 @pytest.mark.launch
 def test_import_costs_at_most_a_fifth_of_importing_torch():
-    """Both are timed in one process, so that a busy machine slows both; the best of six counts.
+    """Both are timed in one process, so that a busy machine slows both; the best of up to six runs counts.
 
-    Without the collector: its pass over all of torch's objects falls on whichever import happens to make it due.
+    Garbage collection is off: its pass over all of torch's objects would be charged to whichever import triggers it.
     """
     code = (
         "import gc, time; gc.disable(); a = time.perf_counter(); import torch; b = time.perf_counter(); import compopt;"
         "print((time.perf_counter() - b) / (b - a))"
     )
-    # as users import it, from compiled files; the first process writes those of compopt, as pip wrote those of torch
+    # import from compiled files, as users do: the first process writes those of compopt, pip has written those of torch
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     shares = []
     for _ in range(6):
@@ -82,7 +82,7 @@ def test_import_loads_no_optional_package():
 
 @pytest.mark.launch
 def test_training_needs_no_posix():
-    """On Windows the library imports and trains; a process that lacks ``fcntl`` and says so stands for it."""
+    """The library imports and trains on Windows, which is simulated by a process without ``fcntl``."""
     code = """
 import os, sys, torch, numpy
 sys.platform, sys.modules["fcntl"] = "win32", None
@@ -146,19 +146,19 @@ except AttributeError as error:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_run(name, monkeypatch):
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # else DeepSpeed says on stdout what it has chosen
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed prints its choice to stdout
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     result = doctest.testmod(importlib.import_module(name), optionflags=options)
     assert result.failed == 0, f"{result.failed} of {result.attempted} examples failed; see the output above"
 
 
-# Names that one looks up. Integrations are among them where their packages are installed.
+# Modules with an API reference. Integrations are included if their packages are installed.
 LOOKED_UP = ["", ".data", ".diagnostics", ".estimator", ".functional", ".samplers", ".schedules"]
 LOOKED_UP += [
     f".integrations.{name}"
     for name in "accelerate amp dcp deepspeed lightning sentence_transformers transformers".split()
 ]
-ELSEWHERE = {".estimator", ".integrations.deepspeed"}  # used by the examples of others, and by a page
+ELSEWHERE = {".estimator", ".integrations.deepspeed"}  # shown in the examples of other modules, and on a page
 
 
 @pytest.mark.parametrize("module", [part for part in LOOKED_UP if part not in ELSEWHERE])
@@ -171,7 +171,7 @@ def test_every_public_name_shows_its_use(module):
 
 
 def looked_up() -> dict[str, object]:
-    """Every public class and function that a page of docs/api lists, by its full name."""
+    """Return every public class and function that a page of docs/api lists, by its full name."""
     found: dict[str, object] = {}
     for part in LOOKED_UP:
         try:
@@ -186,7 +186,7 @@ def looked_up() -> dict[str, object]:
 
 
 def test_arguments_are_documented():
-    """Functions and constructors name theirs; presets leave the options that all of them have to another class."""
+    """Docstrings name all arguments of functions and constructors; those of presets omit their common options."""
     silent = {}
     for name, value in looked_up().items():
         function = vars(value).get("__init__") if inspect.isclass(value) else value
@@ -223,7 +223,7 @@ def setup_script():
 
 
 def test_the_long_description_has_no_link_that_leads_nowhere_else():
-    """On the page of a package index relative links are dead."""
+    """Relative links do not work on the page of a package index."""
     script, readme = setup_script(), (ROOT / "README.md").read_text()
     without = script.long_description(readme, "", "9.9.0")
     assert not re.search(r"\]\((?!https?:)", without) and "![" not in without
@@ -256,10 +256,10 @@ def test_no_function_swallows_keywords():
     swallowing = [
         key
         for name in PUBLIC_MODULES
-        if name != "compopt.integrations.deepspeed"  # hands them to the engine, which refuses unknown ones
+        if name != "compopt.integrations.deepspeed"  # passes them to the engine, which rejects unknown ones
         for key, value in defined_in(importlib.import_module(name)).items()
-        if key != "ranking_options"  # hands them to the loss of sentence-transformers, which does so too
-        # the names that an Unpack takes, or what a part must offer: nothing that is called
+        if key != "ranking_options"  # passes them to the loss of sentence-transformers, which also rejects them
+        # TypedDicts for Unpack, and protocols, are not called
         if not typing.is_typeddict(value) and not getattr(value, "_is_protocol", False)
         if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(value).parameters.values())
     ]
@@ -267,7 +267,7 @@ def test_no_function_swallows_keywords():
 
 
 def checkout(folder: Path) -> Path:
-    """A copy of what setuptools looks at; it leaves build folders behind."""
+    """Return a copy of the files that setuptools reads, because a build leaves folders behind."""
     for name in ("compopt", "recipes", "tests", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -286,9 +286,9 @@ def build(kind: str, source: Path, target: Path) -> Path:
 
 @pytest.mark.slow
 def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path):
-    """The wheel is built from the sdist's own content, and has the library, its types and nothing else.
+    """The wheel is built from the content of the sdist, and contains only the library and its type marker.
 
-    torch and NumPy are lent; nothing is fetched.
+    The environment uses the torch and NumPy of this one; nothing is downloaded.
     """
     with tarfile.open(build("sdist", checkout(tmp_path / "source"), tmp_path / "sdist")) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
@@ -307,7 +307,7 @@ def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path):
     subprocess.run(install, check=True, capture_output=True)
     (packages,) = environment.glob("lib/python*/site-packages")
     assert sorted(path.name.split("-")[0] for path in packages.iterdir()) == ["compopt", "compopt"]
-    # a path in a .pth file is not searched for .pth files: an editable compopt of this environment stays out
+    # .pth files are not read in a path that a .pth file adds, so an editable compopt of this environment is ignored
     (packages / "lent.pth").write_text(sysconfig.get_path("purelib"))
     code = (
         "import torch, compopt; print(compopt.__file__); est = compopt.SogCLREstimator(n=8);"
@@ -319,7 +319,7 @@ def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path):
 
 @pytest.mark.slow
 def test_type_checkers_find_an_editable_install(tmp_path):
-    """`pip install -e .` leaves a path, which they follow, and not a hook of Python's import, which they cannot."""
+    """`pip install -e .` installs a path, which type checkers follow, and not an import hook, which they cannot."""
     source = checkout(tmp_path / "source")
     wheel = zipfile.ZipFile(build("editable", source, tmp_path / "wheel"))
     (name,) = [name for name in wheel.namelist() if ".dist-info/" not in name]
@@ -328,7 +328,7 @@ def test_type_checkers_find_an_editable_install(tmp_path):
 
 @pytest.mark.parametrize("folder", ["compopt", "recipes", "benchmarks"])
 def test_docstrings_begin_with_what_they_describe(folder):
-    """Not with "Of": a docstring is a sentence, or a noun with what belongs to it."""
+    """No docstring begins with "Of": it is a sentence or a noun phrase."""
     for path in sorted((ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):

@@ -1,7 +1,7 @@
-"""Every Python block of every page runs. A page is one program: its blocks share their names.
+"""Run every Python block of every page. A page is one program: its blocks share their names.
 
-Setup that a reader does not need stands in the page as an invisible block, an HTML comment that begins with
-``<!--- invisible-code-block: python``. Pages that need a package which is not here are skipped.
+Setup that readers do not need is in an invisible block of the page, an HTML comment that begins with
+``<!--- invisible-code-block: python``. Pages that need a package which is not installed are skipped.
 
 python -m tests.test_page_blocks PAGE    # runs one page
 """
@@ -21,7 +21,7 @@ from tests.launching import environment
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")])
-# what a page needs beyond the library and the recipes
+# packages that a page needs beyond those of the library and the recipes
 NEEDS = {
     "docs/beyond_contrast.md": ("sklearn",),
     "docs/coming_from/libauc.md": ("libauc",),
@@ -45,11 +45,11 @@ def name(page: Path) -> str:
 
 
 def written(page: Path) -> int:
-    """The Python blocks that a reader sees."""
+    """Return the number of visible Python blocks."""
     return len(re.findall(r"^```python$", page.read_text(), re.M))
 
 
-# pages that make process groups, start workers or change what the process has
+# pages that create process groups, start workers or change process-wide state
 OF_THEIR_OWN = {*NEEDS, "docs/guides/fsdp2.md", "docs/guides/momentum.md", "docs/guides/ranks.md"}
 WITH_CODE = [page for page in PAGES if written(page)]
 

@@ -1,4 +1,4 @@
-"""Tables in README.md, docs and benchmarks/README.md say what the result files say."""
+"""Tables in README.md, docs and benchmarks/README.md match the result files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies of pairs: random combinations against the float64 twin, on one rank and on several; what is refused."""
+"""Pair policies: random combinations against the float64 reference, on one rank and on several; invalid input."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ THRESHOLDS = (None, 0.1, 0.3, -0.05, ("relative", 0.95), ("relative", 0.7))
 
 
 def random_policy(draw, kept):
-    """Options of a policy; ``kept``: the normalizer keeps features of past batches, for which there is no guide."""
+    """Return random options; ``kept``: the normalizer keeps features of past batches, for which there is no guide."""
     threshold = draw.choice(THRESHOLDS)
     options = {"false_negatives": threshold, "hardness": draw.choice((None, 0.7, 3.0, (0.0, 2.0), (1.5, 0.0)))}
     if threshold is not None:
@@ -37,13 +37,13 @@ def random_policy(draw, kept):
 
 
 def random_also(draw, kind):
-    """Further kinds of similarities, which queries have."""
+    """Return random further kinds of similarities, which are available for queries ("forward") only."""
     kinds = ("query_to_query", "document_to_query", "document_to_document")
     return tuple(k for k in kinds if draw.random() < 0.4) if kind == "forward" else ()
 
 
 def arguments(policy, seed, step, count):
-    """What the call of one step brings beside features and index; ``count`` further candidates."""
+    """Return the arguments of one step's call besides features and index, with ``count`` further candidates."""
     g = generator(7000 + 10 * seed + step)
     given = {"extra": torch.randn(count, DIM, generator=g, dtype=torch.float64)} if count else {}
     if policy["within"]:
@@ -57,7 +57,7 @@ def arguments(policy, seed, step, count):
 
 
 def leaves_negatives(kind, policy, batch, given):
-    """True if every anchor has a negative, which a twin divides by."""
+    """Return True if every anchor has a negative; the reference divides by their number."""
     z1, z2, index = batch
     found = anchors([z1, z2], index.tolist(), kind, extra=given.get("extra"), also=policy["also"])
     keys = given.get("within")
@@ -68,7 +68,7 @@ def leaves_negatives(kind, policy, batch, given):
 
 
 def case(number):
-    """One random combination: database entry, kind, policy, and batches with what their calls bring."""
+    """Return a random combination: database entry, kind, policy, chunk size, tau, and batches with their arguments."""
     draw = random.Random(number)
     name, kind = NAMES[number % len(NAMES)], draw.choice(KINDS)
     policy = random_policy(draw, name.startswith("memory")) | {"also": random_also(draw, kind)}
@@ -84,7 +84,7 @@ def case(number):
 
 
 def twins(name, kind, policy, chunk_size, tau, **options):
-    """An estimator with the policy, and its twin."""
+    """Return an estimator with the policy, and its reference."""
     est, ref = make(
         BY_NAME[name], kind, N, tau=tau, gamma=0.6, chunk_size=chunk_size, pairs=PairPolicy(**policy), **options
     )
@@ -93,7 +93,7 @@ def twins(name, kind, policy, chunk_size, tau, **options):
 
 
 def follow_case(number):
-    """All steps of a combination against the twin."""
+    """Compare all steps of a combination with the reference."""
     name, kind, policy, chunk_size, tau, steps = case(number)
     est, ref = twins(name, kind, policy, chunk_size, tau)
     for batch, given in steps:
@@ -120,7 +120,7 @@ EXTRA_SPLITS = {2: [2, 1], 3: [1, 0, 2]}
 
 
 def on_ranks(group, number, corrections):
-    """The steps of a combination with this rank's part of each batch."""
+    """Run the steps of a combination with this rank's part of each batch; return the results and the rows."""
     name, kind, policy, chunk_size, tau, steps = case(number)
     policy |= corrections
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -138,14 +138,14 @@ def on_ranks(group, number, corrections):
 
 
 def part(value, own, more):
-    """Part of an argument: of the batch, of the further candidates, or a sequence of the former and the latter."""
+    """Return this rank's part of an argument for the batch, for the further candidates, or for both as a sequence."""
     if isinstance(value, torch.Tensor):
         return value[own if len(value) == BATCH else more]
     return type(value)(each[own if len(each) == BATCH else more] for each in value)
 
 
 def compare_ranks(number, ranks, **corrections):
-    """K ranks with parts of the batch equal one rank with all of it, which equals the twin."""
+    """Compare K ranks with parts of the batch with one rank with the whole batch."""
     name, kind, policy, chunk_size, tau, steps = case(number)
     policy |= corrections
     est, _ = twins(name, kind, policy, chunk_size, tau)
@@ -185,12 +185,12 @@ def test_more_ranks(number):
     compare_ranks(number, ranks=2 + number % 2)
 
 
-# -- one fact each ---------------------------------------------------------------------------------------------
+# -- single properties -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("info", [info for info in DATABASE if not info.has_policy], ids=str)
 def test_a_policy_without_options_is_none(info):
-    """To the bit, at construction and at a call, also where other policies are refused."""
+    """Results are bit-identical, at construction and at a call, also for estimators that reject other policies."""
     plain, same, called = (make(info, "bimodal", N, **given)[0] for given in ({}, {"pairs": PairPolicy()}, {}))
     for z1, z2, index in batches(N, 2, seed=3):
         want = run(plain, z1, z2, index)
@@ -202,7 +202,7 @@ def test_a_policy_without_options_is_none(info):
 
 
 def test_copies_of_the_positive_are_no_negatives():
-    """Samples 0 and 1 have one caption; picture 1 is less like it than picture 0 is."""
+    """Samples 0 and 1 share a caption, which is less similar to picture 1 than to picture 0."""
     z2 = torch.eye(4)[[0, 0, 2, 3]]
     z1 = z2.clone()
     z1[1, 1] = 0.2
@@ -241,7 +241,7 @@ def test_hardness_of_further_candidates_alone():
     hard = a @ c.T
     logits = torch.cat([a @ b.T / 0.2, hard / 0.2 + 5.0 * hard.detach()], dim=1)
     theirs = torch.nn.functional.cross_entropy(logits, torch.arange(5))
-    near(loss + math.log(4 + 3), theirs)  # ours has the mean over the negatives
+    near(loss + math.log(4 + 3), theirs)  # the estimator averages over the negatives
     for got, want in zip(found, torch.autograd.grad(theirs, leaves), strict=True):
         near(got, want)
 
@@ -267,7 +267,7 @@ def test_the_policy_is_shown_and_stored():
     for a, b in ((est, plain), (plain, est)):
         with pytest.raises(ValueError, match=r"options.pairs differs: .*PairPolicy"):
             a.load_state_dict(b.state_dict())
-    assert "pairs" not in plain.state_dict()["config"]["options"]  # as before
+    assert "pairs" not in plain.state_dict()["config"]["options"]  # unchanged without a policy
 
 
 REFUSED = [
@@ -406,7 +406,7 @@ def test_feature_gradients_take_what_a_call_takes():
 
 
 def loss_of(est, z, count, **given):
-    """Loss and gradients of an estimator of the mean over ``count`` candidates, as a cross-entropy is written."""
+    """Return loss and gradients; log(``count``) turns the mean over candidates into the sum of a cross-entropy."""
     leaves = [x.detach().requires_grad_() for x in z]
     loss = est(*leaves, **given)
     loss.backward()
@@ -414,7 +414,7 @@ def loss_of(est, z, count, **given):
 
 
 def same(found, theirs, leaves):
-    """Equal values and gradients."""
+    """Assert equal values and gradients."""
     near(found[0], theirs, what="loss")
     for got, want in zip(found[1:], torch.autograd.grad(theirs, leaves), strict=True):
         near(got, want, what="gradient")
@@ -427,7 +427,7 @@ def infonce(tau, **options):
 @pytest.mark.parametrize("chunk_size", [None, 3])
 @pytest.mark.parametrize("prior, tau", [(0.01, 0.1), (0.1, 0.5), (0.4, 1.0), (0.4, 0.1)])
 def test_debiased_loss(prior, tau, chunk_size):
-    """At tau = 0.1 the bound holds for some anchors."""
+    """At tau = 0.1 the lower bound is active for some anchors."""
     z = [x.requires_grad_() for x in features(8, DIM, seed=20)]
     est = infonce(tau, prior=prior)
     est.chunk_size = chunk_size
@@ -447,7 +447,7 @@ def test_hard_negative_loss(tau, beta, prior, chunk_size):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["batch-tensor-tau-no-positive", "batch-tensor-tau-with-positive"])
 def test_normalized_importance(name, kind, importance):
-    """Every kind of anchors and a temperature that learns, against autograd through the whole objective."""
+    """Compare every kind of anchors, with a learned temperature, with autograd through the whole objective."""
     beta, tau, prior = 2.0, 0.4, 0.02
     policy = {"hardness": beta, "importance": importance, "prior": prior}
     est, _ = make(BY_NAME[name], kind, N, tau=tau, pairs=PairPolicy(**policy))
@@ -471,7 +471,7 @@ def test_normalized_importance(name, kind, importance):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reference", ["none", "positive"])
 def test_debiased_moving_average(kind, reference):
-    """gamma = 1: the batch's own estimate, whose gradient autograd knows."""
+    """With gamma = 1 the average is the batch's own estimate, whose gradient autograd computes."""
     tau, prior = 0.5, 0.1
     mode = {"directions": "forward"} if kind == "forward" else {"mode": kind}
     options = {"reference": reference, "gamma": 1.0, "tau": tau, "dtype": torch.float64}
@@ -524,7 +524,7 @@ def test_supervised_contrastive_loss(tau, chunk_size):
 
 
 def soft_weights(policy, teacher):
-    """Rows of both directions."""
+    """Return the target weights of both directions."""
     if policy["targets"] == "classes":
         shares = teacher @ teacher.T
         return [shares / shares.sum(1, keepdim=True)] * 2
@@ -536,7 +536,7 @@ def soft_weights(policy, teacher):
 @pytest.mark.parametrize("targets", [0.05, 1.0, "classes"])
 @pytest.mark.parametrize("directions", ["both", "forward"])
 def test_soft_targets(directions, targets, chunk_size):
-    """CLIP against the similarities of a teacher, or against shared classes."""
+    """CLIP with targets from the similarities of a teacher, or from shared classes."""
     z = [x.requires_grad_() for x in features(8, DIM, seed=31)]
     teacher = features(8, 5, seed=32) if targets != "classes" else torch.rand(8, 3, dtype=torch.float64)
     options = {"directions": directions, "chunk_size": chunk_size, "multiply_tau": False}
@@ -551,7 +551,7 @@ def test_soft_targets(directions, targets, chunk_size):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["sogclr", "sogclr-positive", "batch-tensor-tau-no-positive"])
 def test_expected_positives_of_every_kind(name, kind, within):
-    """A mean over equal labels, or within data sets; gamma = 1, and a temperature that learns."""
+    """Positives are averaged over equal labels, also within data sets; gamma = 1 and a learned temperature."""
     tau, key = 0.4, torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
     policy = PairPolicy(positives="labels", within=within)
     info = BY_NAME[name]
@@ -585,11 +585,11 @@ def test_expected_positives_of_every_kind(name, kind, within):
 
 
 def expected_on_ranks(group, kind, policy, given, sizes, z, chunk_size):
-    """Loss, gradients and temperature gradient of this rank's part of a batch."""
+    """Return loss and gradients of this rank's part of a batch, and the rows."""
     rank = dist.get_rank(group)
     own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     options = {"process_group": group, "chunk_size": chunk_size, "pairs": PairPolicy(**policy)}
-    name = "sogclr" if policy.get("inside") else "isogclr"  # whose temperature learns
+    name = "sogclr" if policy.get("inside") else "isogclr"  # isogclr learns its temperatures
     est, _ = make(BY_NAME[name], kind, N, tau=0.3, gamma=0.6, **options)
     given = {
         name: value[own] if isinstance(value, torch.Tensor) else [x[own] for x in value]
@@ -629,7 +629,7 @@ def test_expected_positives_on_ranks(kind, policy, given, sizes, chunk_size):
 
 
 def test_a_memory_of_several_data_sets_resumes_bit_for_bit():
-    """Its slots keep the keys of ``within=``."""
+    """The slots of the memory keep the keys of ``within=``."""
     data = batches(N, 6, BATCH, DIM, seed=40)
     key = torch.tensor([0, 1, 0, 1, 0, 1, 1])
     est, resumed = (compopt.MemoryEstimator(DIM, length=9, pairs=PairPolicy(within=True)) for _ in range(2))
@@ -645,7 +645,7 @@ def test_a_memory_of_several_data_sets_resumes_bit_for_bit():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
-    """Similarities, those of the guide and of the teacher too, are of the same features in float32."""
+    """Similarities, including those of guide and teacher, are computed in float32 from the same features."""
     z1, z2, guide, teacher = (x.to(dtype) for x in (*features(6, DIM, seed=41), *features(6, DIM, seed=42)))
     for policy, given in (
         ({"false_negatives": 0.0, "guided": True, "hardness": 1.0}, {"guide": [guide, teacher]}),
@@ -659,7 +659,7 @@ def test_half_precision(dtype):
         near(loss, full, 1e-6)
 
 
-# equal policies, and what their hyper-parameters become ---------------------------------------------------------
+# equal policies and their normalized hyper-parameters -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -708,11 +708,11 @@ def test_soft_labels_without_a_class_are_refused():
     ],
 )
 def test_the_sum_inside_refuses_a_temperature_that_is_learned(temperature):
-    """At construction, and a policy of the call at the call, before it computes."""
+    """Raise at construction, or for a policy of a call at the call, before any computation."""
     policy = PairPolicy(positives="labels", inside=True)
     with pytest.raises(ValueError, match="inside=True takes temperatures that do not learn"):
         compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(10), temperature(), pairs=policy)
     est = compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(10), temperature())
     with pytest.raises(ValueError, match="inside=True takes temperatures that do not learn"):
         est(*torch.randn(2, 6, 4), torch.arange(6), labels=torch.arange(6) // 2, pairs=policy)
-    compopt.DCLEstimator(torch.tensor(0.1), pairs=policy)  # a constant is one
+    compopt.DCLEstimator(torch.tensor(0.1), pairs=policy)  # a constant tensor is not learned

@@ -1,4 +1,4 @@
-"""Policies of pairs that a call brings, priors of samples, an anchor's own mined negatives, expected positives."""
+"""Pair policies of single calls, priors of samples, an anchor's own mined negatives, expected positives."""
 
 import math
 
@@ -21,18 +21,18 @@ unit = torch.nn.functional.normalize
 
 
 def few(first, *others):
-    """Values of a parameter, of which the daily suite has the first."""
+    """Return the values of a parameter, of which the daily suite runs only the first."""
     return [first, *(pytest.param(value, marks=FULL) for value in others)]
 
 
 # a policy for one call ----------------------------------------------------------------------------------------
 
 SCHEDULE = [{"false_negatives": 0.8}, {"hardness": 2.0}, {}, {"false_negatives": ("relative", 0.95), "hardness": 0.5}]
-KEPT = {"false_negatives": 0.9, "hardness": 1.0}  # of the construction
+KEPT = {"false_negatives": 0.9, "hardness": 1.0}  # given at construction
 
 
 def follow(est, ref, info):
-    """A policy per step, and then that of the construction again, against the twin."""
+    """Compare with the reference: a policy per step, and then the policy of the construction again."""
     for policy, batch in zip([*SCHEDULE, None], batches(N, 5, BATCH, DIM, seed=60, repeats=False), strict=True):
         ref.policy = PolicyReference(**(KEPT if policy is None else policy))
         given = {} if policy is None else {"pairs": PairPolicy(**policy)}
@@ -53,7 +53,7 @@ def test_each_call_has_its_policy(name, kind, chunk_size):
 
 
 def test_a_policy_of_a_call_is_that_of_a_construction():
-    """To the bit, where nothing is kept; one without options is none."""
+    """Results are bit-identical for a stateless estimator; a policy without options equals none."""
     z1, z2, index = batches(N, 1, BATCH, DIM, seed=61, repeats=False)[0]
     for policy in (*SCHEDULE, {"prior": 0.1}, {"mises_fisher": 0.5}):
         built, called = compopt.DCLEstimator(pairs=PairPolicy(**policy)), compopt.DCLEstimator()
@@ -86,7 +86,7 @@ def test_policies_that_a_call_refuses(build, policy, kind, message):
 
 
 def on_ranks(group, name, sizes, data, calls):
-    """This rank's part of some calls: losses, gradients, rows."""
+    """Run this rank's part of some calls; return losses, gradients and rows."""
     rank = dist.get_rank(group)
     own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     est, _ = make(BY_NAME[name], "bimodal", N, tau=0.3, process_group=group)
@@ -115,7 +115,7 @@ def test_policies_and_priors_of_calls_on_ranks():
 
 
 def differing(group, first, second):
-    """The error of a call whose policies differ between ranks."""
+    """Return the error of a call whose policies differ between ranks."""
     est = compopt.DCLEstimator(process_group=group)
     with pytest.raises(ValueError) as caught:
         est(*torch.randn(2, 4, DIM), pairs=second if dist.get_rank(group) else first)
@@ -135,7 +135,7 @@ def test_ranks_with_different_policies_are_told_so(second):
 @pytest.mark.parametrize("chunk_size", [None, 3])
 @pytest.mark.parametrize("tau", [0.1, 0.5])
 def test_a_prior_of_every_sample(tau, chunk_size):
-    """At tau = 0.1 the bound holds for some anchors."""
+    """At tau = 0.1 the lower bound is active for some anchors."""
     z = [x.requires_grad_() for x in features(8, DIM, seed=63)]
     prior = torch.linspace(0.01, 0.4, 8, dtype=torch.float64)
     options = {"directions": "forward", "multiply_tau": False, "chunk_size": chunk_size}
@@ -167,7 +167,7 @@ def test_equal_priors_are_a_constant(name, kind):
 @pytest.mark.parametrize("kind", few("unimodal", "bimodal", "forward"))
 @pytest.mark.parametrize("name", ["batch-tensor-tau-no-positive", "batch-tensor-tau-with-positive", "sogclr"])
 def test_weights_of_positives(name, kind):
-    """Any normalizer, and a temperature that learns; gamma = 1, so that autograd knows the gradient."""
+    """Test several normalizers and a learned temperature; with gamma = 1 autograd gives the gradient."""
     sigma, tau, info = 0.5, 0.4, BY_NAME[name]
     z1, z2 = (x.requires_grad_() for x in features(BATCH, DIM, seed=65))
     t = torch.tensor(tau, dtype=torch.float64, requires_grad=True)
@@ -201,7 +201,7 @@ MINED, OTHERS = {"hardness": ("mined", 3.0)}, {"hardness": ("others", 2.0)}
 
 
 def mined(kind, seed):
-    """A batch of 6 with two further candidates of every anchor."""
+    """Return kind, a batch of 6, and two further candidates for every anchor."""
     batch = batches(N, 1, BATCH, DIM, seed=seed, repeats=False)[0]
     return kind, batch, torch.randn(2 * BATCH, DIM, generator=generator(seed), dtype=torch.float64)
 
@@ -229,7 +229,7 @@ EVERYTHING = {"hardness": ("others", 3.0), "also": EVERY, "false_negatives": 0.4
 @pytest.mark.parametrize("name", ["infonce", "sogclr", pytest.param("isogclr", marks=FULL)])
 @pytest.mark.parametrize("options", [{}, {"guided": True}, {"guided": True, "spare_extra": True, "within": True}])
 def test_everything_but_an_anchor_s_own_mined_negatives(name, options, chunk_size):
-    """Mined negatives that are somebody's positive too."""
+    """The mined negatives are also positives of other anchors."""
     kind, batch, extra = mined("forward", 68)
     policy, g = {**EVERYTHING, **options}, generator(69)
     est, ref = make(BY_NAME[name], kind, N, tau=0.3, chunk_size=chunk_size, pairs=PairPolicy(**policy))
@@ -269,7 +269,7 @@ def test_own_mined_negatives_on_ranks(kind, chunk_size, policy):
         near(found[0], loss, 1e-11)
     for at, want in enumerate(gradients, start=1):
         found = [part[at] for part in parts]
-        if at == 3:  # columns of all ranks
+        if at == 3:  # merge the columns of all ranks
             columns = [x.view(2, size, DIM) for x, size in zip(found, sizes, strict=True)]
             found = [torch.cat(columns, dim=1).flatten(0, 1)]
         near(torch.cat(found) / 3, want, 1e-10)
@@ -281,7 +281,7 @@ LABELS = torch.tensor([0, 0, 1, 1, 1, 2])
 
 
 def twin(views, kind, weights, tau, count, extra=None, barred=None):
-    """The mean of all anchors' cross-entropies; ``weights(view, other)`` of a teacher, ``(B, B)``."""
+    """Return the mean of all anchors' cross-entropies; ``weights(view, other)`` are the target weights, ``(B, B)``."""
     z, terms = [unit(view, dim=1) for view in views], []
     further = None if extra is None else unit(extra, dim=1)
     for view in range(1 if kind == "forward" else count):
@@ -313,7 +313,7 @@ def of_teacher(teacher):
 
 
 def compare(est, views, given, theirs, leaves):
-    """Value and gradients, of a tensor of views or of two tensors."""
+    """Compare value and gradients, for a tensor of views or for two tensors."""
     loss = est(views[0], views[1], **given) if len(views) == 2 else est(torch.stack(views), **given)
     near(loss, theirs, 1e-10)
     for got, want in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(theirs, leaves), strict=True):
@@ -363,7 +363,7 @@ def test_expected_positives_of_several_views(policy, count, anchors, chunk_size)
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_supervised_contrast_of_several_views(inside):
-    """SupCon in its own form: a batch of three views with labels."""
+    """SupCon in its original form: a batch of three views with labels."""
     z = torch.randn(3, BATCH, DIM, generator=generator(74), dtype=torch.float64).requires_grad_()
     transcribed = policies.supervised_inside if inside else policies.supervised
     theirs = transcribed(z.flatten(0, 1), LABELS.repeat(3), 0.2)
@@ -381,7 +381,7 @@ def test_two_views_of_a_tensor_are_two_tensors():
 
 
 def expected_on_ranks(group, views, labels, extra, sizes, more, chunk_size):
-    """Loss and gradients of this rank's views and further candidates, and the rows of all."""
+    """Return loss and gradients of this rank's views and further candidates, and the rows of all samples."""
     rank = dist.get_rank(group)
     own, further = (slice(sum(x[:rank]), sum(x[: rank + 1])) for x in (sizes, more))
     options = {"process_group": group, "chunk_size": chunk_size, "pairs": PairPolicy(positives="labels")}
@@ -398,7 +398,7 @@ def expected_on_ranks(group, views, labels, extra, sizes, more, chunk_size):
 @pytest.mark.distributed
 @pytest.mark.parametrize("count, chunk_size", [(3, None), (2, 2)])
 def test_expected_positives_of_views_and_further_candidates_on_ranks(count, chunk_size):
-    """Three views; or two with further candidates."""
+    """Test three views, and two views with further candidates."""
     g = generator(76)
     views = torch.randn(count, BATCH, DIM, generator=g, dtype=torch.float64)
     extra = torch.randn(5, DIM, generator=g, dtype=torch.float64) if count == 2 else None

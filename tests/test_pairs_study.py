@@ -16,7 +16,7 @@ DEFINITIONS, HELD_OUT = 24, 8
 
 @pytest.fixture()
 def study(monkeypatch, tmp_path):
-    """Few samples, one learning rate and one strength of each option; of all arms those with words."""
+    """Return the study with few samples, one learning rate, one strength per option, and only the arms with words."""
     monkeypatch.setenv("COMPOPT_CACHE", str(tmp_path))
     monkeypatch.setattr(pairs.text, "load", made_up)
     for name, value in {"PAIRS": {"words": 64}, "PASSES": 1, "BATCH": 16, "TEACHER_PASSES": 4}.items():

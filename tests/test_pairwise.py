@@ -1,4 +1,4 @@
-"""``compopt.pairwise``: the sum over pairs of modalities is a loop; rows are apart; modalities may be missing."""
+"""``compopt.pairwise`` equals a loop over pairs of modalities; pairs share no rows, and modalities may be missing."""
 
 from itertools import combinations
 
@@ -67,7 +67,7 @@ def test_a_missing_modality_leaves_its_pairs_out():
 
 
 def subsets():
-    """Samples that have each modality, in orders of their own; text and audio share one, too few for a pair."""
+    """Return the samples of each modality, in different orders; text and audio share only one, too few for a pair."""
     return {
         "image": torch.tensor([3, 1, 4, 7, 5]),
         "text": torch.tensor([4, 7, 2, 3]),
@@ -97,7 +97,7 @@ def test_no_pair_with_two_samples_is_zero():
 
 
 def on_ranks(group, parts):
-    """One rank's samples of each modality: image and text have those of ``parts``, audio has some of them."""
+    """Return loss, gradients and rows of this rank; image and text have the samples ``parts``, audio some of them."""
     at = parts[torch.distributed.get_rank()]
     every, z = estimators(), features((B, B, B))
     some = [i for i in at if i % 2 == 0]  # rank 1 has none
@@ -131,7 +131,7 @@ def test_two_ranks_are_one():
 
 
 def one_sound(group):
-    """Both ranks have sample 9, as padded samplers give it, and it alone has a sound; then one has no sounds at all."""
+    """Both ranks have sample 9, as from a padding sampler, and only it has audio; then one rank has no audio."""
     rank = torch.distributed.get_rank()
     z, every = features((2, 2, 1), seed=rank), estimators(EVERY[:2])
     index = {"image": torch.tensor([rank, 9]), "text": torch.tensor([rank, 7]), "audio": torch.tensor([9])}
@@ -144,7 +144,7 @@ def one_sound(group):
 
 
 def another_order(group, one):
-    """One index for all modalities, which the ranks have in another order; then in the same."""
+    """Pass one index for all modalities, whose order differs between the ranks, and then the same order."""
     names = NAMES if torch.distributed.get_rank() else NAMES[::-1]
     est = compopt.DCLEstimator() if one else estimators(EVERY if names == NAMES else EVERY[::-1])
     z = features()
@@ -171,7 +171,7 @@ def test_what_is_refused():
     z, index = features(), torch.arange(B)
     with pytest.raises(ValueError, match="SogCLREstimator keeps a state.*an estimator for each"):
         compopt.pairwise(compopt.SogCLREstimator(N), z, index)
-    with pytest.raises(ValueError, match="SogCLREstimator keeps a state"):  # another batch may have another modality
+    with pytest.raises(ValueError, match="SogCLREstimator keeps a state"):  # another batch may have more modalities
         compopt.pairwise(compopt.SogCLREstimator(N), {name: z[name] for name in NAMES[:2]}, index)
     with pytest.raises(ValueError, match="MemoryEstimator keeps a state"):
         compopt.pairwise(compopt.recommended(D), z, index)

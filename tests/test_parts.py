@@ -1,4 +1,4 @@
-"""The four objects as parts of a ContrastiveEstimator: what they show, and state that moves between compositions."""
+"""The four objects as parts of a ContrastiveEstimator: their interface, and moving their state between compositions."""
 
 import copy
 import pickle
@@ -21,7 +21,7 @@ I, G = torch.arange(3), torch.zeros(3)  # noqa: E741
 
 
 def call(est, index, seed=0, **keys):
-    """A call of a ContrastiveEstimator, without its commit."""
+    """Call a ContrastiveEstimator and run backward, without a commit; return the loss."""
     z1, z2 = torch.randn(2, len(index), DIM, generator=generator(seed)).to(est.dtype).requires_grad_().unbind()
     loss = est(z1, z2, torch.as_tensor(index), **keys)
     loss.backward()
@@ -29,7 +29,7 @@ def call(est, index, seed=0, **keys):
 
 
 def saved(est, role="normalizer"):
-    """The state of one part; the estimator must live meanwhile."""
+    """Return the state of one part; the argument keeps the estimator alive meanwhile."""
     return getattr(est, role).state_dict()
 
 
@@ -42,13 +42,13 @@ def sogclr(mode="bimodal", steps=((0, 1, 2, 3), (2, 3, 4, 5)), **options):
 
 
 def isogclr(mode="bimodal", n=N, optimizer="adam", **options):
-    """One whose rows of the normalizer mean what SogCLR's do."""
+    """Return an estimator whose normalizer rows have the same meaning as SogCLR's."""
     options = {"reference": "none", "tau_init": TAU, "tau_min": 0.05, "tau_max": 1.0, "rho": 0.1, **options}
     return compopt.ISogCLREstimator(n, gamma=0.6, mode=mode, optimizer=optimizer, **{"dtype": torch.float64, **options})
 
 
 def adopted(mode="bimodal", **options):
-    """SogCLR's rows in an iSogCLR that has met the samples 4 .. 7 itself."""
+    """Return an iSogCLR estimator that has visited samples 4 to 7 itself and has then loaded SogCLR's rows."""
     est = isogclr(mode, **options)
     call(est, range(4, 8), seed=5)
     est.step()
@@ -59,7 +59,7 @@ def adopted(mode="bimodal", **options):
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_rows_of_sogclr_start_isogclr(mode, optimizer):
-    """The moving averages go on; temperatures that were never visited take their first step as a first one."""
+    """The moving averages continue; temperatures that were never visited take their next step as a first one."""
     source, est, fresh = sogclr(mode), adopted(mode, optimizer=optimizer), isogclr(mode, optimizer=optimizer)
     index = torch.arange(N)
     whole, average, tau = est.read(index), est.normalizer.read(index), est.temperature.read(index)
@@ -74,10 +74,10 @@ def test_rows_of_sogclr_start_isogclr(mode, optimizer):
         each.temperature.sample_groups[0]["lr"] = 1e-3
         call(each, [0, 1, 2, 3, 6, 8], seed=7)
         if each is est:
-            assert est.metrics["new_rows"].item() == 6  # some part meets each of these for the first time
+            assert est.metrics["new_rows"].item() == 6  # each of these is new to some part
         each.step()
     moved, first = est.read(index), fresh.read(index)
-    # sample 6 has a row, but no moving average: its next value is that of a first visit, as in an estimator without any
+    # sample 6 has a row, but no moving average: its next value is that of a first visit, as without loaded averages
     near(moved["log_u"][6], first["log_u"][6], 1e-12)
     near(moved["log_u"][8], first["log_u"][8], 1e-12)
     assert ((moved["log_u"] - first["log_u"])[:4].abs() > 1e-3).all()
@@ -90,7 +90,7 @@ def test_rows_of_sogclr_start_isogclr(mode, optimizer):
 
 
 def test_a_load_keeps_what_adam_has_averaged():
-    """A load may change the number of visits of a row, be it that of a temperature or of a normalizer."""
+    """A load of a temperature or a normalizer may change the number of visits of a row, but keeps Adam's averages."""
     source, est = isogclr(), isogclr()
     for seed, index in enumerate([(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 4, 5)]):
         call(source, index, seed), source.step()
@@ -103,7 +103,7 @@ def test_a_load_keeps_what_adam_has_averaged():
 
     before = averages(est, [0, 2, 6])
     state = saved(source)
-    state["meaning"] = {"tau": [TAU]}  # as if averaged at what the temperatures of est start from
+    state["meaning"] = {"tau": [TAU]}  # as if averaged at the initial temperature of est
     est.normalizer.load_state_dict(state)
     assert est.read(torch.tensor([0, 2, 4, 6]))["count"].tolist() == [3, 2, 1, 1]
     for a, b in zip(averages(est, [0, 2, 6]), before, strict=True):
@@ -113,7 +113,7 @@ def test_a_load_keeps_what_adam_has_averaged():
     state = saved(source, "temperature")
     untouched = copy.deepcopy(state)
     est.temperature.load_state_dict(state)
-    assert_same_bits(state["rows"], untouched["rows"])  # the caller's
+    assert_same_bits(state["rows"], untouched["rows"])  # the caller's state is unchanged
     assert est.read(torch.tensor([0, 2, 4, 6]))["count"].tolist() == [8, 7, 1, 1]
     for a, b in zip(averages(est, [0, 2, 4]), averages(source, [0, 2, 4]), strict=True):
         near(a, b, 1e-12)
@@ -121,7 +121,7 @@ def test_a_load_keeps_what_adam_has_averaged():
 
 
 def refused(source, make, message, role="normalizer"):
-    """Nothing was changed."""
+    """Assert that loading ``source`` into a part raises an error and changes nothing."""
     est = make()
     call(est, range(4, 8), 5)
     est.step()
@@ -171,7 +171,7 @@ def test_rows_that_would_mean_something_else_are_refused():
 
 
 def test_what_was_trained_alone_becomes_part_of_an_estimator():
-    """The part keeps one value per sample too; its hyper-parameters stay."""
+    """A temperature trained on its own fits a part with one value per sample, which keeps its hyper-parameters."""
     tau, d = compopt.TemperatureDual(N, tau_init=TAU, tau_max=1.0, lr=0.1), data()[0]
     tau.update(d["gradient"].float(), d["index"]), tau.step()
     for options in ({"mode": "unimodal"}, {"directions": "forward"}):
@@ -289,7 +289,7 @@ def test_copies_of_a_part_and_of_its_owner():
         assert est.t == 1 and alone.t == 1
     est = compopt.FastCLIPEstimator(N)
     call(est, range(4)), est.step()
-    alone = copy.deepcopy(est.temperature)  # starts anew, as every other part
+    alone = copy.deepcopy(est.temperature)  # starts from the initial value, like every other part
     assert alone.tau == est.sample_groups[0]["tau_init"] != est.temperature.tau
 
 
@@ -325,7 +325,7 @@ def test_what_is_attached_or_placed_is_not_adopted():
 
 def test_edits_survive_adoption_and_defaults_are_those_of_the_mode():
     u, tau = compopt.MovingAverageEstimator(N), compopt.TemperatureDual(N)
-    assert tau.sample_groups[0]["tau_init"] == 0.01  # of bimodal mode
+    assert tau.sample_groups[0]["tau_init"] == 0.01  # default of bimodal mode
     u.sample_groups[0]["gamma"], tau.sample_groups[0]["lr"] = 0.3, 0.7
     u.update(G, I), u.step()
     with pytest.warns(UserWarning, match="its rows of 1 commits are dropped"):
@@ -378,7 +378,7 @@ def test_a_network_in_a_residual_normalizer():
 
 
 class Former(compopt.FixedTemperature):
-    """Hooks under their former names."""
+    """Base class of temperatures whose hooks have their former names."""
 
     learns = True
 
@@ -404,7 +404,7 @@ def test_hooks_of_temperatures_under_their_former_names():
 
 
 def marks_on_ranks(group, folder, saved_part, whole, options):
-    """Load a part, save, load elsewhere, go on; state after each."""
+    """Load a part, save, load into other estimators and continue; return the states, and the path of the save."""
     table.BLOCK_ROWS = 5
     batches = [[4, 5, 6, 7], [0, 1, 4, 6], [0, 2, 5, 8]]
 
@@ -424,7 +424,7 @@ def marks_on_ranks(group, folder, saved_part, whole, options):
     compopt.save(est, f"{folder}/before")
     est.normalizer.load_state_dict(saved_part)
     found = [state(est), est.normalizer.state_dict()["rows"], est.temperature.read(torch.tensor([0, 5]))]
-    path = compopt.save(est, f"{folder}/before")  # an increment
+    path = compopt.save(est, f"{folder}/before")  # an incremental save
     other, third = make("b"), make("c")
     compopt.load(other, path)
     third.load_state_dict(est.state_dict() if whole is None else whole)
@@ -444,7 +444,7 @@ def test_marks_survive_on_ranks(ranks, options, tmp_path):
     compopt.load(here, path)
     answers = the_pool().run(marks_on_ranks, ranks, str(tmp_path / "many"), part, here.state_dict(), options)
     there = isogclr()
-    compopt.load(there, answers[0][1])  # on one rank, what many wrote
+    compopt.load(there, answers[0][1])  # load on one rank what many ranks wrote
     assert_same_bits(state(there), answers[0][0][0])
     for found, _ in answers:
         for got, expected in zip(found, want, strict=True):

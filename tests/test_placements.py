@@ -1,4 +1,4 @@
-"""Placements do not change rows: every one, with and without prefetch, bit for bit."""
+"""Rows are bit-identical in every placement, with and without prefetch."""
 
 import functools
 
@@ -16,7 +16,7 @@ ROWS = [info for info in DATABASE if info.has_rows]
 
 
 def options(offload, path):
-    """Constructor arguments of a placement."""
+    """Return the constructor arguments of a placement."""
     return {"offload": offload, "offload_dir": path} if offload == "disk" else {"offload": offload}
 
 
@@ -33,15 +33,15 @@ def train(est, data, prefetch, window=1):
 
 
 def under_way(est):
-    """Batches whose rows were asked for and not used yet."""
+    """Return the batches whose rows were requested but not used yet."""
     prefetcher = est._engine.reader.prefetcher
     return [] if prefetcher is None else prefetcher._under_way
 
 
 @functools.cache
 def in_memory(name, mode):
-    """Data, and what an estimator without a placement makes of them."""
-    data = batches(N, 8, seed=11)  # six of thirteen rows each: neighbours overlap
+    """Return data, and the trace and state of an estimator without a placement."""
+    data = batches(N, 8, seed=11)  # six of thirteen rows each: consecutive batches overlap
     near, _ = make(BY_NAME[name], mode, N, gamma=0.6)
     return data, train(near, data, prefetch=False, window=2), snapshot(near, N)
 
@@ -74,7 +74,7 @@ def test_prefetching_the_second_modality_s_rows(offload, tmp_path):
 
 
 def test_a_prefetched_batch_that_never_comes(tmp_path):
-    """Other batches, repeated ones, abandoned ones: values stay right and nothing piles up."""
+    """Prefetches of other, repeated or abandoned batches keep values correct and do not accumulate."""
     data = batches(N, 30, seed=13)
     near, far = compopt.SogCLREstimator(N), compopt.SogCLREstimator(N, offload="disk", offload_dir=tmp_path)
     for step, (z1, z2, index) in enumerate(data):
@@ -156,14 +156,14 @@ def test_bad_placements(tmp_path):
 
 
 def own_part(group, batch):
-    """Unequal parts."""
+    """Return this rank's part of a batch, which is split into unequal parts."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     cut = [0, *(batch * (k + 1) // (ranks + 1) for k in range(ranks - 1)), batch]
     return slice(cut[rank], cut[rank + 1])
 
 
 def on_ranks(group, name, mode, data, placement, prefetch, window):
-    """Return what one rank sees of every column in the end."""
+    """Train on this rank; return the final values of all columns, and the number of rows in its store."""
     est, _ = make(BY_NAME[name], mode, N, gamma=0.6, process_group=group, **placement)
     own = own_part(group, len(data[0][2]))
     parts = [(z1[own], z2[own], index[own]) for z1, z2, index in data]
@@ -177,7 +177,7 @@ def on_ranks(group, name, mode, data, placement, prefetch, window):
 
 @functools.cache
 def on_ranks_in_memory(name, ranks):
-    """Data, and what ranks without a placement make of them."""
+    """Return data, and the results of ranks without a placement."""
     data = batches(N, 8, batch=7, seed=21)
     return data, the_pool().run(on_ranks, ranks, name, "bimodal", data, {}, False, 2)
 
@@ -204,7 +204,7 @@ def test_every_placement_on_several_ranks(name, ranks, offload, shard, prefetch,
 
 
 def grown(group, placement):
-    """Rows appended to shards."""
+    """Append a sample group to sharded rows and return all rows."""
     est = compopt.SogCLREstimator([{"n": N}], process_group=group, dtype=torch.float64, **placement)
     data = batches(N, 3, batch=8, seed=22)
     own = own_part(group, 8)
@@ -226,7 +226,7 @@ def test_shards_grow(offload, tmp_path):
 
 
 def different_reads(group):
-    """Every rank asks a shard for rows of its own choice."""
+    """Return True if every rank can read rows of its own choice from the shards."""
     est = compopt.SogCLREstimator(N, process_group=group, shard=True, dtype=torch.float64)
     own = own_part(group, 8)
     run(est, *(x[own] for x in batches(N, 1, batch=8, seed=23)[0]))

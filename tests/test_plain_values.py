@@ -1,4 +1,4 @@
-"""Hyper-parameters of NumPy and torch become Python's own, so that every state travels as plain data."""
+"""Hyper-parameters given as NumPy or torch values become Python values, so that every state is plain data."""
 
 import json
 import math
@@ -83,7 +83,7 @@ def test_integers_and_sizes_stay_integers():
         ("gamma", np.bool_(True), TypeError, "gamma .*True"),
         ("gamma", np.float64(1.5), ValueError, r"gamma .*\b1.5\b"),
         ("gamma", np.ones(2), TypeError, "gamma"),
-        ("updates", 2.0, TypeError, "updates .*2.0"),  # equal to what is there, and no number of updates
+        ("updates", 2.0, TypeError, "updates .*2.0"),  # equal to the current value, but no integer
     ],
     ids=repr,
 )

@@ -18,12 +18,12 @@ N = 4_000
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Five files of rows."""
+    """Use small pieces, so that a checkpoint has five files of rows."""
     monkeypatch.setattr(manifest, "PIECE_ROWS", 800)
     monkeypatch.setattr(manifest, "CHUNK_ROWS", 400)
 
 
-TRIALS = 6  # disks by chance for each moment
+TRIALS = 6  # random disks for each moment
 
 
 def sogclr():
@@ -31,14 +31,14 @@ def sogclr():
 
 
 def fill(est, seed):
-    """Visit samples of one piece and of the last one, so that others are linked."""
+    """Visit samples of one piece and of the last piece, so that the files of the others are linked."""
     for rows in (torch.arange(8) + 800 * (seed % 4), torch.arange(N - 8, N)):
         est(*features(8, 4, seed), rows)
         est.step()
 
 
 def judged(disk, tmp_path, states, trials=TRIALS):
-    """Load from every disk that there may be; by moment, the states that were found."""
+    """Load from the possible disks after a power loss; return the states found for each moment, and if it was over."""
     choose, found = random.Random(0), []
     for number, moment in enumerate(disk.moments):
         here = set()
@@ -52,7 +52,7 @@ def judged(disk, tmp_path, states, trials=TRIALS):
 
 
 def loaded(directory, states):
-    """Return which state a directory holds: its number; every checkpoint that looks complete can be loaded."""
+    """Return the number of the state that a directory holds; load every checkpoint that looks complete."""
     number = None
     for checkpoint in manifest.checkpoints(directory) if directory.is_dir() else ():
         if checkpoint.complete:
@@ -76,7 +76,7 @@ def on(disk):
 
 
 def saved_under_watch(tmp_path, before, **options):
-    """States by number, and the disk while the last of them was saved."""
+    """Return the disk that was watched during the last save, and the states by number."""
     root = tmp_path / "real"
     root.mkdir()
     est, states = sogclr(), {}
@@ -111,12 +111,12 @@ def test_a_power_loss_leaves_the_earlier_one_or_the_new_one(before, blocking, tm
     earlier = before - 1 if before else None
     for over, states_found in found:
         assert states_found <= ({before} if over else {earlier, before}), (over, states_found)
-    assert {earlier} in [there for _, there in found]  # and both really occur
+    assert {earlier} in [there for _, there in found]  # both states occur
 
 
 @pytest.mark.parametrize("left_out", ["files", "names", "parents"])
 def test_the_simulation_notices_what_is_not_synced(left_out, tmp_path, monkeypatch):
-    """The writer without one kind of its fsyncs loses checkpoints, or has broken ones."""
+    """A writer that omits one kind of fsync loses checkpoints or leaves broken ones."""
     real = files.sync_directory
     if left_out == "files":
         monkeypatch.setattr(files, "write_file", lambda path, content: path.write_bytes(content))
@@ -133,7 +133,7 @@ def test_the_simulation_notices_what_is_not_synced(left_out, tmp_path, monkeypat
 
 
 def test_the_simulation_notices_a_removal_that_is_not_synced(tmp_path, monkeypatch):
-    """Files of an old checkpoint may be gone and its manifest not."""
+    """Files of an old checkpoint may be removed while its manifest is still there."""
     outdated = manifest.outdated
 
     def without_sync(*args):
@@ -143,6 +143,6 @@ def test_the_simulation_notices_a_removal_that_is_not_synced(tmp_path, monkeypat
 
     monkeypatch.setattr(manifest, "outdated", without_sync)
     disk, states = saved_under_watch(tmp_path, 3)
-    del disk.moments[:-1]  # removed last; one disk in five has the manifest and the folder without all of the files
+    del disk.moments[:-1]  # the removal comes last; one disk in five has the manifest and the folder, but not all files
     with pytest.raises(ValueError, match="missing|does not exist|damaged|bytes"):
         judged(disk, tmp_path, states, trials=100)

@@ -1,4 +1,4 @@
-"""float32 near float64; bf16, fp16 and autocast: similarities in float32, gradients float32 until scaled."""
+"""float32 against float64; bf16, fp16 and autocast: similarities in float32, gradients in float32 until scaled."""
 
 import pytest
 import torch
@@ -15,11 +15,11 @@ N = 13
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_float32_is_near_float64(info, mode, tau, rtol):
-    """The same float32 numbers go into both, so only arithmetic differs: about 1e-7 / tau per similarity.
+    """Both get the same float32 numbers, so only the arithmetic differs: about 1e-7 / tau per similarity.
 
-    That float64 is right is the claim of tests/test_agreement.py.
+    The correctness of float64 is tested in tests/test_agreement.py.
     """
-    rtol *= 30 if info.network else 1  # whose steps are divided by the root of their own squares
+    rtol *= 30 if info.network else 1  # its optimizer divides by the root of squared gradients
     single, double = (make(info, mode, N, dtype, tau, 0.6)[0] for dtype in (torch.float32, torch.float64))
     for z1, z2, index in batches(N, 6, seed=80, dtype=torch.float32):
         loss, g1, g2 = run(single, z1, z2, index)
@@ -36,7 +36,7 @@ def test_float32_is_near_float64(info, mode, tau, rtol):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["infonce", "sogclr", "isogclr"])
 def test_half_precision_features(name, mode, dtype, rtol):
-    """The loss is as exact as float32; the gradient is rounded once."""
+    """The loss has float32 accuracy; the gradient is rounded once."""
     info = BY_NAME[name]
     est, _ = make(info, mode, N, dtype=torch.float32)
     _, ref = make(info, mode, N)
@@ -52,13 +52,13 @@ def test_half_precision_features(name, mode, dtype, rtol):
 
 
 def test_small_gradients_survive_a_loss_scale():
-    """fp16 gradients below its range are multiplied by grad_output before they are rounded."""
+    """Gradients below the range of fp16 are multiplied by grad_output before they are rounded."""
     z1, z2 = features(8, 4, seed=1, dtype=torch.float16)
     z1, z2 = z1 * 40, z2 * 40  # long features: gradients of order 1e-4 / 40 / 8
     est = compopt.InfoNCEEstimator(tau=0.07)
     _, ref = make(BY_NAME["infonce"], "bimodal", N)
     want = ref.forward(z1.double(), z2.double(), torch.arange(8))
-    tiny = torch.tensor(2.0**-12)  # on top of it, so that the unscaled product would underflow
+    tiny = torch.tensor(2.0**-12)  # so small that the unscaled product would underflow
     _, g1, _ = run(est, z1, z2, torch.arange(8), grad_output=tiny * 2.0**16)
     near(g1, want[1] * 2.0**4, 2**-8)
     z1 = z1.detach().requires_grad_()
@@ -90,7 +90,7 @@ def test_autocast_does_not_lower_the_estimators_precision(name, mode):
 @pytest.mark.parametrize("features_dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("autocast_dtype", [torch.float16, torch.bfloat16])
 def test_features_of_any_half_precision_under_autocast_of_any(features_dtype, autocast_dtype):
-    """Autocast refuses to stack half precision of a kind that is not its own."""
+    """Autocast cannot stack tensors of a half-precision dtype other than its own."""
     z1, z2, extra = (z.to(features_dtype).requires_grad_() for z in features(3 * 8, 4, seed=5)[0].split(8))
     est = compopt.SogCLREstimator(8, tau=0.1)
     want = est(z1, z2, torch.arange(8), extra=extra)
@@ -121,7 +121,7 @@ def test_an_encoder_under_autocast(mode):
 
 
 def test_float32_rows_with_float64_features():
-    """dtype= is the rows' precision; the features decide the arithmetic."""
+    """dtype= is the precision of the rows; the arithmetic uses the dtype of the features."""
     z1, z2, index = batches(N, 1, seed=83)[0]
     est = compopt.SogCLREstimator(N, tau=0.07)
     _, ref = make(BY_NAME["sogclr"], "bimodal", N)

@@ -1,4 +1,4 @@
-"""Presets are compositions: each equals its twin built from DESIGN section 3."""
+"""Presets are compositions: each equals the reference built from DESIGN section 3."""
 
 import math
 import warnings
@@ -40,7 +40,7 @@ def test_isogclr_defaults_by_mode(mode, beta):
 
 @pytest.mark.parametrize("mode, gamma, tau", [("bimodal", 0.9, 0.07), ("unimodal", 0.8, 0.1)])
 def test_defaults_by_mode(mode, gamma, tau):
-    """A value that is given, also in a group, goes first."""
+    """A given value, also in a group, takes precedence over the default."""
     group = compopt.SogCLREstimator(N, mode=mode).sample_groups[0]
     assert (group["gamma"], group["tau"]) == (gamma, tau)
     given, rest = compopt.SogCLREstimator([{"n": 4, "gamma": 0.3}, {"n": 5}], tau=0.2, mode=mode).sample_groups
@@ -54,7 +54,7 @@ AUTHORS = {"parametrization": "log", "lr_switch": (0.03, 1 / 3)}
 
 
 def fastclip(version):
-    """The estimator, float64, with a gamma that shows, and the hyper-parameters that the preset set."""
+    """Return the estimator in float64 with gamma = 0.6, and the hyper-parameters of the preset."""
     est = compopt.FastCLIPEstimator(N, version=version, dtype=torch.float64)
     group = est.sample_groups[0]
     group[group_key(group, "gamma")] = 0.6
@@ -71,7 +71,7 @@ def fastclip(version):
     ],
 )
 def test_fastclip_is_its_twin(version, info, twin):
-    """A constant temperature; individual ones; one that is learned."""
+    """v1 has a constant temperature, v2 individual temperatures, v3 a learned global temperature."""
     est, group = fastclip(version)
     ref = Reference([group], MovingAverageReference("positive", 1e-14), twin(group))
     follow(BY_NAME[info], est, ref, N, batches(N, 6, seed=3))
@@ -81,7 +81,7 @@ def test_fastclip_is_its_twin(version, info, twin):
 
 
 def test_fastclip_v0_learns_a_global_tau_and_does_not_multiply():
-    """Value mean alpha; tau moves; the features' gradient is that of weights w / tau."""
+    """The value is mean alpha, tau is learned, and the features' gradient has the weights w / tau."""
     est, group = fastclip("v0")
     tau = group["tau_init"]
     beside = FixedReference()
@@ -97,7 +97,7 @@ def test_fastclip_v0_learns_a_global_tau_and_does_not_multiply():
 
 
 def adamw(z1, z2, rho, lr, steps):
-    """tau after each step of FastCLIP's rule: AdamW on log(1/tau), clamped, a third of the rate at tau <= 0.03."""
+    """Yield tau after each step of FastCLIP's rule: clamped AdamW on log(1/tau), a third of the rate at tau <= 0.03."""
     theta = torch.tensor(0.07, dtype=torch.float64).reciprocal().log().requires_grad_()
     optimizer = torch.optim.AdamW([theta], lr=lr, weight_decay=0.0)
     s = z1 @ z2.T
@@ -118,12 +118,12 @@ def adamw(z1, z2, rho, lr, steps):
 @pytest.mark.parametrize(
     "rho, lr, last, linear",
     [
-        (0.4, 2e-4, 0.0758, 0.134),  # the authors' rate for CC3M; a linear step goes 1/tau times as far
-        (6.0, 2e-2, 0.01, 0.01),  # past 0.03, and to the bound
+        (0.4, 2e-4, 0.0758, 0.134),  # the authors' rate for CC3M; a linear step is 1/tau times as long
+        (6.0, 2e-2, 0.01, 0.01),  # below 0.03, down to the bound
     ],
 )
 def test_a_logarithm_moves_as_by_adamw(rho, lr, last, linear):
-    """FastCLIP's code; 400 steps on one batch, whose averages are its own at gamma 1."""
+    """Compare 400 steps on one batch with FastCLIP's code; with gamma = 1 the averages are the batch's own."""
     g = torch.Generator().manual_seed(0)
     z1, z2 = torch.nn.functional.normalize(torch.randn(2, 64, 16, generator=g, dtype=torch.float64), dim=2)
     est, other = (
@@ -139,11 +139,11 @@ def test_a_logarithm_moves_as_by_adamw(rho, lr, last, linear):
         assert passed[-1] == pytest.approx(want, rel=1e-9)
     assert passed[-1] == pytest.approx(last, abs=3e-4)
     assert other.temperature.tau.item() == pytest.approx(linear, abs=1e-3)
-    assert (min(passed) < 0.03) == (last == 0.01)  # the slower rate was met
+    assert (min(passed) < 0.03) == (last == 0.01)  # the reduced rate was used
 
 
 def test_clip_is_infonce_with_a_learned_tau_not_multiplied():
-    """F.cross_entropy both ways, up to the constant log(B - 1)."""
+    """The loss equals F.cross_entropy in both directions up to the constant log(B - 1)."""
     est = compopt.InfoNCEEstimator(tau=0.07, learn_tau=True, multiply_tau=False)
     z1, z2, _ = batches(N, 1, seed=5)[0]
     scale = list(est.parameters())[0].detach().double().exp().requires_grad_()
@@ -161,7 +161,7 @@ def test_clip_is_infonce_with_a_learned_tau_not_multiplied():
 
 
 def test_rho_beyond_reach_is_warned_about_once():
-    """rho >= log|N_i|: G can never be negative enough; said once."""
+    """With rho >= log|N_i| the constraint can never bind (G is never negative), which is warned about once."""
     est = compopt.ISogCLREstimator(N, rho=6.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -176,7 +176,7 @@ def test_rho_beyond_reach_is_warned_about_once():
 
 
 def test_recommended():
-    """The memory of 128 samples at 0.07, a quarter of a small data set, DCL in large batches."""
+    """Recommend a memory of 128 samples at tau = 0.07, of a quarter of a small data set, and DCL for large batches."""
     est = compopt.recommended(8)
     assert isinstance(est, compopt.MemoryEstimator)
     assert est.normalizer.length == 128 and est.sample_groups[0]["tau"] == 0.07
@@ -225,7 +225,7 @@ def test_settings_refuse_unknown_names_and_are_copies():
 
 
 def row(name, scale):
-    """A line of the table on the paper's page."""
+    """Return a line of the table on the paper's page."""
     values = SETTINGS[name][scale]
     number = lambda value: f"{value:.4g}" if isinstance(value, float) else repr(value)  # noqa: E731
     said = ", ".join(f"{key}={number(value)}" for key, value in values.items())

@@ -1,4 +1,4 @@
-"""The tests marked `accelerator`, on a pretend one: a process per file, since it is the device of a whole process."""
+"""Run the tests marked `accelerator` on a pretend device, in processes of their own: it is registered process-wide."""
 
 import os
 import subprocess
@@ -56,6 +56,6 @@ def test_on_a_pretend_device(like, files):
 
 
 def test_this_process_has_none_of_it():
-    """The pretend device is registered elsewhere: here torch is what it was."""
+    """The pretend device is registered in other processes; in this one torch is unmodified."""
     assert torch._C._get_privateuse1_backend_name() != pretend.NAME and not hasattr(torch, pretend.NAME)
     assert type(torch.empty) is type(torch.add)  # not replaced

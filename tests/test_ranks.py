@@ -22,37 +22,37 @@ SPLITS = {
     4: [[3, 3, 3, 3], [1, 5, 0, 6], [3, 3, 3, 3]],
 }
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
-# float32 rounds s to 1e-7 in whatever order a product of another shape sums; s / tau then is off by 1e-7 / tau
+# products of other shapes sum in another order, so that float32 values of s / tau differ by about 1e-7 / tau
 TAU = {torch.float64: 0.07, torch.float32: 0.2}
 
 
 def close(actual, expected, dtype, what=""):
-    """To 1e-12 (fp64) or 1e-6 (fp32), and small entries relative to the largest, up to the rounding of s / tau."""
+    """Compare to 1e-12 (fp64) or 1e-6 (fp32); small entries relative to the largest, for the rounding of s / tau."""
     rtol = TOLERANCE[dtype]
     largest = float(expected.abs().max()) if expected.numel() else 1.0
     near(actual, expected, rtol, atol=rtol * min(1.0, 5 * largest), what=what)
 
 
 def sizes_of(ranks, step):
-    """Every step splits the batch in another way."""
+    """Return the local batch sizes of a step; every step splits the batch differently."""
     return SPLITS[ranks][step % len(SPLITS[ranks])]
 
 
 def own_part(group, step):
-    """This rank's slice of the global batch."""
+    """Return this rank's slice of the global batch."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     sizes = sizes_of(ranks, step)
     return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
 
 
 def build(name, mode, dtype, group, options):
-    """The database's estimator over a group; without one, over this process alone."""
+    """Return the database's estimator for a process group, or for this process alone if group is None."""
     est, _ = make(BY_NAME[name], mode, N, dtype, TAU[dtype], 0.6, process_group=group, **options)
     return est
 
 
 def steps(est, info, data, part, window):
-    """Train; (loss, g1, g2, tau gradient) of every step, and the state."""
+    """Train; return (loss, g1, g2, tau gradient) of every step, and the state."""
     trace = []
     for step, (z1, z2, index) in enumerate(data):
         own = part(step)
@@ -72,14 +72,14 @@ def steps(est, info, data, part, window):
 
 
 def on_ranks(group, name, mode, dtype, data, options, window):
-    """Return what one rank sees."""
+    """Return the trace and the state of one rank."""
     est = build(name, mode, dtype, group, options)
     return steps(est, BY_NAME[name], data, lambda step: own_part(group, step), window)
 
 
 @functools.cache
 def on_one_rank(name, mode, dtype, window, count, repeats):
-    """Data, and the trace and state of one rank with all of it; nobody writes into them."""
+    """Return data, and the trace and state of one rank with the whole batch; the cached result must not be modified."""
     data = batches(N, count, batch=BATCH, dim=4, seed=31, repeats=repeats, dtype=dtype)
     est = build(name, mode, dtype, None, {})
     return data, *steps(est, BY_NAME[name], data, lambda step: slice(0, BATCH), window)
@@ -115,7 +115,7 @@ def test_many_ranks_equal_one(info, mode, ranks, dtype):
 
 
 STATEFUL = [info for info in DATABASE if info.has_state]
-# one entry with each set of columns: whatever else a method does, it does not see where rows are
+# one entry for each set of columns; apart from these, methods do not depend on where rows are stored
 DAILY = {(info.columns, bool(info.network)): info.name for info in reversed(STATEFUL)}.values()
 
 
@@ -140,7 +140,7 @@ def test_distinct_samples_and_chunks(name, ranks):
 
 
 def with_keys(group, data, options):
-    """A call with every argument there is."""
+    """Call with index2, group and tau per sample; return losses, gradients and rows."""
     tau, index2, labels = data[0][3:]
     est = compopt.ContrastiveEstimator(
         compopt.MovingAverageEstimator(N, gamma=0.7), compopt.FixedTemperature(), process_group=group, **options,
@@ -160,7 +160,7 @@ def with_keys(group, data, options):
 
 @functools.cache
 def keys_on_one_rank(shape):
-    """Data, and what one rank makes of them."""
+    """Return data, and the results of one rank."""
     z1, z2, index = batches(N, 2, batch=BATCH, dim=4, seed=41)[1]
     tau = 0.1 + 0.2 * torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     data = [(z1, z2, index, tau, (index * 7 + 3) % N, torch.arange(BATCH) // 2)]
@@ -184,7 +184,7 @@ def test_index2_group_and_tau_per_sample(ranks, shard, shape):
 
 
 def moving_average(group, log_g, index, options):
-    """The estimator by itself, and a compositional loss through it."""
+    """Run updates of the estimator on its own, and of a compositional loss; return values, gradients and rows."""
     u = compopt.MovingAverageEstimator(N, gamma=0.5, dtype=torch.float64, process_group=group, **options)
     trace = []
     for step in range(3):
@@ -201,7 +201,7 @@ def moving_average(group, log_g, index, options):
 
 @functools.cache
 def average_on_one_rank():
-    """Data, and what one rank makes of them."""
+    """Return data, and the results of one rank."""
     generator = torch.Generator().manual_seed(3)
     log_g = torch.randn(3, BATCH, generator=generator, dtype=torch.float64)
     index = torch.randint(0, N, (3, BATCH), generator=generator)
@@ -228,13 +228,13 @@ def test_the_moving_average_alone(ranks, options):
 
 
 def encoder(dtype):
-    """Two towers, the same on every rank."""
+    """Return two towers with the same weights on every rank."""
     torch.manual_seed(0)
     return torch.nn.ModuleList([torch.nn.Linear(7, 4), torch.nn.Linear(6, 4)]).to(dtype)
 
 
 class Towers(torch.nn.Module):
-    """Both encoders in one forward, as DDP wants it."""
+    """Both encoders in one forward, as DDP requires."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -245,7 +245,7 @@ class Towers(torch.nn.Module):
 
 
 def through_ddp(group, name, mode, dtype, x, y, index, ddp):
-    """Three optimizer steps; the encoder's gradients at each, its weights after them."""
+    """Take three optimizer steps; return losses and the encoder's gradients of each, and its final weights."""
     model = Towers(dtype)
     inner = model
     if ddp:
@@ -270,7 +270,7 @@ PRESETS = """infonce clip-learned sogclr isogclr isogclr-adam global-dual-adam n
 
 @functools.cache
 def trained_on_one_rank(name, mode, dtype):
-    """Return what to train on, and what one rank makes of it."""
+    """Return the arguments of a training run, and the results of one rank."""
     generator = torch.Generator().manual_seed(7)
     x, y = (torch.randn(3, BATCH, d, generator=generator, dtype=torch.float64).to(dtype) for d in (7, 6))
     args = (name, mode, dtype, x, y, torch.randint(0, N, (3, BATCH), generator=generator))

@@ -1,4 +1,4 @@
-"""The recipes: a run that was stopped in the middle of an epoch ends with the bits of one that was not."""
+"""The recipes: a run that is stopped and resumed in the middle of an epoch is bit-identical to an uninterrupted one."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ def config(task, method, batches):
 
 
 def bits(value):
-    """A nested state as something that compares bit for bit."""
+    """Return a nested state in a form that compares bit for bit."""
     if isinstance(value, torch.Tensor):
         return (value.dtype, tuple(value.shape), value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     if isinstance(value, dict):
@@ -37,7 +37,7 @@ def bits(value):
 
 
 def state(run):
-    """All that the rest of a run depends on."""
+    """Return everything that the rest of a run depends on."""
     parts = {name: getattr(run, name).state_dict() for name in ("model", "est", "optimizer", "scheduler", "batches")}
     schedule = run.gamma_schedule
     return {**parts, "gamma": None if schedule is None else schedule.state_dict(), "loss": run.loss_sum}
@@ -115,7 +115,7 @@ def test_records_survive_a_kill(tmp_path):
     assert report.read_runs(path) == []
     for number in range(2):
         report.append_run(path, {"run": number})
-    path.write_bytes(path.read_bytes()[:-5])  # killed while it wrote
+    path.write_bytes(path.read_bytes()[:-5])  # killed during a write
     assert report.read_runs(path) == [{"run": 0}]
     report.append_run(path, {"run": 2})
     assert report.read_runs(path) == [{"run": 0}, {"run": 2}]

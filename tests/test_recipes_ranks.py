@@ -1,4 +1,4 @@
-"""The recipes on two ranks, under each launcher: the numbers of one process, and checkpoints that continue them."""
+"""The recipes on two ranks, with each launcher: results equal those of one process, and checkpoints can be resumed."""
 
 import json
 import os
@@ -38,12 +38,12 @@ def cache(tmp_path_factory):
 
 
 def recipe(cache, output, *options, launcher=("recipes.train_clip",), steps=STEPS):
-    """Carry out a short run of ``train_clip``; -> its record in metrics.json."""
+    """Carry out a short run of ``train_clip`` and return its record in metrics.json."""
     return carry_out(launcher, short(cache, output, *options, steps=steps))[0]
 
 
 def short(cache, output, *options, steps=STEPS):
-    """Arguments for 6 updates of two batches of 16; the one-cycle schedule's first step sizes are small."""
+    """Return arguments for 6 updates of two batches of 16; the one-cycle schedule's first step sizes are small."""
     size = f"--limit 192 --batch-size 16 --accumulate 2 --epochs 1 --max-steps {steps}"
     return common(cache, output, *size.split(), *options)
 
@@ -54,18 +54,18 @@ def common(cache, output, *options):
 
 
 def carry_out(launcher, *runs):
-    """Carry out runs, several in the same processes; -> their records in metrics.json, of each folder the last one."""
+    """Carry out runs in the same processes; return their records in metrics.json, of each folder the last one."""
     command = launcher if len(runs) == 1 else (*launcher[:-1], "tests.several", launcher[-1])
     code, out, err = finish([sys.executable, "-m", *command, *(runs[0] if len(runs) == 1 else [json.dumps(runs)])])
     assert code == 0, err[-4000:]
-    assert out.count("wrote ") == len(runs)  # by the main process alone
+    assert out.count("wrote ") == len(runs)  # by the main process only
     records = [json.loads((Path(run[-1]) / "metrics.json").read_text()) for run in runs]
     assert {record["processes"] for record in records} == {1 if len(launcher) == 1 else 2}
     return [record["runs"][0] for record in records]
 
 
 def finish(command):
-    """Run in a session of its own: a launcher that hangs ends with its ranks."""
+    """Run in a new session, so that a launcher that hangs is killed together with its ranks."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **pipes) as process:
         try:
@@ -86,7 +86,7 @@ def losses(record):
 
 @pytest.fixture(scope="module")
 def single(cache, tmp_path_factory):
-    """One process."""
+    """Return the record of a run with one process."""
     return recipe(cache, tmp_path_factory.mktemp("single"))
 
 
@@ -101,7 +101,7 @@ def test_accelerate_launch(cache, single, tmp_path):
 
 
 def check_processes(monkeypatch, variables):
-    """In the environment of a process that was not launched, with further variables, and no process group."""
+    """Check a process without a process group, in the environment of an unlaunched process plus ``variables``."""
     for name in ("WORLD_SIZE", "MASTER_PORT", "ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -159,7 +159,7 @@ def test_an_error_of_the_main_process_ends_all():
 
 
 def save_and_load(group, folder):
-    """Return what each process was told to save to and to load, where the second one's cache shows no pointer."""
+    """Return the folders that each process saves to and loads; the second process does not see the latest pointer."""
     told = []
     accelerator = SimpleNamespace(save_state=told.append, load_state=told.append)
     with pytest.MonkeyPatch.context() as patch:
@@ -176,7 +176,7 @@ def test_the_main_process_decides_which_state_is_the_latest(tmp_path):
 
 
 def heartbeats(group, signalled):
-    """Return what two beats gave: nothing, then the numbers of all ranks."""
+    """Return the results of two beats: the first is empty, the second has the numbers of all ranks."""
     pulse = launch.Pulse()
     first = pulse.beat(float(dist.get_rank() == signalled), dist.get_rank())
     return first.tolist(), pulse.beat(0, 0).tolist()
@@ -188,7 +188,7 @@ def test_all_processes_learn_of_a_signal_at_the_same_step():
 
 @pytest.mark.launch
 def test_torchrun_and_resume(cache, single, tmp_path):
-    """Rows in a file, split over the ranks, fetched ahead; stopped after one update and continued."""
+    """Rows are on disk, sharded and prefetched; a run is stopped after one update and resumed."""
     options, part = ("--offload", "disk", "--shard", "--prefetch"), tmp_path / "part"
     runs = short(cache, tmp_path / "whole", *options), short(cache, part, *options, steps=1)
     whole, _, resumed = carry_out(launched(TORCHRUN), *runs, short(cache, part, *options, "--resume"))
@@ -207,7 +207,7 @@ def save_images(folder):
 @pytest.mark.launch
 @pytest.mark.full
 def test_lars_with_augmented_views_and_resume(tmp_path):
-    """Two ranks learn what one does from four views; stopped in the second of three epochs and continued."""
+    """Two ranks train on four views as one does; a run is stopped in the second of three epochs and resumed."""
     pytest.importorskip("kornia")
     save_images(tmp_path / "images")
     options = ("--data", "folder", "--folder", str(tmp_path / "images"), "--views", "4", "--anchors", "2")
@@ -229,7 +229,7 @@ def test_lars_with_augmented_views_and_resume(tmp_path):
 
 @pytest.mark.launch
 def test_deepspeed_and_resume(cache, single, deepspeed_compiled, tmp_path):
-    # a second run in the same process: accelerate takes no second plugin
+    # --compare starts a second run in the same process, although accelerate accepts no second plugin
     options = ("--deepspeed-config", "recipes/deepspeed/zero2.json", "--compare", "sogclr", "infonce")
     options += ("--normalizer-error", "0")
     recipe(cache, tmp_path, *options, launcher=launched(TORCHRUN), steps=1)
@@ -237,7 +237,7 @@ def test_deepspeed_and_resume(cache, single, deepspeed_compiled, tmp_path):
 
 
 def norm_of(x, part=slice(None)):
-    """Output, gradients (a sum over ranks) and running statistics of one training step."""
+    """Return output, gradients (to be summed over ranks) and running statistics of one training step."""
     torch.manual_seed(0)
     norm, x = BatchNorm(3).double(), x[part].clone().requires_grad_()
     y = norm(x)

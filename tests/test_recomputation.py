@@ -1,4 +1,4 @@
-"""A call that comes again in backward: refused inside checkpointed functions, and only there."""
+"""Calls that backward would repeat: they raise an error inside checkpointed functions, and only there."""
 
 import pytest
 import torch
@@ -16,23 +16,23 @@ STATELESS = [info for info in DATABASE if not info.has_state]
 
 
 def data(seed=0, rows=8):
-    """Two leaves and an index."""
+    """Return two leaf tensors and an index."""
     return *(z.requires_grad_() for z in features(rows, 4, seed=seed)), torch.arange(rows) + 3 * seed
 
 
 def back_and_forth(est, z1, z2, index, use_reentrant):
-    """Loss and backward through a checkpointed call."""
+    """Run forward and backward through a checkpointed call."""
     checkpoint(lambda a, b: est(a, b, index), z1, z2, use_reentrant=use_reentrant).backward()
 
 
-# refused ----------------------------------------------------------------------------------------------------------
+# errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", STATEFUL, ids=str)
 def test_a_checkpointed_estimator_is_refused(info, mode, use_reentrant):
-    """Nothing is deposited by it, what was deposited stays, and the run goes on as if it had not been."""
+    """The call deposits nothing, earlier deposits stay, and the run continues as if the call had not been made."""
     est, twin = (make(info, mode, N)[0] for _ in range(2))
     run(est, *data(0))
     run(twin, *data(0))
@@ -48,17 +48,17 @@ def test_a_checkpointed_estimator_is_refused(info, mode, use_reentrant):
 
 
 def test_the_refusal_comes_before_backward():
-    """Without reentrant autograd the first call already knows."""
+    """Without reentrant autograd the first call already raises."""
     est, (z1, z2, index) = compopt.SogCLREstimator(N), data()
     with pytest.raises(RuntimeError, match=REFUSED):
         checkpoint(lambda a, b: est(a, b, index), z1, z2, use_reentrant=False)
-    with pytest.raises(RuntimeError, match=REFUSED):  # feature_gradients wants its gradients even under no_grad
+    with pytest.raises(RuntimeError, match=REFUSED):  # feature_gradients computes gradients even under no_grad
         checkpoint(lambda a, b: est.feature_gradients(a, b, index)[0], z1, z2, use_reentrant=True)
     assert est.pending == 0
 
 
 def test_other_ways_into_a_checkpoint_are_refused():
-    """A module, nested calls, saved-tensor hooks around the call, a function of several segments."""
+    """Raise for a module, nested checkpoints, saved-tensor hooks around the call, and checkpoint_sequential."""
     est, (z1, z2, index) = compopt.SogCLREstimator(N), data()
 
     class Loss(torch.nn.Module):
@@ -94,7 +94,7 @@ def test_deepspeed_checkpoints_are_refused():
         with pytest.raises(RuntimeError, match=REFUSED):
             how(lambda a, b: est(2 * a, b, index), z1, z2).backward()
         assert est.pending == 0
-        est(how(lambda a: 2 * a, z1), z2, index).backward()  # an encoder of theirs is welcome
+        est(how(lambda a: 2 * a, z1), z2, index).backward()  # a checkpointed encoder is allowed
         assert est.pending == 1
         est.discard()
 
@@ -112,7 +112,7 @@ def outcome(call):
 
 
 def on_two_ranks(group, name, how, who):
-    """Some of the ranks checkpoint their call or, where only backward notices, run it backward."""
+    """Checkpoint the call on ranks ``who``, or run backward there if only that detects it; return error and pending."""
     est, _ = make(BY_NAME[name], "bimodal", N, process_group=group)
     rank = dist.get_rank(group)
     z1, z2, index = data(rank, 4)
@@ -129,7 +129,7 @@ def on_two_ranks(group, name, how, who):
     else:
         heard = outcome(lambda: calls[how](z1, z2))
     pending = est.pending
-    run(est, z1, z2, index)  # the ranks are still in step
+    run(est, z1, z2, index)  # the ranks are still synchronized
     return heard, pending
 
 
@@ -138,7 +138,7 @@ def on_two_ranks(group, name, how, who):
 @pytest.mark.parametrize("how", ["forward", "reentrant", "monitored"])
 @pytest.mark.parametrize("name", ["infonce", "sogclr", "neural", "emc2"])
 def test_no_rank_waits_for_another(name, how, who):
-    """A call is collective, so that a stateless estimator is refused too; ranks that do not recompute hear or go on."""
+    """Calls are collective, so stateless estimators raise too; ranks that do not recompute raise or continue."""
     answers = the_pool().run(on_two_ranks, 2, name, how, who)
     for rank, (heard, pending) in enumerate(answers):
         assert pending == 0
@@ -166,7 +166,7 @@ def test_what_keeps_nothing_may_be_checkpointed(info, use_reentrant):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", ["sogclr", "isogclr", "neural", "emc2", "global-dual"])
 def test_what_deposits_nothing_may_be_checkpointed(name, use_reentrant):
-    """Evaluation, with and without a gradient."""
+    """Evaluation may be checkpointed, with and without a gradient."""
     est, _ = make(BY_NAME[name], "bimodal", N)
     z1, z2, index = data()
     run(est, z1, z2, index)
@@ -189,7 +189,7 @@ def tensor_hook(x, call):
 
 
 def checkpointed_output(use_reentrant):
-    """A gradient-cache loop whose encoder is checkpointed: its hook is called where recomputation is about to start."""
+    """Call in a hook on a checkpointed encoder's output, as a gradient cache does, just before recomputation starts."""
 
     def way(x, call):
         z = checkpoint(torch.exp, x, use_reentrant=use_reentrant)
@@ -200,7 +200,7 @@ def checkpointed_output(use_reentrant):
 
 
 def inside_checkpointed_encoder(use_reentrant):
-    """A backward hook of a module that is recomputed."""
+    """Call in a backward hook of a module that is recomputed."""
 
     def way(x, call):
         encoder = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Tanh())
@@ -250,7 +250,7 @@ WAYS = {
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("name", ["sogclr", "neural", "emc2"])
 def test_ordinary_calls_in_unusual_places(name, way):
-    """A call inside a backward pass is not a recomputation: it deposits, and its gradient is that of anywhere else."""
+    """A call inside a backward pass is not a recomputation: it deposits, and its gradient is the usual one."""
     est, _ = make(BY_NAME[name], "bimodal", N)
     twin, _ = make(BY_NAME[name], "bimodal", N)
     z1, z2, index = data()

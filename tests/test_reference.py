@@ -1,4 +1,4 @@
-"""The twins themselves, against numbers worked out by hand and against dense autograd."""
+"""The reference implementations against numbers worked out by hand."""
 
 import math
 

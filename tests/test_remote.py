@@ -1,4 +1,4 @@
-"""Checkpoints at URLs: what holds for directories holds there, and nothing of a store is trusted more."""
+"""Checkpoints at URLs: the guarantees are those of directories, and content from a store is verified like files."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def loads(path, est, **options):
 
 
 def names(url, complete=True):
-    """Checkpoints at a URL."""
+    """Return the names of the checkpoints at a URL."""
     store, path = fsspec.url_to_fs(url)
     store.invalidate_cache(path)
     found = sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in store.ls(path, detail=True))
     return [name for name in found if not complete or store.exists(f"{path}/{name}/manifest.json")]
 
 
-# -- what holds for directories ------------------------------------------------------------------------------------
+# -- as for directories --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", PLACEMENTS.values(), ids=PLACEMENTS)
@@ -67,7 +67,7 @@ def test_round_trip(options, blocking, url, tmp_path):
     path = path if blocking else path.wait()
     assert path.startswith(f"{url}/checkpoint-00000001-t1-")
     loads(url, est), loads(path, est), loads(f"{url}/", est, offload="cpu")
-    assert not os.listdir(tmp_path / "local")  # nothing is left there
+    assert not os.listdir(tmp_path / "local")  # no temporary files are left
 
 
 def test_a_directory_is_of_one_estimator(url):
@@ -136,7 +136,7 @@ def test_damage_is_named(damage, which, url):
 
 @pytest.mark.parametrize("operation", ["put_file", "get_file", "rm_file", "ls"])
 def test_a_failure_at_any_operation_leaves_the_old_or_the_new(operation, monkeypatch):
-    """As a kill at the k-th operation, for every k."""
+    """Fail at the k-th operation for every k, as if killed there."""
     old, new = trained(), trained()
     visit(new, [150, 151], seed=3)
     states = {1: snapshot(old, N), 2: snapshot(new, N)}
@@ -166,7 +166,7 @@ def test_a_failure_at_any_operation_leaves_the_old_or_the_new(operation, monkeyp
         outcomes.add(again.t)
         assert_same_bits(states[again.t], snapshot(again, N))
         assert failed or again.t == 2
-        compopt.save(loaded, url, keep=1)  # and the run goes on
+        compopt.save(loaded, url, keep=1)  # the run continues
         assert len(names(url, complete=False)) == 1
         if calls[0] < k:
             break
@@ -217,7 +217,7 @@ def test_nothing_there(url):
 
 
 class Shared(LocalFileSystem):
-    """A store that processes share, by the URL ``shared:///path``."""
+    """A store that processes share, at URLs ``shared:///path``."""
 
     protocol = "shared"
 
@@ -227,7 +227,7 @@ class Shared(LocalFileSystem):
 
 
 def of_ranks(group, url, shard):
-    """Save and load on every rank; the path, and the rows before and after."""
+    """Save and load on every rank; return the path, the saved rows and the loaded rows."""
     fsspec.register_implementation("shared", Shared, clobber=True)
     manifest.CHUNK_ROWS, manifest.PIECE_ROWS = CHUNK, PIECE
     options = {"process_group": group, "shard": shard, "offload": "cpu"}

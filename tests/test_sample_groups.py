@@ -78,7 +78,7 @@ def test_a_group_added_during_a_run(name, mode):
 
 
 def test_a_group_added_while_deposits_wait():
-    """The rows that wait are not lost and not shifted."""
+    """Pending rows are neither lost nor shifted."""
     est, ref = sogclr_pair("bimodal")
     z1, z2, index = batches(N1 + N2, 1, seed=9)[0]
     compare_forward(BY_NAME["sogclr"], est, ref, z1, z2, index)
@@ -103,7 +103,7 @@ def test_dicts_and_pairs_of_the_user_are_not_shared():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_groups_with_their_own_eps_and_gamma_1(mode):
-    """eps = 0 beside eps > 0, gamma = 1 beside gamma < 1: the logarithms of 0 stay harmless."""
+    """Mix eps = 0 with eps > 0, and gamma = 1 with gamma < 1: the logarithms of 0 do no harm."""
     groups = [{"n": N1, "eps": 0.2, "gamma": 1.0}, {"n": N2, "eps": 0.0, "gamma": 0.4}]
     est = compopt.SogCLREstimator(groups, tau=0.1, mode=mode, reference="positive", dtype=torch.float64)
 
@@ -118,7 +118,7 @@ def test_groups_with_their_own_eps_and_gamma_1(mode):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_two_modalities_in_different_groups(name):
-    """index in the first data set, index2 in the second: each direction follows its own row's group."""
+    """index is in the first data set and index2 in the second: each direction uses its own row's group."""
     est, ref = PAIRS[name]("bimodal")
     for t in range(5):
         index = torch.randperm(N1)[:4]
@@ -130,7 +130,7 @@ def test_the_two_modalities_in_different_groups(name):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_each_group_with_its_own_reference(mode):
-    """log u of one data set holds s, of the other h."""
+    """log u averages over s in one data set, and over h in the other."""
     groups = [{"n": N1, "reference": "none"}, {"n": N2, "reference": "positive"}]
     est = compopt.SogCLREstimator(groups, gamma=0.5, tau=0.1, mode=mode, dtype=torch.float64)
     pure = {
@@ -158,7 +158,7 @@ def test_a_group_that_does_not_fit_in_memory_changes_nothing():
 
 
 def test_what_a_group_leaves_out_is_filled_once_all_else_is_known():
-    """Bounds that only the group narrows or widens count as those given as arguments do."""
+    """Bounds given in a group affect the defaults in the same way as bounds given as arguments."""
     as_argument = compopt.ISogCLREstimator(20, tau_min=0.05)
     in_group = compopt.ISogCLREstimator([{"n": 20, "tau_min": 0.05}])
     assert in_group.sample_groups == as_argument.sample_groups

@@ -1,4 +1,4 @@
-"""Weights of the samples of a call: the weighted mean, its gradients, and what does not depend on them."""
+"""Weights of the samples of a call: the weighted mean, its gradients, and the quantities independent of them."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ WEIGHT = torch.tensor([0.5, 2.0, 0.0, 1.0, 3.0, 0.25], dtype=torch.float64)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_every_estimator_equals_its_twin(info, mode):
-    """Loss, gradients of features and temperatures, and rows, of which those of a weight of 0 are written too."""
+    """Compare loss, gradients of features and temperatures, and rows, which are also written for weights of 0."""
     est, ref = make(info, mode, N, gamma=0.7)
     follow(info, est, ref, N, batches(N, steps=4, batch=BATCH, dim=DIM, seed=11), sample_weight=WEIGHT)
 
@@ -45,7 +45,7 @@ CALLS = {
 
 
 def assert_linear(build, z1, z2, index=INDEX, **given):
-    """The weighted loss and its gradients are weighted means of those of single anchors, from the same state."""
+    """Assert that loss and gradients are the weighted means of those of single anchors, from the same state."""
     found = run(build(), z1, z2, index, sample_weight=WEIGHT, **given)
     single = [run(build(), z1, z2, index, sample_weight=one, **given) for one in torch.eye(BATCH, dtype=torch.float64)]
     for number, got in enumerate(found):
@@ -64,7 +64,7 @@ def test_any_call_is_linear_in_the_weights(name):
 
 @pytest.mark.parametrize("scale", [3e38, 1e-44])
 def test_only_ratios_of_weights_matter(scale):
-    """Sums that overflow or vanish in float32 too."""
+    """This also holds if the sum of the weights overflows or vanishes in float32."""
     z1, z2 = features(BATCH, DIM, seed=4, dtype=torch.float32)
     weight = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0])
     wanted = run(compopt.DCLEstimator(), z1, z2, INDEX, sample_weight=weight)
@@ -105,7 +105,7 @@ def test_views_share_the_weight_of_their_sample():
 
 
 def test_a_weight_of_0_leaves_a_candidate():
-    """It is excluded there too by keys of its own."""
+    """The sample stays a candidate, unless a ``within`` key of its own excludes it."""
     z1, z2 = features(BATCH, DIM, seed=9)
     weight = (INDEX != 2).double()
     _, g1, g2 = run(compopt.DCLEstimator(directions="forward"), z1, z2, INDEX, sample_weight=weight)
@@ -148,7 +148,7 @@ def test_cached_features_and_the_gradient_cache_take_the_weights_of_the_whole_ba
 
 
 def on_ranks(group, name, mode, sizes, data):
-    """This rank's part of some weighted calls."""
+    """Run this rank's part of weighted calls; return the results, the state and the gradient of the temperature."""
     rank = dist.get_rank(group)
     own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     info = BY_NAME[name]
@@ -184,7 +184,7 @@ def test_ranks_weigh_as_one_process(name, mode):
 
 
 def refused(group, weights):
-    """The message of a call that all ranks refuse."""
+    """Return the error of a call that all ranks reject."""
     z = torch.randn(2, 3, DIM)
     with pytest.raises((ValueError, RuntimeError)) as caught:
         compopt.DCLEstimator(process_group=group)(*z, sample_weight=weights[dist.get_rank(group)])

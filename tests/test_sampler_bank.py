@@ -56,9 +56,9 @@ def test_features_on_a_device(make, offload):
                 sampler.observe(torch.tensor(batch), *there)
             waits += found[:1]
             plans.append(batch)
-        # the first call allocates the bank; none waits for the device
+        # the first call allocates the bank; no other call waits for the device
         assert len(waits) <= (epoch == 0)
-    if PRETEND:  # whose numbers are the CPU's to the bit; those of another device may deal other batches
+    if PRETEND:  # bit-identical to the CPU; the numbers of other devices may lead to other batches
         on_cpu = make()
         for number, batch in enumerate(batch for _ in range(3) for batch in on_cpu):
             assert batch == plans[number]
@@ -74,7 +74,7 @@ def test_features_on_a_device(make, offload):
 
 
 def with_nan(make, bad, n=N, **options):
-    """A sampler that was shown every sample, some of them NaN."""
+    """Return a sampler that has observed every sample, some of them with a NaN."""
     sampler, (z1, z2) = make(n, **options), table(n)
     z2[bad, 0] = torch.nan
     sampler.observe(torch.arange(n), z1, z2)
@@ -95,7 +95,7 @@ def test_one_sample_that_is_nan_does_not_make_all_batches_random(make):
 
 @pytest.mark.slow
 def test_a_sample_without_features_is_dealt_at_random():
-    """It is with every other equally often, while these are chosen: over epochs of two clear clusters."""
+    """Over epochs of two clear clusters it shares batches with all other samples about equally often."""
     n, bad, together = 16, 5, torch.zeros(16, 16)
     centres = torch.eye(2).repeat_interleave(n // 2, 0)  # hard negatives: samples 0 .. 7 of each other, and 8 .. 15
     z = centres + 0.01 * torch.randn(n, 2, generator=generator(0))
@@ -114,7 +114,7 @@ def test_a_sample_without_features_is_dealt_at_random():
 
 @both
 def test_nothing_changes_where_all_features_are_finite(make):
-    """And a sample that becomes finite is chosen like the others."""
+    """A sample whose features become finite is chosen like the others."""
     sampler, plain = with_nan(make, [17]), filled(make)
     sampler.observe(torch.tensor([17]), *(z[17:18] for z in table()))
     with warnings.catch_warnings(record=True):

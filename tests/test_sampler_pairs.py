@@ -18,7 +18,7 @@ def unit(m, d, seed, spread=0.8):
 
 
 def naive_weight(z1, z2, a, b, tau, batch_size):
-    """DESIGN 3.7, a pair at a time in Python floats."""
+    """Return the weight of a pair as in DESIGN 3.7, in Python floats."""
 
     def c(k, j):
         s = [[float(x @ y) for y in z2] for x in z1]
@@ -29,7 +29,7 @@ def naive_weight(z1, z2, a, b, tau, batch_size):
 
 
 def naive_loss(z1, z2, batch, tau, labels=None):
-    """The mean InfoNCE of both directions, in nats."""
+    """Return the mean InfoNCE of both directions, in nats."""
     total = 0.0
     for x, y in ((z1, z2), (z2, z1)):
         for k in batch:
@@ -58,7 +58,7 @@ def test_losses_are_their_definition():
 
 
 def test_the_affinity_of_small_temperatures_is_finite():
-    """exp(w) leaves float32, and even float64, here."""
+    """exp(w) overflows float32, and even float64, here."""
     z1, z2 = (z.float() for z in unit(30, 4, seed=6, spread=2.0))
     w = edge_weights(z1, z2, 0.003, 8)
     assert torch.exp(w.double()).isinf().any()
@@ -75,7 +75,7 @@ def test_the_affinity_of_small_temperatures_is_finite():
 def test_sizes_are_exact(sizes, kind):
     m = sum(sizes)
     z1, z2 = unit(m, 5, seed=7)
-    if kind == "lopsided":  # all but three in one heap
+    if kind == "lopsided":  # all but three in one cluster
         z1[3:], z2[3:] = normalize(z1[:1] + 0.05 * z1[3:], dim=1), normalize(z2[:1] + 0.05 * z2[3:], dim=1)
     if kind == "equal":
         z1[:], z2[:] = z1[0], z1[0]
@@ -85,7 +85,7 @@ def test_sizes_are_exact(sizes, kind):
 
 
 def partitions(rest, size):
-    """All ways to cut a list into parts of one size."""
+    """Yield all partitions of a list into parts of one size."""
     if not rest:
         yield []
         return
@@ -96,7 +96,7 @@ def partitions(rest, size):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_planted_clusters_are_the_best_of_all_partitions(seed):
-    """Three heaps of three: brute force over all 280 partitions finds the cut that clustering finds."""
+    """For three clusters of three, brute force over all 280 partitions finds the same optimum as the clustering."""
     g = generator(seed)
     centres = normalize(torch.randn(3, 6, generator=g, dtype=torch.float64), dim=1)
     hidden = torch.randperm(9, generator=g) % 3

@@ -13,17 +13,17 @@ STEPS = 24
 
 
 def whole_batches(make, world):
-    """The last of an epoch has two samples, which is enough for two ranks."""
+    """Drop the last batch of an epoch if it is too small: its two samples are enough for two ranks only."""
     return {"drop_last": True} if make is spectral and world > 2 else {}
 
 
 def joined(parts):
-    """Batches of all ranks: their parts in the order of the ranks."""
+    """Return the global batches: the parts of all ranks, joined in the order of the ranks."""
     return [sum(batch, []) for batch in zip(*parts, strict=True)]
 
 
 def run(group, number, options, stop):
-    """A run on this rank's parts: the parts, a state taken on the way, and what the loaded state goes on with."""
+    """Train on this rank's parts of the batches; return the parts, and the state of rank 0 after ``stop`` batches."""
     make = KINDS[number]
     sampler, own, state = make(process_group=group, **options), [], None
     assert sampler.world_size == dist.get_world_size(group)
@@ -37,7 +37,7 @@ def run(group, number, options, stop):
             start = sum(len(part) for part in sizes[: sampler.rank])
             z1, z2 = (z[start : start + len(batch)] for z in moving(len(own), everyone))
             sampler.observe(torch.tensor(batch, dtype=torch.int64), z1, z2)
-            if len(own) == stop and sampler.rank == 0:  # one rank alone
+            if len(own) == stop and sampler.rank == 0:  # on one rank only
                 state = sampler.state_dict()
             if len(own) == STEPS:
                 break
@@ -81,7 +81,7 @@ def test_refresh_shares_the_encoding(make):
 
 
 def broken(group, number):
-    """The pieces of one rank fail."""
+    """Fail in the pieces of one rank; return the error of this rank."""
     ordered_module.PIECE, piece = 1, ordered_module.PIECE  # a piece per candidate: work for every rank
     try:
         return _broken(KINDS[number](process_group=group, **whole_batches(KINDS[number], 4)))
@@ -115,7 +115,7 @@ def test_an_error_on_one_rank_is_raised_on_all(make):
 
 
 def refused(group, number, where):
-    """One rank's arguments are bad."""
+    """Pass bad arguments on one rank; return the error of this rank."""
     sampler = KINDS[number](process_group=group)
     batch = torch.tensor(next(iter(sampler)))
     bad = sampler.rank == 1
@@ -130,7 +130,7 @@ def refused(group, number, where):
             sampler.refresh(encode)
     except (IndexError, RuntimeError, ValueError) as error:
         message = f"{type(error).__name__}: {error}"
-    sampler.observe(batch, *moving(0, batch))  # they meet again
+    sampler.observe(batch, *moving(0, batch))  # the ranks are synchronized again
     return message
 
 

@@ -27,7 +27,7 @@ def test_resume_continues_bit_for_bit(make, stop):
 
 @both
 def test_a_state_without_observations_counts_batches_handed_out(make):
-    """A loop that refreshes the bank instead."""
+    """The loop refreshes the bank instead of observing features."""
     sampler, twin = make(), make()
     for each in (sampler, twin):
         each.refresh(lambda index: tuple(z[index] for z in table()), chunk_size=16)
@@ -54,7 +54,7 @@ def test_a_state_of_another_sampler_is_refused(make):
 
 
 def looped(sampler, workers, steps, trace):
-    """Go on for some steps in a loader with workers, which leaves an epoch in its middle."""
+    """Continue for some steps in a loader with workers, which stops in the middle of an epoch."""
     while steps:
         for (index,) in loader(sampler, workers):
             trace.append(index.tolist())
@@ -69,7 +69,7 @@ def looped(sampler, workers, steps, trace):
 @pytest.mark.parametrize("refreshed", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loaders_with_workers_train_on_the_same_batches(make, workers, refreshed):
-    """Workers ask for batches ahead of the loop: neither the batches nor a state depend on it."""
+    """Workers request batches ahead of the loop; neither the batches nor a state depend on this."""
     sampler, resumed, twin, trace = make(), make(), make(), []
     for each in (sampler, twin) if refreshed else ():
         each.refresh(lambda index: tuple(z[index] for z in table(seed=3)))

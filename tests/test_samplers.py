@@ -1,4 +1,4 @@
-"""Batch samplers: what an epoch is, before and after every sample has features, and what is refused."""
+"""Batch samplers: the batches of an epoch, before and after every sample has features, and invalid input."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_spectral_batches_are_harder_than_random_ones():
 
 
 def test_samples_with_one_label_are_not_gathered():
-    """Four copies of each of sixteen samples are hardest of all, and wrong."""
+    """Four copies of each of sixteen samples are the hardest negatives of all, but false ones."""
     z1, z2 = (z.repeat(4, 1) for z in table(16))
     label = torch.arange(64) % 16
 
@@ -93,7 +93,7 @@ def test_ordered_keeps_the_hardest_of_its_candidates():
 
 @both
 def test_epochs_are_random_until_every_sample_was_observed(make):
-    """The last sample decides; what was observed before changes no batch."""
+    """Planning starts when the last sample is observed; earlier observations change no spectral batch."""
     plain, partly = make(), make()
     partly.observe(torch.arange(N - 1), *(z[:-1] for z in table()))
     assert not partly.bank.filled
@@ -109,7 +109,7 @@ def test_epochs_are_random_until_every_sample_was_observed(make):
 
 @both
 def test_the_loop_fills_the_bank(make):
-    """Also where an epoch leaves samples out: those without features come first."""
+    """This also holds if an epoch leaves samples out, because samples without features come first."""
     sampler = make(drop_last=True) if make is spectral else make()
     least = -(-N // (len(sampler) * B))
     train(sampler, least * len(sampler))
@@ -140,7 +140,7 @@ OF_ONE = [
     (spectral, {"group": 0}, ValueError, "group must be a positive integer, got 0"),
     (spectral, {"drop_last": 1}, TypeError, "drop_last must be True or False, got 1"),
     (spectral, {"sharpness": 0.0}, ValueError, "sharpness must be greater than 0"),
-    # an estimator would refuse it at the end of the epoch
+    # an estimator would reject it at the end of the epoch
     (spectral, {"n": 33, "batch_size": 32}, ValueError, "the last batch has 1 of n=33.*two.*drop_last=True"),
 ]
 

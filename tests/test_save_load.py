@@ -23,18 +23,18 @@ N = 23
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Several blocks for a handful of rows."""
+    """Use small blocks, so that a few rows fill several of them."""
     monkeypatch.setattr(manifest, "PIECE_ROWS", 5)
     monkeypatch.setattr(manifest, "CHUNK_ROWS", 5)
 
 
 def sogclr(n=N, **options):
-    """One estimator with a seed of its own data."""
+    """Return a SogCLR estimator with the hyper-parameters of these tests."""
     return compopt.SogCLREstimator(n, gamma=0.6, tau=0.1, **options)
 
 
 def trained(steps=3, seed=70, **options):
-    """Rows that say something."""
+    """Return an estimator with trained rows."""
     est = sogclr(**options)
     train(est, batches(N, steps, seed=seed, dtype=torch.float32))
     return est
@@ -45,7 +45,7 @@ def trained(steps=3, seed=70, **options):
 @pytest.mark.parametrize("mode", [*MODES, "forward"])
 @pytest.mark.parametrize("info", DATABASE, ids=str)
 def test_resume_is_bitwise(info, mode, dtype, tmp_path):
-    """From a directory, and from a state_dict in a file of torch's."""
+    """Resume from a directory, and from a state_dict saved by torch.save."""
 
     def build():
         return make(info, mode, N, dtype=dtype, gamma=0.6)[0]
@@ -64,7 +64,7 @@ def test_resume_is_bitwise(info, mode, dtype, tmp_path):
         assert_same_bits(at_half, snapshot(est, N))
         assert train(est, data[4:]) == rest
         assert_same_bits(snapshot(whole, N), snapshot(est, N))
-    assert train(build(), data[:4]) == first  # a second run has the bits of the first
+    assert train(build(), data[:4]) == first  # a second run is bit-identical to the first
     if info.has_state:
         assert train(build(), data[4:]) != rest, "the state matters here"
 
@@ -91,7 +91,7 @@ def test_any_placement_reads_any_other(writer, reader, tmp_path):
 
 
 def on_ranks(group, action, directory, options):
-    """Train and save, or load and show."""
+    """Train and save, or load; return the columns and the number of commits."""
     manifest.PIECE_ROWS = manifest.CHUNK_ROWS = 5
     rank = torch.distributed.get_rank(group)
     if options.get("offload") == "disk":
@@ -129,7 +129,7 @@ def test_saved_by_four_ranks_loaded_by_any_number(options, tmp_path):
 
 
 def damage_seen_by_all(group, directory):
-    """Every rank must refuse, not only the one that checks the damaged file."""
+    """Return the error of this rank; every rank must raise, not only the one that checks the damaged file."""
     est = sogclr(process_group=group)
     try:
         compopt.load(est, directory)
@@ -148,7 +148,7 @@ def test_damage_is_refused_by_every_rank(tmp_path):
 
 
 def saved_after_an_edit_on_one_rank(group, directory):
-    """Ranks that have split a network join it for the checkpoint, unless one of them cannot save."""
+    """Save a network split over ranks, which is gathered for the checkpoint, first with a bad edit on one rank."""
     est = compopt.NeuCLIPEstimator(dim=4, prototypes=8, process_group=group)
     est.sample_groups[0]["lr"] = -1.0 if torch.distributed.get_rank(group) else 1.0
     with pytest.raises((ValueError, RuntimeError)) as refused:
@@ -165,7 +165,7 @@ def test_a_bad_edit_on_one_rank_is_refused_by_every_rank(tmp_path):
 
 
 def loaded_without_memory_on_one_rank(group, directory):
-    """State that is not rows is restored last."""
+    """Fail on one rank while restoring the state that is not rows, which is restored last; return the error."""
     est = sogclr(process_group=group)
     if torch.distributed.get_rank(group):
         est.normalizer.take_state = lambda state: torch.empty(1 << 60)
@@ -182,7 +182,7 @@ def test_a_rank_that_fails_at_the_end_of_a_load_fails_it_on_all_ranks(tmp_path):
 
 
 def loaded_while_pruned(group, directory, newer, options):
-    """A newer checkpoint takes the place of the one that is read when rank 1 opens its rows: both must take it."""
+    """Replace the checkpoint by a newer one when rank 1 opens its rows: both ranks must load the newer one."""
     manifest.PIECE_ROWS = manifest.CHUNK_ROWS = 5
     rank, opened, left = torch.distributed.get_rank(group), loading._open, [1]
 
@@ -218,7 +218,7 @@ def test_ranks_load_the_newest_beside_a_run_that_prunes(options, tmp_path):
 
 
 def refused(tmp_path, match):
-    """Load raises, names the file, and leaves the estimator as it was."""
+    """Assert that load raises an error that matches and leaves the estimator unchanged."""
     est = trained(seed=3)
     before, t = snapshot(est, N), est.t
     with pytest.raises(ValueError, match=match):
@@ -253,7 +253,7 @@ def test_any_flipped_bit(tmp_path):
 
 
 def edit(path, change, consistent=True):
-    """Change a manifest; consistent: as somebody who knows the format."""
+    """Change a manifest; consistent: update its checksum as well."""
     content = json.loads((path / "manifest.json").read_text())
     change(content)
     if consistent:
@@ -418,7 +418,7 @@ def test_nothing_to_load(tmp_path):
 
 @pytest.mark.parametrize("operation", ["os.fsync", "shutil.rmtree"])
 def test_a_failure_at_any_file_operation_leaves_the_old_or_the_new(operation, tmp_path, monkeypatch):
-    """As a kill at the k-th operation, for every k."""
+    """Fail at the k-th operation for every k, as if killed there."""
     old = trained()
     new = trained(seed=9, steps=4)
     states = {3: snapshot(old, N), 4: snapshot(new, N)}
@@ -449,7 +449,7 @@ def test_a_failure_at_any_file_operation_leaves_the_old_or_the_new(operation, tm
         outcomes.add(again.t)
         assert_same_bits(states[again.t], snapshot(again, N))
         assert failed or again.t == 4
-        compopt.save(new, root, keep=1)  # and the run goes on
+        compopt.save(new, root, keep=1)  # the run continues
         assert [c.complete for c in manifest.checkpoints(root)] == [True]
         if not failed:
             break
@@ -497,7 +497,7 @@ def test_sample_groups_travel(tmp_path):
     assert isinstance(groups[0]["betas"], tuple)
 
 
-# the estimator as it was, and where checkpoints are --------------------------------------------------
+# unchanged estimators, and paths of checkpoints ------------------------------------------------------
 
 
 @pytest.mark.parametrize("spoil", [lambda g: g[0].update(gamma=5.0), lambda g: g.append({"n": 5})])
@@ -564,7 +564,7 @@ def test_numbers_of_numpy_and_moved_working_directories(tmp_path, monkeypatch):
 
 
 def test_an_edit_to_an_equal_number_of_numpy_is_saved(tmp_path):
-    """A call does not notice it, and JSON has no such number."""
+    """A call does not detect the edit, and JSON cannot store a NumPy number."""
     est = sogclr()
     for save in (lambda: compopt.save(est, tmp_path), est.state_dict):
         est.sample_groups[0]["gamma"] = 0.5
@@ -585,11 +585,11 @@ def test_a_directory_is_of_one_estimator(tmp_path):
     est.add_sample_group({"n": 4})
     compopt.save(est, tmp_path)
     del est
-    compopt.save(trained(), tmp_path)  # as after going back to the first
+    compopt.save(trained(), tmp_path)  # as after returning to the first checkpoint
 
 
 def test_two_estimators_of_one_process_do_not_share_a_directory(tmp_path):
-    """One configuration: a load could not tell whose rows it takes."""
+    """With equal configurations a load could not tell which estimator's rows it reads."""
     a, b = trained(seed=1), trained(seed=2)
     rows = snapshot(a, N)
     path = compopt.save(a, tmp_path)
@@ -607,9 +607,9 @@ def test_a_run_goes_on_in_its_directory_with_another_estimator(tmp_path):
     a = trained()
     compopt.save(a, tmp_path)
     beside = sogclr()
-    compopt.load(beside, tmp_path)  # to evaluate it, say
+    compopt.load(beside, tmp_path)  # for example to evaluate it
     compopt.save(a, tmp_path)
-    with pytest.raises(RuntimeError, match=r"compopt\.load them first"):  # there is something newer
+    with pytest.raises(RuntimeError, match=r"compopt\.load them first"):  # the directory has a newer checkpoint
         compopt.save(beside, tmp_path)
     compopt.load(beside, compopt.save(a, tmp_path))
     compopt.save(beside, tmp_path)
@@ -618,19 +618,19 @@ def test_a_run_goes_on_in_its_directory_with_another_estimator(tmp_path):
     compopt.load(a, tmp_path)
     compopt.save(a, tmp_path)
     shutil.rmtree(tmp_path)
-    compopt.save(beside, tmp_path)  # nothing is there that could be taken for its rows
+    compopt.save(beside, tmp_path)  # no rows of another estimator are left
 
 
 def test_an_estimator_that_is_gone_keeps_no_directory(tmp_path):
     est = trained()
-    est.itself = est  # only the collector finds it
+    est.itself = est  # only garbage collection frees it
     compopt.save(est, tmp_path)
     del est
     compopt.save(trained(seed=3), tmp_path)
 
 
 def test_a_checkpoint_that_was_completed_stays_whatever_fails_after_it(tmp_path, monkeypatch):
-    """Its manifest is there, so that it may be loaded already."""
+    """Its manifest exists, so it may have been loaded already."""
     est, write = sogclr(), manifest.write
 
     def write_and_fail(*given):

@@ -21,7 +21,7 @@ def gammas(est):
 
 
 def cosine(t, steps, low=0.2):
-    """DESIGN section 12."""
+    """Return the cosine schedule of gamma, DESIGN section 12."""
     return low + (1 - low) * (1 + math.cos(math.pi * min(1, t / steps))) / 2
 
 
@@ -51,7 +51,7 @@ def test_a_schedule_of_any_key():
     ],
 )
 def test_a_bad_schedule_is_refused(build, message):
-    """A value out of range when it is used; other mistakes: tests/test_bad_input.py."""
+    """Reject values out of range when they are used; other mistakes are tested in tests/test_bad_input.py."""
     with pytest.raises(ValueError, match=message):
         build(compopt.SogCLREstimator(N))
 
@@ -72,7 +72,7 @@ def test_resume():
     schedule, resumed = CosineGamma(est, 10), CosineGamma(other, 10)
     for _ in range(4):
         schedule.step()
-    resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))  # small and plain, as torch's schedulers
+    resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))  # small and plain, like torch's
     assert gammas(other) == gammas(est)
     for each in (schedule, resumed):
         each.step()

@@ -1,4 +1,4 @@
-"""The search of the studies: one setting after another, on grids that grow while the best value is at an end."""
+"""The search of the studies: one option after another, on grids that are extended while the best value is at an end."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from benchmarks.studies.search import SEEDS, Arm, Search
 
 
 def searched(tmp_path, arm, score):
-    """Carry out a search without training; -> what was chosen, and every setting that was tried."""
+    """Carry out a search without training; return the choice, every setting that was tried, and the final jobs."""
     study = Search({"a": arm}, tmp_path / "runs.jsonl", lambda run: run["score"])
     results, tried = {}, []
     while jobs := study.next_jobs("a", results):

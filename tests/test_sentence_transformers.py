@@ -24,7 +24,7 @@ WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu x
 
 
 def texts(column, n=N):
-    """Short texts; the positives of 2k and 2k + 1 are equal where ``column`` is 1."""
+    """Return short texts; those of samples 2k and 2k + 1 are equal if ``column`` is 1."""
     generator = torch.Generator().manual_seed(column)
     drawn = torch.randint(len(WORDS), (n, 4), generator=generator).tolist()
     said = [" ".join(WORDS[at] for at in line) + f" {WORDS[at % 16]}" for at, line in enumerate(drawn)]
@@ -91,7 +91,7 @@ def embed(model, columns, at, prompts=("", "")):
 
 @contextlib.contextmanager
 def trainer(folder, loss, train, callback=True, callbacks=(), scaler=None, **options):
-    """A SentenceTransformerTrainer around ``loss(model)``; accelerate's singletons are fresh afterwards."""
+    """Yield a SentenceTransformerTrainer with ``loss(model)``; accelerate's singletons are reset afterwards."""
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 
     ranks = int(os.environ.get("WORLD_SIZE", 1))
@@ -115,7 +115,7 @@ def trainer(folder, loss, train, callback=True, callbacks=(), scaler=None, **opt
 
 
 def train(folder, resume=None, kind="EstimatorLoss", scaler=None, spoiled=(), shard=False, **options):
-    """A run; -> weights and rows, the labels of the batches that it saw, commits."""
+    """Train; return weights and rows, the labels of the batches, and the number of commits."""
     from transformers import TrainerCallback
 
     class Spoil(TrainerCallback):
@@ -133,7 +133,7 @@ def train(folder, resume=None, kind="EstimatorLoss", scaler=None, spoiled=(), sh
 
 
 def plain(seen, skipped=(), shard=False):
-    """The same batches in a loop of torch."""
+    """Train on the same batches in a plain torch loop; return weights and rows."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     model, est = encoder(), estimator(shard=shard)
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
@@ -196,7 +196,7 @@ def test_two_ranks(tmp_path, shard):
     ("kind", "callback"), [("EstimatorLoss", False), ("CachedEstimatorLoss", False), ("EstimatorLoss", True)]
 )
 def test_a_loss_that_nobody_commits_is_told(tmp_path, callback, kind):
-    """After three updates; accumulation is none."""
+    """The warning comes after three updates; accumulation steps do not count as updates."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(tmp_path, kind=kind, callback=callback, save_strategy="no", num_train_epochs=2)
@@ -245,7 +245,7 @@ def theirs(both, model=None, scale=20.0):
 
 @pytest.mark.parametrize(("columns", "both"), [(2, False), (4, False), (2, True), (3, True)])
 def test_without_rows_it_replaces_their_loss(columns, both):
-    """InfoNCE with 1 / tau their scale; their gradient is that of alpha."""
+    """InfoNCE with 1 / tau equal to their scale; with multiply_tau=False the gradients are equal."""
     est = compopt.InfoNCEEstimator(tau=0.05, multiply_tau=False, directions="both" if both else "forward")
     mine, expected = call(loss_of(est), columns, None), call(theirs(both), columns, None)
     torch.testing.assert_close(mine[1], expected[1], rtol=1e-4, atol=1e-5)
@@ -270,7 +270,7 @@ def test_the_cache_changes_nothing(columns, options):
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_the_cache_scales_the_gradient_of_a_learned_temperature(accumulated):
-    """The trainer divides the loss, and a scaler multiplies it: both after the estimator was asked."""
+    """The trainer divides the loss and a scaler multiplies it, both after the estimator has computed its gradients."""
     results = []
     for kind in ("EstimatorLoss", "CachedEstimatorLoss"):
         est = learned()
@@ -300,7 +300,7 @@ def test_labels_become_rows(labels):
 @pytest.mark.parametrize("make", [estimator, learned])
 @pytest.mark.parametrize("weight", [1.0, 0.25])
 def test_matryoshka(kind, make, weight):
-    """An estimator for each dimension; the weights reach a learned temperature too."""
+    """Each dimension has its own estimator; the weights also scale the gradient of a learned temperature."""
     from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 
     model, twin, est, alone = encoder(), encoder(), {32: make(), 16: make()}, {32: make(), 16: make()}
@@ -353,7 +353,7 @@ def test_evaluation_has_a_loss_of_its_own(kind, both):
     assert est.pending == 0 and torch.allclose(found, expected)
 
 
-# the rest of a loss's manners ---------------------------------------------------------------------
+# devices, dtypes and copies of a loss -------------------------------------------------------------
 
 
 def test_it_moves_and_is_copied():
@@ -397,7 +397,7 @@ def test_add_index():
 
 
 def test_add_index_knows_the_negatives_that_are_positives():
-    """Negatives that somebody's positive, in whichever data set, have its row."""
+    """Negatives that are the positive of another sample, in any data set, have the row of that positive."""
     from datasets import Dataset, DatasetDict
 
     one = Dataset.from_dict({"q": ["a", "b"], "p": ["x", "y"], "n1": ["y", "z"], "n2": ["x", "w"]})
@@ -454,7 +454,7 @@ def test_labels_that_are_no_rows_are_refused(case):
 
 @KINDS
 def test_an_estimator_without_rows_ignores_the_label_column(kind):
-    """Scores, classes, one class, whatever it is; rows, if it is asked to read them."""
+    """Scores, classes or a constant are ignored; labels are read as rows only with index_labels=True."""
     options = {"tau": 0.1, "directions": "forward"}
     others = [torch.rand(BATCH), torch.arange(BATCH) // 2, torch.zeros(BATCH, dtype=torch.long), torch.rand(BATCH, 5)]
     for est in (compopt.DCLEstimator(**options), compopt.MemoryEstimator(32, 16, **options)):
@@ -473,11 +473,11 @@ def test_an_estimator_without_rows_ignores_the_label_column(kind):
 
 
 def test_losses_compose_through_embeddings():
-    """As those of sentence-transformers do: SpladeLoss asks for this method."""
+    """Wrappers of sentence-transformers, such as SpladeLoss, call compute_loss_from_embeddings."""
     from sentence_transformers.sparse_encoder.losses import SpladeLoss
 
     class Columns(torch.nn.Sequential):
-        """Returns what a SparseEncoder does."""
+        """A model with the output format of a SparseEncoder."""
 
         def forward(self, inputs):
             return {"sentence_embedding": super().forward(inputs["input_ids"])}
@@ -516,7 +516,7 @@ def test_bad_arguments():
         loss_of(estimator(), kind="CachedEstimatorLoss", mini_batch_size=0)
 
 
-# -- their losses as policies of pairs -------------------------------------------------------------------------
+# -- losses of sentence-transformers as pair policies ----------------------------------------------------------
 
 
 class Columns(torch.nn.Module):
@@ -534,7 +534,7 @@ def columns_of(count, dim, seed):
 
 
 def ranking(similarity, **options):
-    """Options, and the loss of theirs that has them; None where it refuses them."""
+    """Return the options, and MultipleNegativesRankingLoss with them, or None if it rejects them."""
     from sentence_transformers import util
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
@@ -565,7 +565,7 @@ def value_and_gradients(loss, columns, **given):
 @pytest.mark.parametrize("similarity", ["cos_sim", "dot_score", "euclidean_sim"])
 @pytest.mark.parametrize("columns", [2, pytest.param(3, marks=pytest.mark.full), 4])
 def test_all_options_of_the_ranking_loss(columns, similarity):
-    """Value and gradients; in evaluation the value."""
+    """Compare value and gradients, and the value in evaluation."""
     compared, data = 0, columns_of(columns, 5, seed=columns)
     for options in all_options():
         options, theirs = ranking(similarity, **options)
@@ -582,7 +582,7 @@ def test_all_options_of_the_ranking_loss(columns, similarity):
 
 
 def on_two_ranks(group, columns, options, gather):
-    """Value and gradients of this rank's half of the columns, and of the same with a graph of theirs if it is alone."""
+    """Return value and gradients of this rank's half of the columns, by our loss and by theirs on this half alone."""
     options, theirs = ranking(**options)
     half = len(columns[0]) // 2
     mine = [column[dist.get_rank() * half :][:half] for column in columns]
@@ -595,7 +595,7 @@ def on_two_ranks(group, columns, options, gather):
 @pytest.mark.distributed
 @pytest.mark.parametrize("number", range(3))
 def test_the_ranking_loss_on_two_ranks(number):
-    """Gathered, it is that of the whole batch, with gradients for wrappers that average; otherwise each rank's own."""
+    """If gathered, the loss is that of the whole batch, with gradients to be averaged; otherwise the rank's own."""
     every = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
     weights = {"hardness_mode": "in_batch_negatives", "hardness_strength": 3.0}
     options = [
@@ -614,7 +614,7 @@ def test_the_ranking_loss_on_two_ranks(number):
         torch.testing.assert_close(found[1:], expected, rtol=1e-6, atol=1e-9)
     values = [found[0] for found in results]
     torch.testing.assert_close(torch.stack(values).mean(), value, rtol=1e-6, atol=1e-9)
-    assert number == 1 or torch.equal(*values)  # those of a similarity of one's own are each rank's
+    assert number == 1 or torch.equal(*values)  # with other similarities each rank has its own value
 
 
 @KINDS
@@ -624,7 +624,7 @@ def test_options_are_attributes(kind):
     assert loss.get_config_dict()["directions"] == ("query_to_doc", "doc_to_query") and "oord" in loss.citation
     loss.scale, loss.directions = 20.0, ("query_to_doc",)
     torch.testing.assert_close(call(loss, 3, None), call(theirs(False), 3, None), rtol=1e-4, atol=1e-5)
-    for _ in range(2):  # before one step, as layers or dimensions call it
+    for _ in range(2):  # several calls before one step, as for layers or dimensions
         assert call(loss, 3, torch.zeros(BATCH))[0].isfinite()
 
 
@@ -664,7 +664,7 @@ def test_options_beside_an_estimator_cannot_be_assigned():
 
 @pytest.mark.parametrize("columns", [2, 3])
 def test_a_last_batch_of_one_sample_has_their_loss(columns):
-    """It may be the last of an epoch, and their loss takes it."""
+    """An epoch may end with such a batch, which their loss accepts."""
     data = [column[:1] for column in columns_of(columns, 5, seed=7)]
     found = value_and_gradients(losses().EstimatorLoss(Columns()).compute_loss_from_embeddings, data)
     expected = value_and_gradients(theirs(False).compute_loss_from_embeddings, data, labels=None)
@@ -678,7 +678,7 @@ def test_a_similarity_of_its_own_does_not_read_rows():
 
 
 def test_similarities_in_another_dtype_than_embeddings():
-    """Autocast multiplies matrices in bfloat16."""
+    """Autocast computes matrix products in bfloat16."""
     options = {"similarity_fct": lambda queries, documents: queries @ documents.T, "scale": 1.0}
     data = [column.float() for column in columns_of(3, 5, seed=8)]
     mine, other = losses().EstimatorLoss(Columns(), **options), type(theirs(False))(None, **options)
@@ -724,7 +724,7 @@ def test_options_of_theirs_for_estimators_with_rows():
     with pytest.raises(ValueError, match="hardness_strength=2.0 weights the direction query_to_doc alone"):
         losses().ranking_options(hardness_mode="all_negatives", hardness_strength=2.0, **both)
     with pytest.raises(ValueError, match=r"similarity_fct=SentenceTransformer\.similarity is nothing .* take cos_sim"):
-        losses().ranking_options(similarity_fct=encoder().similarity)  # else the inner product, in silence
+        losses().ranking_options(similarity_fct=encoder().similarity)  # otherwise silently the inner product
     with pytest.raises(ValueError, match="scale, hardness_mode must be left out beside est="):
         loss_of(est, scale=20.0, hardness_mode=None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'scales'"):
@@ -735,12 +735,12 @@ def test_options_of_theirs_for_estimators_with_rows():
     "labels", [None, torch.arange(7) // 2, torch.stack([torch.arange(7), torch.arange(7) // 3], 1)]
 )
 def test_labels_of_both_directions(labels):
-    """Equal ones are no negatives, in the second direction too: the parts are those of two estimators."""
+    """Equal labels are not negatives, also in the second direction: the terms are those of two estimators."""
     options = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
     loss = losses().EstimatorLoss(Columns(), scale=5.0, index_labels=labels is not None, **options)
     z1, z2 = columns_of(2, 5, seed=4)
     plain = loss.compute_loss_from_embeddings([z1.requires_grad_(), z2], labels)
-    loss.hardness_mode, loss.hardness_strength = "all_negatives", 1e-9  # asks for one estimator per direction
+    loss.hardness_mode, loss.hardness_strength = "all_negatives", 1e-9  # requires one estimator per direction
     torch.testing.assert_close(loss.compute_loss_from_embeddings([z1, z2], labels), plain, rtol=1e-6, atol=1e-8)
 
 
@@ -752,14 +752,14 @@ STRATEGIES = pytest.mark.parametrize(
 
 
 def gist(model, guide, columns=3, **options):
-    """Their loss; with fewer columns than four the one without a cache."""
+    """Return their loss: GISTEmbedLoss, or CachedGISTEmbedLoss for more than three columns."""
     from sentence_transformers.sentence_transformer.losses import CachedGISTEmbedLoss, GISTEmbedLoss
 
     return CachedGISTEmbedLoss(model, guide, **options) if columns > 3 else GISTEmbedLoss(model, guide, **options)
 
 
 class Given(Columns):
-    """A model whose embeddings are one of its inputs; the other models of the same batch read another one."""
+    """A model whose embeddings are one of its inputs times a weight; models of the same batch read different inputs."""
 
     max_seq_length = 8
 
@@ -782,7 +782,7 @@ def guided_inputs(columns, batch=7):
 
 
 def guided_pair(kind, columns, batch=7, **options):
-    """Values and gradients of the model's weight, ours and theirs; values in evaluation."""
+    """Return value, gradient of the model's weight, and value in evaluation, for our loss and for theirs."""
     found = []
     for build in (lambda *models, **o: loss_of(None, models[0], kind, guide=models[1], **o), gist):
         model, guide = Given("x"), Given("guide")
@@ -804,7 +804,7 @@ def guided_pair(kind, columns, batch=7, **options):
 @pytest.mark.parametrize("columns", [2, 3, 4])
 @STRATEGIES
 def test_the_guided_loss_is_theirs(margin, columns, contrast, kind):
-    """Value and gradients, and the value in evaluation; three columns of more than one negative with their cache."""
+    """Compare value and gradients, and the value in evaluation; with two negatives theirs is the cached loss."""
     options = {"margin_strategy": margin[0], "margin": margin[1], "temperature": 0.05}
     ours, theirs = guided_pair(kind, columns, contrast_anchors=contrast[0], contrast_positives=contrast[1], **options)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)

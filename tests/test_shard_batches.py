@@ -1,4 +1,4 @@
-"""Epochs over tar shards that are left and taken up: every sample once, the same batches, on any ranks and workers."""
+"""Stopped and resumed epochs over tar shards: every sample once, the same batches, for any ranks and workers."""
 
 import pickle
 import tracemalloc
@@ -17,7 +17,7 @@ INDEX = ShardIndex(dict(zip(URLS, SIZES, strict=True)))
 
 
 def reading(lost=()):
-    """A reader stage without files, which gives only the first sample of shards that are lost, or none."""
+    """Return a reader stage without files, which yields only the first sample of lost shards, or none."""
 
     def read(sources):
         for shard in (URLS.index(source["url"]) for source in sources):
@@ -34,13 +34,13 @@ def batches_of(rank=0, ranks=1, workers=0, batch_size=3, lost=(), **options):
 
 
 def rows(batch):
-    """Rows of a batch, which must be those that its keys say."""
+    """Return the rows of a batch; assert that they match its keys."""
     assert all(s["index"] == sum(SIZES[: int(s["__key__"][:5])]) + int(s["__key__"][5:]) for s in batch)
     return [sample["index"] for sample in batch]
 
 
 def read(batches, count=None):
-    """Rows of the next batches; without a loader, all workers read in this process."""
+    """Return the rows of the next batches; without a loader, all workers read in this process."""
     return [rows(batch) for batch, _ in zip(batches, range(count or len(batches)), strict=False)]
 
 
@@ -57,7 +57,7 @@ def test_an_epoch_has_every_sample_once(ranks, workers, shuffle):
 
 
 def test_workers_give_what_one_process_gives():
-    """Also from the middle of an epoch, where another worker's turn is next, and with fewer batches than workers."""
+    """Also test the middle of an epoch, where another worker is next, and fewer batches than workers."""
     for left, batch_size in ((0, 3), (7, 3), (0, 40)):
         batches = batches_of(workers=3, batch_size=batch_size, decode=rows)
         if left:
@@ -68,7 +68,7 @@ def test_workers_give_what_one_process_gives():
 def test_a_block_is_shuffled_and_shards_have_an_order():
     whole = sum(read(batches_of(batch_size=1, shuffle=1)), [])
     starts = {sum(SIZES[:k]) for k in range(len(SIZES) + 1)}
-    assert whole != sorted(whole)  # shards
+    assert whole != sorted(whole)  # shards are shuffled
     assert all(b == a + 1 for a, b in zip(whole, whole[1:], strict=False) if (a + 1) not in starts)
     mixed = sum(read(batches_of(batch_size=1, shuffle=7)), [])
     for at in range(0, TOTAL, 7):
@@ -92,7 +92,7 @@ def test_a_resumed_epoch_gives_the_batches_that_would_have_come(workers, left):
 
 @pytest.mark.parametrize("shuffle", [1, 7, 1000])
 def test_other_ranks_workers_and_batches_take_up_the_same_epoch(shuffle):
-    """Two ranks of two workers, then three of one, then one: no sample twice, and at most a batch is missing."""
+    """Use two ranks with two workers, then three ranks, then one: no sample repeats, and at most a batch is missing."""
     seen, state = Counter(), None
     for ranks, workers, size, count in [(2, 2, 3, 4), (3, 0, 4, 3), (3, 0, 4, 1), (1, 2, 2, None)]:
         for rank in range(ranks):
@@ -111,7 +111,7 @@ def test_other_ranks_workers_and_batches_take_up_the_same_epoch(shuffle):
 
 
 def test_shards_are_read_as_often_as_asked():
-    """Each time with the same rows, in another place of the epoch; a resumed run gives the rest."""
+    """Every repetition has the same rows at another place of the epoch; a resumed run yields the rest."""
     repeats = [2, 1, 1, 3, 1, 1, 1, 1, 1, 1]
     total = TOTAL + SIZES[0] + 2 * SIZES[3]
     batches = batches_of(batch_size=2, repeats=repeats)
@@ -132,7 +132,7 @@ def test_shards_are_read_as_often_as_asked():
 
 
 def test_shards_are_drawn_with_replacement():
-    """On two ranks; a shard that is drawn twice in turn is read twice, and a resumed epoch has the same draws."""
+    """Draw on two ranks; a shard drawn twice in a row is read twice, and a resumed epoch has the same draws."""
 
     def epoch(number, rank=0, ranks=1, workers=0, left=0, **options):
         batches = batches_of(rank, ranks, workers, replacement=True, **options)
@@ -156,7 +156,7 @@ def test_shards_are_drawn_with_replacement():
         assert len(read(resumed)) == (TOTAL - 33) // 6
     weighted = batches_of(replacement=True, repeats=[20] + [1] * 9, batch_size=1)
     first = sum(row < SIZES[0] for row in sum(read(weighted), [])) / weighted.n
-    assert 0.3 < first < 0.75  # of 20 * 5 among 194 on the mean
+    assert 0.3 < first < 0.75  # the mean is 20 * 5 / 194
     with pytest.raises(ValueError, match="the position is of other shards.*the same repeats and replacement"):
         batches_of().load_state_dict(order.state_dict())
     with pytest.raises(TypeError, match="replacement"):
@@ -197,14 +197,14 @@ def test_samples_that_are_not_kept_make_a_batch_shorter_and_move_nothing():
     batches.advance(2)
     following = batches_of()
     following.set_epoch(1)
-    first = {0, *(sum(SIZES[: k + 1]) for k in range(len(SIZES)))}  # their keys end with 0, as that of the 11th
+    first = {0, *(sum(SIZES[: k + 1]) for k in range(len(SIZES)))}  # their keys end with 0, like that of the 11th
     given = read(batches)
     assert not first & {row for batch in given for row in batch}
     assert all(set(few) <= set(batch) for few, batch in zip(given, read(following)[2:], strict=True))
 
 
 def rows_unless(bad):
-    """Rows of what can be decoded; nothing if that is nothing."""
+    """Return a decoder that yields the rows of a batch that are not bad, or None if there are none."""
     return lambda batch: [row for row in rows(batch) if row not in bad] or None
 
 
@@ -218,7 +218,7 @@ def test_a_batch_of_which_nothing_can_be_decoded_is_replaced_alike_after_a_resum
     decode = rows_unless({row for lane in lanes[: max(1, workers)] for row in lane[part]})
     whole = list(batches_of(workers=workers, shuffle=1, decode=decode))
     assert len(whole) == TOTAL // 3 and all(whole)
-    assert Counter(map(tuple, whole)).most_common(1)[0][1] > 2  # given in place of those of which nothing is left
+    assert Counter(map(tuple, whole)).most_common(1)[0][1] > 2  # repeated in place of batches without samples
     for left in (1, 3, 7, 9, 28, 32):
         resumed = batches_of(workers=workers, shuffle=1, decode=decode)
         resumed.advance(left)
@@ -226,14 +226,14 @@ def test_a_batch_of_which_nothing_can_be_decoded_is_replaced_alike_after_a_resum
     assert loaded(resumed, workers) == whole[left:]
 
 
-# refusals ---------------------------------------------------------------------------------------------------------
+# errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "index, said", [(None, "00001.tar has a sample at position 12"), (KeyIndex(10**6), "than the")]
 )
 def test_a_shard_longer_than_its_size_is_met_where_it_ends(index, said):
-    """Its size may come from elsewhere, or the file may be written anew during the epoch."""
+    """The size may come from another source, or the file may be rewritten during the epoch."""
     sizes = ShardIndex({**dict(zip(URLS, SIZES, strict=True)), URLS[1]: 12})
     stage = indexed_reader(reading().read, index or sizes)
     with pytest.raises(ValueError, match=f"{said}.* under another name"):
@@ -269,7 +269,7 @@ def test_positions_that_cannot_be_are_refused():
 
 
 def test_states_of_other_shards_or_seeds_are_refused():
-    """Others of the same sizes too; those that have moved together are the same."""
+    """Other shards with the same sizes are rejected too; shards that have been moved together are accepted."""
     state, sizes = batches_of().state_dict(), ShardIndex({f"{folder}/0.tar": 4 for folder in "ab"})
     one, other = (ShardBatches([f"s3://{folder}/0.tar"], reading(), 2, sizes=sizes) for folder in "ab")
     for sampler, wrong in (
@@ -321,7 +321,7 @@ def test_lists_of_shards(tmp_path):
 
 @pytest.mark.slow
 def test_a_new_layout_of_many_workers_needs_little_memory():
-    """512 workers leave 256,000 stretches; 32 bytes each, and as much again while they are joined."""
+    """512 workers leave 256,000 ranges of 32 bytes each, and as much again while they are merged."""
     names = [f"s3://{k}.tar" for k in range(500)]
     sizes = ShardIndex(dict.fromkeys(names, 10_000))
     old, new = (ShardBatches(names, read_tar, 10, sizes=sizes, num_workers=8, rank=0, ranks=k) for k in (64, 32))

@@ -1,4 +1,4 @@
-"""Rows of samples in tar shards: every sample gets its own row, whoever reads it, in whatever order."""
+"""Rows of samples in tar shards: every sample gets its own row, for any reader and any order."""
 
 import json
 import pickle
@@ -15,7 +15,7 @@ SIZES = [5, 3, 7, 4, 6, 2]
 
 
 def expected(key):
-    """The row of a key of `write_shards`, by what its content says."""
+    """Return the row of a key of `write_shards`, as computed from the key."""
     shard, row = int(key[:5]), int(key[5:])
     return sum(SIZES[:shard]) + row
 
@@ -103,7 +103,7 @@ def test_sizes_that_a_writer_left_are_believed(shards, kind):
     assert ShardIndex.build(shards, progress=False).n == 10 * sum(SIZES)
 
 
-# refusals -----------------------------------------------------------------------------------------
+# errors -------------------------------------------------------------------------------------------
 
 
 def test_a_shard_that_differs_from_its_manifest_is_named(shards):
@@ -137,7 +137,7 @@ def test_bad_shards_are_named_before_training(shards, tmp_path):
 
 
 def test_shards_that_are_not_those_of_the_index(shards, tmp_path):
-    """Renamed, replaced, truncated, missing: known without reading any; also where sizes came from elsewhere."""
+    """Detect renamed, replaced, truncated and missing shards without reading them, also if a writer left the sizes."""
     (shards[0].parent / "sizes.json").write_text(json.dumps({s.name: n for s, n in zip(shards, SIZES, strict=True)}))
     ShardIndex.build(shards[:4]).save(tmp_path / "shards.json")
     index = ShardIndex.load(tmp_path / "shards.json")
@@ -149,7 +149,7 @@ def test_shards_that_are_not_those_of_the_index(shards, tmp_path):
             ValueError, match=r"00001.tar has 2000 bytes, and \d+ when the index was built: it was repl"
         ):
             known.check(names[:4])
-    ShardIndex({shard.name: 4 for shard in shards}).check(names)  # nothing is known of the files
+    ShardIndex({shard.name: 4 for shard in shards}).check(names)  # this index has no sizes of files
     shards[1].rename(shards[1].with_name("new.tar"))
     with pytest.raises(FileNotFoundError, match="1 of 4 shards are missing or empty, such as .*00001.tar"):
         index.check(names[:4])
@@ -176,7 +176,7 @@ def test_changed_files_are_refused(shards, tmp_path):
 
 
 def test_a_look_before_training(shards):
-    """Names and files for a ShardIndex; for keys also the first sample and the last shard, where the largest is."""
+    """check() tests names and files, for keys also the first sample and the last shard, which has the largest key."""
     names, largest = [str(shard) for shard in shards], 50_001
     for index in (ShardIndex.build(shards), KeyIndex(largest + 1)):
         indexed_reader(read_tar, index).check(names)
@@ -247,10 +247,10 @@ def test_rows_of_other_data_are_refused(tmp_path, make):
     untold = compopt.save(est, tmp_path / "untold")
     est.data_fingerprint = KeyIndex(100).fingerprint
     path = compopt.save(est, tmp_path / "told")
-    compopt.load(other, path)  # it was told nothing
+    compopt.load(other, path)  # it has no fingerprint
     other.data_fingerprint = est.data_fingerprint
     compopt.load(other, path)
     other.data_fingerprint = KeyIndex(100, first=1).fingerprint
     with pytest.raises(ValueError, match=r"keys 0..99.*keys 1..100"):
         compopt.load(other, path)
-    compopt.load(other, untold)  # as checkpoints from before there were fingerprints
+    compopt.load(other, untold)  # like checkpoints of versions without fingerprints

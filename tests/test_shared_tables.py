@@ -1,4 +1,4 @@
-"""Ranks with a part of the rows each, on slow disks; ranks that differ; ranks of which one fails: nobody waits."""
+"""Ranks with a part of the rows each, on slow disks; ranks that differ; a failing rank: no rank hangs."""
 
 import io
 import threading
@@ -23,7 +23,7 @@ def on_two(function, *args):
 
 
 def train(est, group, steps, seed=0):
-    """Steps on this rank's half of global batches; the losses."""
+    """Train on this rank's half of global batches and return the losses."""
     g, rank, losses = torch.Generator().manual_seed(seed), dist.get_rank(group), []
     for _ in range(steps):
         z1, z2 = torch.randn(2, BATCH, 4, generator=g)
@@ -34,7 +34,7 @@ def train(est, group, steps, seed=0):
 
 
 def slow_down(monkeypatch):
-    """Every rank needs 50 ms for every commit and every block of its file."""
+    """Let every rank take 50 ms for every commit and every block of its file."""
     for name in ("scatter", "resize"):
         original = getattr(DiskStore, name)
 
@@ -50,7 +50,7 @@ def on_disk(group, folder):
 
 
 def run_all(group, folder):
-    """Every method that touches the files past the commits, right after commits that are still being written."""
+    """Call every method that accesses the files, right after commits that are still being written; return losses."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         slow_down(monkeypatch)
         monkeypatch.setattr(table, "BLOCK_ROWS", 8)
@@ -62,7 +62,7 @@ def run_all(group, folder):
         loaded = compopt.SogCLREstimator(N, process_group=group)
         compopt.load(loaded, f"{folder}/c")
         assert_same_bits(snapshot(near, N), snapshot(loaded, N))
-        train(far, group, 2, seed=1)  # away from it, and back, by either way
+        train(far, group, 2, seed=1)  # change the state and restore it, by load and by load_state_dict
         compopt.load(far, f"{folder}/c")
         losses = [train(far, group, 2, seed=2), train(near, group, 2, seed=2)]
         train(far, group, 2, seed=3)
@@ -83,7 +83,7 @@ def test_ranks_on_disk_have_a_file_each_and_the_results_of_ranks_in_memory(tmp_p
 
 
 def folders_of_their_own(group, folder):
-    """Ranks on machines that share no folder."""
+    """Train on ranks that share no folder; return losses and rows."""
     est = on_disk(group, f"{folder}/{dist.get_rank(group)}")
     return train(est, group, 2), snapshot(est, N)
 
@@ -99,7 +99,7 @@ def test_ranks_on_disk_need_not_share_a_folder(tmp_path):
 
 
 def growing_badly(group, folder, offload, shard, done):
-    """Rank 1 has no room for more rows; afterwards nobody has them, and the run goes on, saves and loads."""
+    """Fail to append rows on rank 1; afterwards no rank has them, and the run continues, saves and loads."""
     kind = {"offload": offload, "shard": shard, "process_group": group}
     est = compopt.SogCLREstimator(N, **kind, **({"offload_dir": f"{folder}/table"} if offload == "disk" else {}))
     twin = compopt.SogCLREstimator(N, process_group=group)
@@ -138,7 +138,7 @@ def test_rows_that_one_rank_cannot_append_are_appended_by_none(offload, shard, d
 
 
 def failing_writer(group, folder):
-    """The disk of rank 0 fails; every rank learns it at its next call."""
+    """Let the disk of rank 0 fail; return the error, which every rank raises at its next call."""
     est = on_disk(group, folder)
 
     def full(rows, block):
@@ -214,7 +214,7 @@ DIFFERENT_TAU = {
 
 
 def differing(group, what, value):
-    """Rank 0 and rank 1 were built, or are called, in different ways."""
+    """Build or call the estimators of rank 0 and rank 1 with different arguments; return the error."""
     second = dist.get_rank(group)
     arguments = DIFFERENT[value][second] if what == "options" else {}
     est = compopt.SogCLREstimator(**{"n": N, "tau": 0.2, "process_group": group, **arguments})
@@ -249,7 +249,7 @@ def test_ranks_that_differ_are_told_so(what, value):
 
 
 def late_exchange(group, directory, action):
-    """The ranks learn which rows a prefetched batch has when these are about to be overwritten."""
+    """Delay the exchange of a prefetched batch's rows until these are about to be overwritten; return the losses."""
     est, near = (compopt.SogCLREstimator(N, process_group=group, **p) for p in ({"shard": True, "offload": "cpu"}, {}))
     data = batches(N, 3, batch=8, seed=26, dtype=torch.float32)
     own = own_part(group, 8)
@@ -267,7 +267,7 @@ def late_exchange(group, directory, action):
     scatter = est._engine.table.store.scatter
 
     def overwrite(*args):
-        time.sleep(0.6)  # the read that came late is over
+        time.sleep(0.6)  # the delayed read has finished
         scatter(*args)
 
     est._engine.table.local, est._engine.table.store.scatter = late, overwrite

@@ -14,7 +14,7 @@ LABELS = torch.tensor([0, 0, 1, 2, 3, 3, 4])
 
 
 def equation(views, kind, tau, bias, key=None):
-    """Algorithm 1 of the paper, where equal keys are no negatives; the mean over all ordered pairs of views."""
+    """Return Algorithm 1 of the paper without equal keys as negatives; the mean over all ordered pairs of views."""
     z = [torch.nn.functional.normalize(view, dim=1) for view in views]
     key, itself = torch.arange(BATCH) if key is None else key, torch.eye(BATCH, dtype=torch.bool)
     apart = key[:, None] != key
@@ -35,7 +35,7 @@ def build(kind, tau=0.2, bias=-2.0, **options):
 
 
 def all_gradients(est, z, **given):
-    """Loss, and gradients of views, of log(1 / tau) and of the bias."""
+    """Return the loss, and the gradients of views, of log(1 / tau) and of the bias."""
     est.temperature.log_inverse.grad = est.normalizer.bias.grad = None
     loss = est(*z, **given) if isinstance(z, tuple) else est(z, **given)
     loss.backward()
@@ -59,7 +59,7 @@ def test_value_and_all_gradients(kind, labels, chunk_size):
 
 
 def test_the_paper_counts_each_pair_once():
-    """Its own form: a sum over all pairs, divided by the batch; both directions have the same value and gradients."""
+    """The paper's sum over all pairs, divided by the batch size; both directions have the same value and gradients."""
     z1, z2 = features(BATCH, DIM, seed=91)
     s = torch.nn.functional.normalize(z1, dim=1) @ torch.nn.functional.normalize(z2, dim=1).T
     sign = 2 * torch.eye(BATCH, dtype=torch.float64) - 1
@@ -82,7 +82,7 @@ def test_several_views(anchors):
 
 
 def equation_of_anchor(views, view):
-    """The same with one view's anchors: the mean over its two positives."""
+    """Return the equation for the anchors of one view: the mean over its two positives."""
     z = torch.nn.functional.normalize(views, dim=2)
     logits, itself = torch.stack([z[view] @ other.T / 0.2 - 2.0 for other in z]), torch.eye(BATCH, dtype=torch.bool)
     negative = torch.nn.functional.softplus(logits)[:, ~itself].sum()
@@ -122,7 +122,7 @@ def on_ranks(group, kind, sizes, views, labels, chunk_size):
     [("unimodal", 3), *(pytest.param(kind, 2, marks=pytest.mark.full) for kind in ("bimodal", "forward"))],
 )
 def test_ranks(kind, count):
-    """Gradients of features are of the own part, times K; those of parameters are whole on every rank."""
+    """Feature gradients are those of the rank's part times K; parameter gradients are complete on every rank."""
     views = torch.randn(count, BATCH, DIM, generator=generator(94), dtype=torch.float64)
     (whole,) = the_pool().run(on_ranks, 1, kind, [BATCH], views, LABELS, None)
     parts = the_pool().run(on_ranks, 3, kind, [2, 0, 5], views, LABELS, 2)
@@ -134,7 +134,7 @@ def test_ranks(kind, count):
 
 
 def without_gradients(group, views):
-    """The loss of a validation, whose gradients nobody waits for."""
+    """Return a validation loss under no_grad, with a gradient function that cannot be called."""
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(SigmoidPairs, "gradients", None)
         return build("bimodal", process_group=group)(*views)
@@ -154,7 +154,7 @@ def test_the_bias_is_learned_stored_and_shown():
     est(*torch.randn(2, 6, 4)).backward()
     before = est.normalizer.bias.item()
     optimizer.step()
-    assert est.normalizer.bias.item() != before and est.t == 0  # nothing was deposited to commit without rows
+    assert est.normalizer.bias.item() != before and est.t == 0  # without rows there is no deposit to commit
     other.load_state_dict(est.state_dict())
     assert torch.equal(other.normalizer.bias, est.normalizer.bias)
     assert compopt.as_module(est).state_dict().keys() >= {"normalizer.bias", "temperature.log_inverse"}
@@ -171,6 +171,6 @@ def test_what_is_refused():
     free = compopt.SigmoidNormalizer()
     with pytest.raises(ValueError, match="TemperatureDual bounds the divergence"):
         compopt.ContrastiveEstimator(free, compopt.TemperatureDual(4, rho=0.1))
-    assert compopt.ContrastiveEstimator(free, compopt.FixedTemperature(0.1)).normalizer is free  # it is still free
+    assert compopt.ContrastiveEstimator(free, compopt.FixedTemperature(0.1)).normalizer is free  # it can still be used
     with pytest.raises(TypeError, match="bias must be a number"):
         compopt.SigLIPEstimator(bias="-10")

@@ -206,7 +206,7 @@ def test_folders_that_cannot_be_used(photos, tmp_path):
 
 
 def of(pictures, **views):
-    """A task on some images."""
+    """Return a task on some images."""
     judged = Labelled(pictures[:32], torch.arange(32) % 4)
     return ImageViews(pictures, judged, judged, "test", Views(**views))
 

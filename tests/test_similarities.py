@@ -1,4 +1,4 @@
-"""Any matrix of similarities: rows of the identity are contrasted with its columns (docs/guides/similarities.md)."""
+"""Any matrix of similarities: contrast rows of the identity with its columns (docs/guides/similarities.md)."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_late_interaction_is_autograd_s_cross_entropy():
 
 
 def weighted(scores, log_u):
-    """The loss whose gradient an estimator returns: weights of ``log u``, which is updated, held constant."""
+    """Return the updated ``log u``, and a loss with the estimator's gradient: its weights are held constant."""
     given = scores.detach(), torch.zeros_like(scores[0]), ONE_HOT == 0, torch.full_like(scores[0], TAU)
     _, log_g = F.pair_weights(*given)
     log_u = log_g if log_u is None else F.moving_average(log_u, log_g, 0.5, None)
@@ -48,7 +48,7 @@ def weighted(scores, log_u):
 
 
 def test_a_moving_average_of_late_interaction():
-    """Rows and gradients of both directions, over two steps; anchors of the second are columns of the matrix."""
+    """Compare rows and gradients of both directions over two steps; the second direction has columns as anchors."""
     est, index, log_u = estimator(n=N, gamma=0.5), torch.arange(B) + 3, [None, None]
     for step in range(2):
         leaves = tokens(2, seed=step)

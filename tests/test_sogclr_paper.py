@@ -1,4 +1,4 @@
-"""SogCLR is the paper's: equations 9 and 10 written out, while features drift and every u is out of date."""
+"""SogCLR against equations 9 and 10 of its paper, with drifting features, so that every u is out of date."""
 
 import math
 
@@ -15,7 +15,7 @@ N, BATCH, DIM, TAU = 13, 6, 5, 0.2
 
 
 def drifting(steps, seed=0):
-    """Batches of one data set whose features move by a fifth between two calls."""
+    """Yield batches of one data set whose features move by 0.2 standard normal steps between two calls."""
     generator = torch.Generator().manual_seed(seed)
     z1, z2 = features(N, DIM, seed)
     for _ in range(steps):
@@ -39,7 +39,7 @@ def test_equations_9_and_10(mode, gamma):
 
 
 def best_tau(h, rho):
-    """Root of G(tau) = log mean exp(h / tau) + rho - sum_j w_j h_j / tau, which grows with tau."""
+    """Return the root of G(tau) = log mean exp(h / tau) + rho - sum_j w_j h_j / tau, which increases with tau."""
     low, high = 1e-6, 1e6
     for _ in range(200):
         tau = (low * high) ** 0.5
@@ -53,7 +53,7 @@ def best_tau(h, rho):
     "rho", [pytest.param(0.1, marks=pytest.mark.full), 0.5, pytest.param(2.0, marks=pytest.mark.full)]
 )
 def test_individual_temperatures_reach_their_optimum_below_the_bound_of_lemma_1(rho):
-    """tau* <= tau_0 + C / rho, C the range of h: that of unit vectors is at most 2, as is the bound on abs(h)."""
+    """tau* <= tau_0 + C / rho, where C is the range of h: at most 2 for unit vectors, like the bound on abs(h)."""
     z1, z2 = (normalize(z, dim=1) for z in features(40, 4, seed=5))
     off = ~torch.eye(40, dtype=torch.bool)
     h = (z1 @ z2.T - (z1 * z2).sum(1, keepdim=True))[off].view(40, 39)
@@ -70,7 +70,7 @@ def test_individual_temperatures_reach_their_optimum_below_the_bound_of_lemma_1(
 
 
 def test_lemma_1_does_not_hold_with_the_largest_absolute_value_for_c():
-    """Its proof bounds a difference of two means of h, which may be 2 max abs(h): here it is nearly that."""
+    """The proof bounds a difference of two means of h, which may be 2 max abs(h), and nearly is in this case."""
     rho, h = 6.0, torch.full((20_000,), -1.0, dtype=torch.float64)
     h[:10] = 1.0
     assert 1 / rho < best_tau(h, rho) < 2 / rho

@@ -42,7 +42,7 @@ def inodes(path):
 
 
 def rows_in(path):
-    """Rows in the files of a checkpoint."""
+    """Return the number of rows in the files of a checkpoint."""
     return sum(file.rows for file in manifest.read(manifest.checkpoint_at(path))[1])
 
 
@@ -138,7 +138,7 @@ def test_any_history(tmp_path):
 
 
 def on_ranks(group, directory, options):
-    """Two saves of few rows each."""
+    """Save few rows twice; return the columns, and the number of rows in each save."""
     manifest.CHUNK_ROWS, manifest.PIECE_ROWS = CHUNK, PIECE
     rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     est = sogclr(process_group=group, **placed(options, os.path.join(directory, "rows")))
@@ -173,7 +173,7 @@ def test_a_load_in_inference_mode(options, tmp_path):
 
 
 def test_symbolic_links_are_followed(tmp_path):
-    """As in the cache of a hub: names are links to content."""
+    """File names are symbolic links to content, as in the cache of a hub."""
     est = sogclr()
     visit(est, range(20))
     path = compopt.save(est, tmp_path / "a", keep=1)

@@ -1,4 +1,4 @@
-"""Stores and write-behind: rows read as from memory, bit for bit, whatever threads do, whichever process ends."""
+"""Stores and write-behind: rows equal those in memory bit for bit, with other threads and ending processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def random_block(rows, words, g):
-    """Any bits at all, NaN and denormals included; equal ones where a row occurs twice."""
+    """Return random bits, including NaN and denormals; equal ones where a row occurs twice."""
     raw = torch.randint(-(2**63), 2**63 - 1, (len(rows), 2 * words), generator=g)
     _, inverse = torch.unique(rows, return_inverse=True)
     return raw[inverse]
@@ -98,7 +98,7 @@ def test_stores_agree(kind, words, tmp_path):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["memory", "host", "disk"])
 def test_a_snapshot_reads_rows_as_they_were(kind, seed, tmp_path, monkeypatch):
-    """Commits before, between and during its reads, in a thread."""
+    """Commit before, between and during its reads, in a thread."""
     monkeypatch.setattr("compopt.stores.snapshot.UNSORTED", 500)
     g, n = generator(seed), 4000
     store = make_store(kind, n, 1, tmp_path)
@@ -115,7 +115,7 @@ def test_a_snapshot_reads_rows_as_they_were(kind, seed, tmp_path, monkeypatch):
         store.scatter(rows, random_block(rows, 1, g))
     thread = threading.Thread(target=commit)
     thread.start()
-    cuts = [0, 1, 700, 1000, 3000, n]  # rows 1000 to 3000 are not asked for
+    cuts = [0, 1, 700, 1000, 3000, n]  # rows 1000 to 3000 are not read
     try:
         read = [snapshot.read(low, high) for low, high in itertools.pairwise(cuts) if low != 1000]
     finally:
@@ -136,7 +136,7 @@ def test_a_snapshot_whose_log_cannot_be_kept_fails_and_the_commit_does_not(monke
 
     monkeypatch.setattr(store, "gather", full)
     store.scatter(torch.arange(10), torch.ones(10, 2, dtype=torch.int64))
-    monkeypatch.undo()  # only the commit could not read
+    monkeypatch.undo()  # only the commit failed to read
     assert store.gather(torch.arange(10)).sum() == 20
     with pytest.raises(MemoryError, match="for the log"):
         snapshot.read(0, 10)
@@ -158,7 +158,7 @@ def test_more_rows_than_memory():
 
 def test_a_table_that_cannot_be_opened_leaves_no_lock(tmp_path):
     (tmp_path / "rows.rows").mkdir()
-    with pytest.raises(IsADirectoryError) as refused:  # the error lives on, as in a notebook
+    with pytest.raises(IsADirectoryError) as refused:  # the error is kept alive, as in a notebook
         DiskStore(tmp_path, "rows", 10, 1)
     assert refused.value and not (tmp_path / "rows.lock").exists()
 
@@ -209,7 +209,7 @@ def test_offloaded_equals_direct(kind, seed, tmp_path):
 @marked(needs_accelerator)
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_offloaded_on_a_device_equals_direct_and_never_synchronises(kind, tmp_path):
-    """Commits computed on the device, behind a queue of work; the writer slow; nothing in the loop may wait."""
+    """Commits are computed on the device behind queued work, and the writer is slow; the loop must not wait."""
     device, g, n = DEVICE, generator(0), 500
     rows, direct = WriteBehind(Slow(make_store(kind, n, 1, tmp_path), g)), RowStore(n, 1)
     direct.to(device)
@@ -235,7 +235,7 @@ def test_offloaded_on_a_device_equals_direct_and_never_synchronises(kind, tmp_pa
 
 
 class Gated(RowStore):
-    """Writes wait until a gate opens; can be told to fail."""
+    """A store whose writes wait until a gate opens, and can be made to fail."""
 
     def __init__(self, n):
         super().__init__(n, 1, on_host=True)
@@ -299,7 +299,7 @@ def test_tickets_cost_nothing_when_forgotten():
 
 
 class GatedSlow(Gated):
-    """A store whose rows are read ahead, and counted."""
+    """A store whose rows are read ahead; reads are counted."""
 
     slow, reads = True, 0
 
@@ -320,7 +320,7 @@ def test_tickets_that_are_dropped_before_their_turn_are_not_read():
 
 @marked(needs_accelerator)
 def test_reads_on_the_cpu_wait_for_no_write_and_leave_tickets_valid():
-    """As est.read(), beside batches on a device."""
+    """Read as est.read() does, while batches are on a device."""
     rows, here = WriteBehind(GatedSlow(5)), torch.tensor([2], device=DEVICE)
     ticket = rows.prefetch(torch.tensor([2]), DEVICE)
     rows.commit(here, torch.full((1, 2), 3, device=DEVICE))  # waits for the gate
@@ -333,7 +333,7 @@ def test_reads_on_the_cpu_wait_for_no_write_and_leave_tickets_valid():
 
 
 def test_tickets_of_two_threads_see_every_commit(switch_often):
-    """With shards a background thread asks for tickets while the main thread takes and commits."""
+    """With shards a background thread requests tickets while the main thread takes and commits."""
     rows, issued = WriteBehind(RowStore(5, 1, on_host=True)), []
 
     def prefetch():
@@ -387,7 +387,7 @@ def test_threads_end_with_the_object():
 
 
 def exit_code_of_a_fork(check):
-    """0 if ``check`` returns that in a forked process."""
+    """Return the exit code of a forked process, which is the result of ``check``."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -418,7 +418,7 @@ def test_a_forked_process_goes_on():
 
 
 def test_a_fork_reads_a_file_that_its_parent_writes(tmp_path):
-    """Commits that were unwritten at the fork are laid over; a commit of the fork's own is refused at once."""
+    """Commits unwritten at the fork are overlaid on the file; a commit of the forked process itself raises at once."""
 
     class GatedFile(DiskStore):
         gate = threading.Event()
@@ -446,7 +446,7 @@ def test_a_fork_reads_a_file_that_its_parent_writes(tmp_path):
 
 
 def test_rows_that_another_estimator_of_this_process_has_replaced(tmp_path):
-    """The kernel's locks keep processes apart, and not two objects of one."""
+    """The kernel's file locks separate processes, but not two objects of one process."""
 
     def build():
         return compopt.SogCLREstimator(20, offload="disk", offload_dir=tmp_path)
@@ -459,7 +459,7 @@ def test_rows_that_another_estimator_of_this_process_has_replaced(tmp_path):
     with pytest.raises(RuntimeError, match="another estimator of this process"):
         one.read(torch.arange(3))
     assert other.read(torch.arange(3))["count"].sum() == 0
-    one.load_state_dict(state)  # takes it back
+    one.load_state_dict(state)  # takes over the table again
     assert one.read(torch.arange(3))["count"].sum() == 0
 
 

@@ -1,4 +1,4 @@
-"""The files of a table on disk: whose they are, what a full disk or a kill leaves of them."""
+"""The files of a table on disk: their owner, and their state after a full disk or a kill."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_table_of_another_run_is_refused_until_a_load_follows(tmp_path):
             use()
     with second.overwriting():
         second.scatter(all_rows[:6], torch.full((6, 2), 7))
-        killed = DiskStore(tmp_path, "rows", 10, 1)  # a process killed there leaves it stale
+        killed = DiskStore(tmp_path, "rows", 10, 1)  # a process killed here leaves the table stale
         assert killed.stale
         second.scatter(all_rows[8:], torch.full((2, 2), 8))
     assert second.gather(all_rows)[:, 0].tolist() == [7] * 6 + [0] * 2 + [8] * 2

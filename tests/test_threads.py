@@ -1,4 +1,4 @@
-"""A state copied in a thread beside training is that between two commits."""
+"""A state copied in another thread during training is the state between two commits."""
 
 import copy
 import pickle
@@ -16,7 +16,7 @@ N, STEPS, UPDATES = 6000, 15, 2
 
 
 def build(**options):
-    """Rows, a network, a temperature: each knows how many commits it has seen."""
+    """Return an estimator with rows, a network and a temperature, each of which counts its commits."""
     network = compopt.NeuralNormalizer(4, 8, updates=UPDATES, lr=0.01, optimizer=torch.optim.Adam, restart_every=None)
     groups = [{"n": N // 2, "gamma": 1.0}, {"n": N // 2, "gamma": 1.0}]
     return compopt.ContrastiveEstimator(
@@ -28,9 +28,9 @@ def build(**options):
 
 
 def in_rows(**options):
-    """Every sample is in every commit: one row shows another count than its neighbour while it is written."""
+    """Return an estimator with rows only; every commit has every sample, so counts differ only during a write."""
     est = compopt.MovingAverageEstimator(N, **options)
-    est.read(torch.arange(1))  # alone, it has rows from its first use on
+    est.read(torch.arange(1))  # on its own, it allocates rows at the first use
     return est
 
 
@@ -64,7 +64,7 @@ def commits(state):
 
 
 def beside(est, action):
-    """Results of an action that a thread repeats while this one trains."""
+    """Return the results of an action that a thread repeats while this one trains."""
     found, errors, stop = [], [], threading.Event()
 
     def repeat():
@@ -153,7 +153,7 @@ def test_nobody_copies_in_the_middle_of_a_commit(copying, monkeypatch, tmp_path)
 
 
 def test_a_commit_interrupted_by_a_handler_is_not_copied(monkeypatch, tmp_path):
-    """A signal handler runs in the thread that commits, which the lock does not stop."""
+    """A signal handler runs in the thread that commits, which the lock does not block."""
     est = in_rows()
     commit = est._engine.table.commit
 
@@ -182,7 +182,7 @@ def test_a_copy_has_a_lock_of_its_own(duplicate):
 
 @pytest.mark.parametrize("kind", four.KINDS)
 def test_the_first_use_by_two_threads(kind):
-    """Whoever is first makes the engine and the rows, and only one."""
+    """The first of two threads creates the engine and the rows, which are created only once."""
     for _ in range(10):
         obj, start = four.KINDS[kind](), threading.Barrier(2)
 

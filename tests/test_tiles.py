@@ -1,4 +1,4 @@
-"""Sums of a matrix in plain torch, the function that is made of them, and the rule that decides who computes them."""
+"""Sums of a matrix in plain torch, the function that is built on them, and the rule that selects the backend."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ def features(dtype=torch.float64):
 
 
 def by_hand(z1, z2, tau, negative):
-    """Both directions from the whole matrix."""
+    """Compute both directions from the whole matrix."""
     s = z1 @ z2.T
     scaled = [s / tau[:, :1], s.T / tau[:, 1:]]
     return torch.stack([x.masked_fill(~negative, -math.inf).logsumexp(1) for x in scaled], dim=1)
@@ -37,7 +37,7 @@ TAUS = {"number": 0.1, "0-d": torch.tensor(0.1), "one each": 0.1 + torch.rand(B)
 @pytest.mark.parametrize("keys", [None, KEYS, (KEYS, torch.arange(B) % 4)], ids=["none", "one", "two"])
 @pytest.mark.parametrize("tau", TAUS)
 def test_contrastive_sums_is_a_logsumexp(tau, keys, wave):
-    """Value and gradients, that of the temperature too, are those of autograd on the whole matrix."""
+    """Value and gradients, including the temperature's, equal those of autograd on the whole matrix."""
     given = [torch.arange(B)] if keys is None else list(keys) if isinstance(keys, tuple) else [keys]
     negative = torch.stack([key[:, None] != key for key in given]).all(0)
     results = []
@@ -174,7 +174,7 @@ def test_backend_of_an_estimator():
 
 
 def test_without_a_gpu_the_backend_changes_no_bit():
-    """It falls back, here where neither Triton nor its interpreter is asked for."""
+    """The backend falls back to torch, since neither Triton nor its interpreter can be used here."""
     grads = []
     for backend in ("torch", "triton"):
         z1, z2 = features(torch.float32)

@@ -12,7 +12,7 @@ N = 16
 
 
 def towers(width=6):
-    """Two small encoders."""
+    """Return two small encoders."""
     torch.manual_seed(0)
     return [
         torch.nn.Sequential(torch.nn.Linear(width, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)).double() for _ in "12"
@@ -20,7 +20,7 @@ def towers(width=6):
 
 
 def gradients(*modules):
-    """All parameter gradients as one vector, which are then zero."""
+    """Return all parameter gradients as one vector, and reset them."""
     found = torch.cat([p.grad.flatten() for m in modules for p in m.parameters()])
     for module in modules:
         module.zero_grad()
@@ -139,7 +139,7 @@ def test_a_small_problem_is_learned(name, mode):
 
 
 def test_the_learned_temperature_learns():
-    """CLIP: the user's optimizer moves log(1/tau); it stays at tau >= 0.01 at use."""
+    """CLIP: the user's optimizer updates log(1/tau); tau is clamped to at least 0.01 when it is used."""
     est = compopt.InfoNCEEstimator(tau=0.07, learn_tau=True, multiply_tau=False)
     (parameter,) = est.parameters()
     assert parameter.requires_grad and parameter.dim() == 0

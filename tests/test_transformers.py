@@ -1,4 +1,4 @@
-"""``compopt.integrations.transformers``: the Trainer's runs are the plain loop's; rows in its checkpoints."""
+"""``compopt.integrations.transformers``: the Trainer's runs equal the plain loop's; checkpoints include the rows."""
 
 import contextlib
 import os
@@ -28,13 +28,13 @@ def callback(*args, **options):
 def trainer(
     folder, est=None, dtype=torch.float64, own=None, scaler=None, data=None, events=None, shard=False, **options
 ):
-    """A Trainer whose batches are the plain loop's. ``own``: options of the callback; ``False``: there is none."""
+    """Yield a Trainer with the plain loop's batches. ``own``: options of the callback, or ``False`` for no callback."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class DualEncoderTrainer(Trainer):
         def create_accelerator_and_postprocess(self):
             super().create_accelerator_and_postprocess()
-            if scaler is not None:  # on a CPU accelerate makes none
+            if scaler is not None:  # accelerate makes none on a CPU
                 self.accelerator.scaler = scaler
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -60,7 +60,7 @@ def trainer(
 
 
 def train(folder, resume=None, **options):
-    """A run, with a checkpoint after each update; -> weights and rows, number of commits, commits at its beginning."""
+    """Train with a checkpoint after each update; return weights and rows, commits, and commits at the beginning."""
     begun = []
     events = {"on_step_begin": lambda *_, **__: begun.append(made.est.t), **options.pop("events", {})}
     with trainer(folder, events=events, **options) as made:
@@ -74,7 +74,7 @@ def train(folder, resume=None, **options):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Folder of a run, its weights and rows."""
+    """Return the folder of a finished run, and its weights and rows."""
     folder = tmp_path_factory.mktemp("finished")
     found, commits, _ = train(folder)
     assert commits == UPDATES and same(found, plain_loop())
@@ -105,7 +105,7 @@ def test_a_skipped_step_commits_nothing(tmp_path, optim):
 
 @pytest.mark.parametrize("step", [1, True])
 def test_a_resumed_run_ends_as_the_whole_one(tmp_path, finished, step):
-    """True: from the newest checkpoint; as a run that was killed before it wrote the third."""
+    """True resumes from the newest checkpoint, as after a run that was killed before it wrote the third."""
     ignored = shutil.ignore_patterns("checkpoint-3", "checkpoint-4")
     shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True, ignore=ignored)
     found, commits, begun = train(tmp_path, resume=step)
@@ -160,7 +160,7 @@ def test_the_cross_entropy_is_logged_as_often_as_the_loss(tmp_path):
 
 
 def travelling(folder, own=None, late=False, **options):
-    """A run whose state travels with the optimizer: attached where a subclass makes it, or too late."""
+    """Train with the state in the optimizer's: attached when a subclass creates the optimizer, or too late."""
 
     def attach(args, state, control, optimizer, **kwargs):
         made.est.attach(optimizer, checkpoint=True)
@@ -192,7 +192,7 @@ def test_rows_travel_with_the_optimizer(tmp_path, own):
 
 
 class Anything(Encoders):
-    """Takes what it does not know, as CLIPModel does; its own loss, where it is asked for one."""
+    """A model that takes any keyword arguments, as CLIPModel does, and returns its own loss if it has an estimator."""
 
     est = None
 
@@ -206,7 +206,7 @@ class Anything(Encoders):
 @pytest.mark.parametrize("key", ["labels", "index"])
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_the_size_of_a_step(tmp_path, accumulated, key, how):
-    """One update of micro-batches that are all the same; whoever says that the loss is the mean of a batch."""
+    """Make one update with equal micro-batches, for every way to declare that the loss is the mean of a batch."""
     from transformers import Trainer, TrainingArguments
 
     model, batch, est = Encoders(torch.float64), Items(1, 1).items, compopt.DCLEstimator(tau=0.5)
@@ -261,7 +261,7 @@ def test_what_is_no_estimator_is_refused_at_once(given, error, words):
 
 @pytest.mark.parametrize("missing", ["compopt", "compopt/*/manifest.json"])
 def test_a_checkpoint_without_all_rows_is_refused(tmp_path, finished, missing):
-    """It was saved without the callback, or the rows were being written when the run was killed."""
+    """The checkpoint was saved without the callback, or the run was killed while the rows were written."""
     shutil.copytree(finished[0] / "checkpoint-2", tmp_path / "checkpoint-2")
     for path in (tmp_path / "checkpoint-2").glob(missing):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -288,7 +288,7 @@ def test_a_hyper_parameter_search_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("own", "count"), [(False, 1), (None, 0)])
 def test_a_loss_that_nobody_commits_is_told(tmp_path, own, count):
-    """After three updates."""
+    """The warning comes after three updates."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(tmp_path, own=own, save_strategy="no")
@@ -314,7 +314,7 @@ def test_two_ranks(tmp_path, shard):
 
 
 def travelling_on_two_ranks(group, folder):
-    """Rank 0 writes the optimizer; the rows of all ranks are in it. What is split is refused, as is a last batch."""
+    """Rank 0 saves the optimizer with the rows of all ranks. Split rows and a shorter last batch raise errors."""
     whole, _ = travelling(folder, own=False)
     again, _ = travelling(folder, own=False, resume_from_checkpoint=f"{folder}/checkpoint-2")
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
@@ -336,7 +336,7 @@ def test_rows_travel_with_the_optimizer_on_two_ranks(tmp_path):
 
 @contextlib.contextmanager
 def deepspeed_on_the_cpu(bf16):
-    """The Trainer uses DeepSpeed on accelerators only, unless it finds accelerate set up for it."""
+    """Yield options with which the Trainer uses DeepSpeed on the CPU: it requires accelerate to be set up for it."""
     from accelerate import PartialState
     from transformers import training_args
 
@@ -355,12 +355,12 @@ def deepspeed_on_the_cpu(bf16):
 
 
 def infinite(args, state, control, model=None, **kwargs):
-    """The loss of one update is infinite on one rank."""
+    """Make the loss of one update infinite on one rank."""
     model.scale = torch.inf if state.global_step in SKIPPED and torch.distributed.get_rank() == 0 else 1.0
 
 
 def zero_two(group, folder, bf16):
-    """In one go, and from each checkpoint on; with bf16 the second update overflows."""
+    """Train without interruption, and from each checkpoint; with bf16 the second update overflows."""
     runs = []
     for step in (None, 1, 2, 3):
         with deepspeed_on_the_cpu(bf16) as options:

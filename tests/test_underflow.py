@@ -27,7 +27,7 @@ ESTIMATORS = {
 def test_masked_candidates_do_not_set_the_scale(name, mode, chunk_size):
     """Three copies of sample 1 (s = 1, masked) and one opposite negative (s = -1): log ghat = -2 / tau = -400.
 
-    exp(-400) is zero in float32: whoever shifts by the largest of all candidates, masked ones too, finds log 0.
+    exp(-400) is zero in float32: a shift by the largest of all candidates, including masked ones, gives log 0.
     """
     z = torch.stack([E0, E0, E0, -E0])
     index = torch.tensor([1, 1, 1, 2])
@@ -56,13 +56,13 @@ def test_every_anchor_has_its_own_scale(mode):
         est.step()
         results.append((loss, est.read(torch.arange(5))["log_u"]))
     near(results[0][0], results[1][0], 1e-5)
-    near(results[0][1], results[1][1], 1e-5, atol=1e-3)  # the twins follow float64 at this temperature
+    near(results[0][1], results[1][1], 1e-5, atol=1e-3)  # agreement tests use float64 at this temperature
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.0, 4.0, 100.0])
 @pytest.mark.parametrize("include_positive", [True, False])
 def test_unnormalised_features_of_any_length(scale, include_positive):
-    """normalize=False: logits up to 1e6; log-sum-exp in float64 says what is right.
+    """With normalize=False, logits are up to 1e6; the reference is log-sum-exp in float64.
 
     alpha itself is a float32 number of the logits' size, so the weights carry its rounding.
     """

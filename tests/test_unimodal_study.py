@@ -13,7 +13,7 @@ from tests.helpers import carried_out
 
 @pytest.fixture()
 def study(monkeypatch, tmp_path):
-    """One setting per grid, and few samples."""
+    """Return the study with one setting per grid, and few samples."""
     monkeypatch.setattr(unimodal, "load", lambda arm, part, file: task(arm.views))
     monkeypatch.setattr(unimodal, "PASSES", {"icons": 2})
     monkeypatch.setattr(unimodal, "BATCH", 16)

@@ -1,4 +1,4 @@
-"""recipes/uploads.py: what is in the store is complete, or is told to be missing."""
+"""recipes/uploads.py: states in the store are complete, and missing files are reported."""
 
 import threading
 from pathlib import Path
@@ -11,7 +11,7 @@ from recipes import checkpoints, uploads
 
 @pytest.fixture
 def run(tmp_path):
-    """The local folder of a run, its store, and uploads between them."""
+    """Return the local folder of a run, and its store."""
     (tmp_path / "run" / "state").mkdir(parents=True)
     (tmp_path / "run" / "run.json").write_text("{}")
     return tmp_path / "run", tmp_path / "store"
@@ -42,7 +42,7 @@ def test_the_newest_states_stay_in_the_store(run):
         assert made.finish() == {}
     files = ["complete", "model", "rows/a"]
     assert there(run) == ["run.json", *(f"state/step-{step}/{name}" for step in (2, 3) for name in files)]
-    made.put(run[0] / "state" / "step-2", [])  # a run that was begun anew before the newest
+    made.put(run[0] / "state" / "step-2", [])  # a run that restarted from before the newest state
     assert made.finish() == {} and {name[:12] for name in there(run)} == {"run.json", "state/step-2"}
 
 
@@ -80,7 +80,7 @@ def test_a_state_that_is_read_is_held_and_one_that_waits_is_left_out_for_a_newer
 
 
 def test_what_fails_is_tried_again_at_once_and_with_the_next_state(run, monkeypatch, capsys):
-    failing = [3]  # times
+    failing = [3]  # how often
 
     def fail(store, source):
         if source.name == "epoch_1.pt" and failing[0]:
@@ -101,7 +101,7 @@ def test_the_newest_complete_state_is_fetched_if_it_is_newer(run, tmp_path):
     for step in (1, 2, 3):
         made.put(state(run, step), [])
         made.finish()
-    (run[1] / "state" / "step-3" / uploads.COMPLETE).unlink()  # its upload was cut off
+    (run[1] / "state" / "step-3" / uploads.COMPLETE).unlink()  # its upload was interrupted
     elsewhere = tmp_path / "elsewhere" / "state"
     checkpoints.fetch(f"file://{run[1]}", elsewhere)
     assert checkpoints.latest(elsewhere) == elsewhere / "step-2"

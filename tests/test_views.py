@@ -1,4 +1,4 @@
-"""Several views in one call: every estimator against its naive twin, on one rank and on several."""
+"""Several views in one call: every estimator against its naive reference, on one rank and on several."""
 
 import functools
 
@@ -15,7 +15,7 @@ N, D = 13, 4
 
 
 def data(views, steps, seed=0, batch=5, repeats=True, dtype=torch.float64):
-    """Views (V, B, d) and indices; every second batch repeats a sample."""
+    """Return views (V, B, d) and indices; every second batch repeats a sample."""
     result = []
     for t, (z1, z2, index) in enumerate(batches(N, steps, batch=batch, seed=seed, repeats=repeats, dtype=dtype)):
         noise = torch.randn(views - 2, batch, D, generator=generator(50 + t), dtype=torch.float64).to(dtype)
@@ -24,7 +24,7 @@ def data(views, steps, seed=0, batch=5, repeats=True, dtype=torch.float64):
 
 
 def step(est, views, index, **options) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of one call."""
+    """Return loss and gradient of one call."""
     leaf = views.clone().requires_grad_()
     loss = est(leaf, index=index, **options)
     loss.backward()
@@ -32,7 +32,7 @@ def step(est, views, index, **options) -> tuple[Tensor, Tensor]:
 
 
 def follow(info, est, ref, batches, tolerance=1e-10, **options):
-    """An estimator and its twin through some batches, each with a commit."""
+    """Compare an estimator with its reference over some batches, each with a commit."""
     for views, index in batches:
         leaf = info.tau_leaf(est) if info.tau_leaf else None
         if leaf is not None:
@@ -64,9 +64,9 @@ def test_every_estimator(info, views, anchors, chunk_size):
 
 
 def compare_network(info, views, anchors, chunk_size):
-    """A twin's network takes seconds: two small batches."""
+    """Compare over two small batches, since a reference network takes seconds."""
     est, ref = make(info, "unimodal", N, gamma=0.6, chunk_size=chunk_size)
-    # With one anchor view parts of the gradient are zero but for rounding, which AdaGrad enlarges by 1 / eps.
+    # With one anchor view parts of the gradient are zero except for rounding, which AdaGrad amplifies by 1 / eps.
     follow(info, est, ref, data(views, 2, 1, 4), 1e-6 if anchors == 1 else 1e-10, anchors=anchors)
 
 
@@ -89,7 +89,7 @@ def test_every_network(info, views, anchors, chunk_size):
 @pytest.mark.parametrize("views", [3, 4])
 @pytest.mark.parametrize("info", [BY_NAME[name] for name in ("sogclr", "batch-dual", "memory", "emc2")], ids=str)
 def test_labels(info, views):
-    """Samples that are no negatives of each other, all views of them."""
+    """All views of samples with equal labels are not negatives of each other."""
     est, ref = make(info, "unimodal", N, gamma=0.6)
     for number, batch in enumerate(data(views, 2, seed=2, repeats=False)):
         follow(info, est, ref, [batch], group=torch.tensor([7, 2, 7, 5, 2 + number]))
@@ -108,7 +108,7 @@ def test_accumulation(name):
 @pytest.mark.parametrize("anchors", [None, 2])
 @pytest.mark.parametrize("include_positive", [True, False])
 def test_an_objective_written_out(include_positive, anchors):
-    """InfoNCE and DCL over ordered pairs, differentiated as they stand."""
+    """Compare with InfoNCE and DCL over ordered pairs, written out and differentiated by autograd."""
     (views, index), tau = data(4, 1, seed=4, repeats=False)[0], 0.2
     leaf = views.clone().requires_grad_()
     z = leaf / leaf.norm(dim=2, keepdim=True)
@@ -230,7 +230,7 @@ def test_refusals_of_modes_and_samplers():
 
 
 def on_ranks(group, name, views, anchors, options):
-    """A few steps of one rank with its part of the batch; parts differ, and one is empty."""
+    """Run a few steps of one rank with its part of the batch; parts have different sizes, and one is empty."""
     rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     shard = {"shard": True} if options.get("shard") and size > 1 else {}
     est, _ = make(BY_NAME[name], "unimodal", N, gamma=0.6, process_group=group, **{**options, "shard": False} | shard)
@@ -252,7 +252,7 @@ def alone(*case):
 RANKED = ["infonce", "isogclr-adam", "global-dual", "memory-dual", "emc2-dual"]
 CASES = [(name, *(((3, None), (4, 2))[number % 2]), {}) for number, name in enumerate(RANKED)]
 CASES += [("sogclr", 4, 2, {"shard": True}), ("isogclr", 5, 2, {"chunk_size": 2})]
-RANKED_NETWORKS = [("neural-through-alpha", 3, None, {}), ("residual-queue", 4, 2, {})]  # whose start takes seconds
+RANKED_NETWORKS = [("neural-through-alpha", 3, None, {}), ("residual-queue", 4, 2, {})]  # they take seconds to start
 
 
 @pytest.mark.distributed

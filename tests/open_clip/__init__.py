@@ -1,1 +1,1 @@
-"""Tests beside open_clip, in an environment of their own: `make test-clip`."""
+"""Tests with open_clip, in an environment of their own: `make test-clip`."""

@@ -1,4 +1,4 @@
-"""recipes.clip_trainer under DDP; it prints how often this process reduced the gradients."""
+"""Run recipes.clip_trainer under DDP and print how often this process reduced the gradients."""
 
 from accelerate import Accelerator
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook

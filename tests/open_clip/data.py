@@ -1,4 +1,4 @@
-"""A model of open_clip's and pairs in tar shards, both as small as they can be, and what a run of them leaves."""
+"""A minimal open_clip model, minimal pairs in tar shards, and the results of a run with them."""
 
 import io
 import json
@@ -20,7 +20,7 @@ WORDS = "red green blue round square large small old new left right near far ope
 
 
 def write_model(folder, name="micro", **changes):
-    """The configuration's JSON file."""
+    """Write the configuration's JSON file and return its path."""
     path = folder / f"{name}.json"
     path.write_text(json.dumps({**MODEL, **changes}))
     return path
@@ -35,7 +35,7 @@ def image_of(row):
 
 
 def write_pairs(folder, sizes, corrupt=(), captionless=(), first=0):
-    """Shards of pairs whose row can be told from picture and caption; keys are rows."""
+    """Write shards of pairs whose row can be determined from picture and caption; keys are rows."""
     folder.mkdir(parents=True, exist_ok=True)
     row = first
     for shard, size in enumerate(sizes):

@@ -1,8 +1,8 @@
-"""Make `import torchvision` work beside a torch without CUDA, for tests; copied into .venv-clip by the Makefile.
+"""Make `import torchvision` work with a torch without CUDA, for tests; copied into .venv-clip by the Makefile.
 
-The registry's torchvision is built for CUDA. Beside a CPU build of torch its library of operators does not load, and
-the import then fails for want of their names. open_clip uses torchvision's transforms alone, so names are enough. A
-`.pth` file imports this at every start of Python: it costs nothing until torchvision is asked for.
+The registry's torchvision is built for CUDA. With a CPU build of torch its library of operators does not load, and the
+import then fails because the operators are not declared. open_clip uses only torchvision's transforms, so declarations
+are enough. A `.pth` file imports this at every start of Python; it costs nothing until torchvision is imported.
 """
 
 import sys
@@ -13,7 +13,7 @@ ps_roi_pool _ps_roi_pool_backward deform_conv2d _deform_conv2d_backward"""
 
 
 class Declare:
-    """An import hook that finds nothing, and declares the operators when torchvision is looked for."""
+    """An import hook that finds no module, and declares the operators when torchvision is imported."""
 
     library = None
 

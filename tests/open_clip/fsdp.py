@@ -1,4 +1,4 @@
-"""recipes.clip_trainer under accelerate's FSDP2 on CPUs. accelerate asks for accelerators; it is told of some."""
+"""Run recipes.clip_trainer under accelerate's FSDP2 on CPUs, although accelerate requires accelerators for it."""
 
 import os
 
@@ -21,7 +21,7 @@ CONFIGURATION = {
 
 def accelerator(device, accumulate, precision, deepspeed, **options):
     made = Accelerator(gradient_accumulation_steps=accumulate, mixed_precision=precision, **options)
-    launch.check_processes(made)  # FSDP is in force
+    launch.check_processes(made)  # FSDP is in use
     return made
 
 

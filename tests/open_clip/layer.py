@@ -1,4 +1,4 @@
-"""Lay an environment over this one: what it lacks it finds here. `python -m tests.open_clip.layer FOLDER`."""
+"""Layer an environment over this one, which provides missing packages. `python -m tests.open_clip.layer FOLDER`."""
 
 import shutil
 import sys

@@ -1,4 +1,4 @@
-"""Nodes on one machine: agents of torchrun with a disk each, and what may happen to them."""
+"""Nodes on one machine: agents of torchrun with a disk each, and events that interrupt them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from recipes.clip_trainer import STOPPED
 from tests.launching import environment
 from tests.pool import free_port
 
-WAIT = 600.0  # seconds: a busy machine takes minutes for what takes seconds
+WAIT = 600.0  # seconds; a busy machine can take minutes instead of seconds
 LONG = ("--save-every", "3", "--shard", "--workers", "1")
-Flags = Callable[..., Sequence[str]]  # of an output folder and further flags
+Flags = Callable[..., Sequence[str]]  # takes an output folder and further flags
 
 
 class Nodes:
@@ -52,7 +52,7 @@ class Nodes:
             self.kill(node)
 
     def kill(self, node: int) -> None:
-        """Lose a node: everything that runs there, at once."""
+        """Lose a node: kill all of its processes at once."""
         with contextlib.suppress(psutil.NoSuchProcess):
             agent = psutil.Process(self.agents[node].pid)
             for process in (agent, *agent.children(recursive=True)):
@@ -69,7 +69,7 @@ class Nodes:
         return found
 
     def end(self) -> list[int]:
-        """Wait for all; return their exit codes."""
+        """Wait for all agents; return their exit codes."""
         return [agent.wait(WAIT) for agent in self.agents]
 
     def said(self) -> str:
@@ -91,10 +91,10 @@ def latest(output: Path) -> str | None:
 
 
 class Event(NamedTuple):
-    """Something that ends a run on two nodes."""
+    """An event that ends a run on two nodes."""
 
-    happen: Callable[[Nodes], object]  # once there is a further state
-    said: str = ""  # by some process
+    happen: Callable[[Nodes], object]  # called once there is a further state
+    said: str = ""  # expected in the output of some process
     limit: str = ""  # shell commands on each node before it starts
     store: bool = True  # whether the store can be reached
 
@@ -108,7 +108,7 @@ def lose(nodes: Nodes) -> None:
 
 
 def lose_all(nodes: Nodes) -> None:
-    """Lose both nodes, their disks and the folder that they share; the next start has the store alone."""
+    """Lose both nodes, their disks and the folder that they share; the next start has only the store."""
     nodes.kill(0)
     nodes.kill(1)
     for folder in (nodes.outputs[0], *nodes.disks):
@@ -136,7 +136,7 @@ class Day:
         self.flags, self.folder, self.epochs = flags, folder, epochs
         self.output, self.store = folder / "out", folder / "store"
         self.events: list[dict[str, Any]] = []
-        (folder / "file").touch()  # below which there is no folder
+        (folder / "file").touch()  # no folder can be created below it
 
     def start(self, event: Event | None = None) -> Nodes:
         url = f"file://{self.store}" if event is None or event.store else f"file://{self.folder}/file/run"
@@ -145,10 +145,10 @@ class Day:
         return Nodes(self.flags, [self.output] * 2, disks_of(self.folder, 2), *more, before=limit)
 
     def bear(self, name: str) -> None:
-        """Start, let an event happen once there is a further state, and note what it left."""
+        """Start, trigger an event once there is a further state, and record the state that remains."""
         event, before, started = EVENTS[name], latest(self.output), time.perf_counter()
         with self.start(event) as nodes:
-            if not event.limit:  # a full disk has no further state
+            if not event.limit:  # a full disk allows no further state
                 nodes.await_state(before)
             event.happen(nodes)
             codes = nodes.end()

@@ -1,7 +1,7 @@
-"""One of several processes, for one run of open_clip after another: `python -m tests.open_clip.rank OUT RUNS`.
+"""Carry out runs of open_clip in one of several processes: `python -m tests.open_clip.rank OUT RUNS`.
 
-It expects torchrun's variables. open_clip gives DDP `device_ids` always, which DDP refuses for a model on the CPU. That
-is changed here, and is no concern of the library's: on accelerators it works as it is.
+It expects torchrun's variables. open_clip always passes `device_ids` to DDP, which rejects them for a model on the CPU.
+This is patched here. It does not concern the library: on accelerators no patch is needed.
 """
 
 import json

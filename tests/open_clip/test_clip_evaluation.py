@@ -1,4 +1,4 @@
-"""recipes/clip_evaluation.py: the measures of one process and of several, and open_clip's own."""
+"""recipes/clip_evaluation.py: metrics of one process, of several processes, and of open_clip."""
 
 import io
 import json
@@ -22,7 +22,7 @@ CLASSES = WORDS[:7]
 
 
 def write_test_set(folder, broken=()):
-    """Pictures of seven classes, of which some cannot be read."""
+    """Write pictures of seven classes, of which some cannot be read."""
 
     def files(row, key):
         picture = io.BytesIO()
@@ -62,7 +62,7 @@ def test_zero_shot_is_open_clips(given, test_set, tmp_path, capsys):  # noqa: F8
 
 
 def test_clip_benchmark_measures_the_same_accuracy(given, tmp_path, capsys):  # noqa: F811
-    """It reads the same folder, to which ``dataset_type.txt`` may be added."""
+    """clip-benchmark reads the same folder, to which ``dataset_type.txt`` may be added."""
     from clip_benchmark.cli import main
 
     folder = write_test_set(tmp_path / "mine")
@@ -98,7 +98,7 @@ def test_a_folder_that_is_no_test_set_is_refused(given, tmp_path):  # noqa: F811
 @pytest.mark.launch
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 def test_three_processes_measure_what_one_does(given, test_set, tmp_path, capsys, way):  # noqa: F811
-    """More batches than processes, and fewer; the last one is shorter."""
+    """Test more batches than processes, and fewer; the last batch is shorter."""
     names = ("image_to_text", "text_to_image", "lost", "zero_shot_top1", "zero_shot_top5", "zero_shot_lost")
     held_out = write_pairs(tmp_path / "held_out", [300, 260, 250], corrupt={7, 700})
     more = ("--val-shards", str(held_out), "--zero-shot", str(test_set), "--epochs", "1")

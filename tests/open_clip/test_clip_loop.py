@@ -1,4 +1,4 @@
-"""recipes/clip_webdataset.py: the loop to copy goes on where it was left, and trains as the trainer does."""
+"""recipes/clip_webdataset.py: the example loop resumes where it stopped, and trains as the trainer does."""
 
 import gc
 import re
@@ -36,7 +36,7 @@ class Killed(Exception):
 
 
 def killed(given, output, step, *more):
-    """The same, killed before an update."""
+    """Train, and kill the run before an update."""
     original = clip_webdataset.Loop.update
 
     def update(self, batch):
@@ -47,7 +47,7 @@ def killed(given, output, step, *more):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         patch.setattr(clip_webdataset.Loop, "update", update)
         train(given, output, *more)
-    gc.collect()  # what it held of the folder
+    gc.collect()  # frees what the run held of the folder
 
 
 WAYS = {
@@ -60,7 +60,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loop_that_was_killed_ends_with_the_same_bits(given, tmp_path, way):
-    """Within an epoch, and after one."""
+    """Kill a run within an epoch, and after one."""
     train(given, tmp_path / "whole", *WAYS[way])
     killed(given, tmp_path / "killed", 3, *WAYS[way], "--save-every", "2")
     assert (tmp_path / "killed" / "state-000000002.pt").exists()
@@ -143,6 +143,6 @@ def test_two_processes_of_the_loop(given, tmp_path):
     run(tmp_path / "killed", *more)
     same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
     same(rows(tmp_path / "killed"), rows(tmp_path / "whole"))
-    train(given, tmp_path / "moved", "--batch-size", "8")  # one process goes on
+    train(given, tmp_path / "moved", "--batch-size", "8")  # one process continues
     for folder in ("whole", "moved"):  # one sample is corrupt; a batch of two with it is replaced by another
         assert N - 2 <= int((rows(tmp_path / folder)["count"] >= 2).sum()) <= N - 1

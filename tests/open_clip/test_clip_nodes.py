@@ -1,4 +1,4 @@
-"""recipes/clip_trainer.py on several nodes: agents of torchrun with disks of their own, which are lost."""
+"""recipes/clip_trainer.py on several nodes: agents of torchrun with separate disks, and lost nodes."""
 
 import functools
 import os
@@ -38,7 +38,7 @@ def undisturbed(flags, tmp_path_factory):
 
 
 def test_two_nodes(given, flags, tmp_path):  # noqa: F811
-    """Each removes the stale rows of its own disk; a folder that they do not share is refused."""
+    """Each node removes stale rows from its own disk; an output folder that the nodes do not share raises an error."""
     disks, output = disks_of(tmp_path, 2), tmp_path / "out"
     more = ("--offload", "disk", "--offload-dir")
     stale = [recipe.rows_folder(recipe.parse(arguments(given, output, *more, str(disk)))) / "left" for disk in disks]
@@ -76,7 +76,7 @@ def test_a_node_is_lost_and_two_or_three_go_on(flags, tmp_path, undisturbed):
 
 
 def test_a_day(flags, tmp_path, undisturbed):
-    """The bits are those of a day without events, here and in the store."""
+    """The results are bit-identical to a run without events, in the output folder and in the store."""
     day = Day(flags, tmp_path, EPOCHS)
     for event in [name for name in EVENTS if name != "a node is lost"]:  # the test above
         day.bear(event)
@@ -102,7 +102,7 @@ STAND_INS = {
 
 
 def test_slurm_requeues_a_job_whose_time_is_over(given, tmp_path, undisturbed):  # noqa: F811
-    """The script itself, with stand-ins for what only a cluster has."""
+    """Run the script itself, with stand-ins for the commands of a cluster."""
     for name, body in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -126,6 +126,6 @@ def test_slurm_requeues_a_job_whose_time_is_over(given, tmp_path, undisturbed): 
     assert calls.read_text() == f"requeue {slurm['SLURM_JOB_ID']}\n"
     with job() as second:
         assert second.wait(WAIT) == 0, second.stdout.read()
-    assert len(calls.read_text().splitlines()) == 1  # the end is no reason to requeue
+    assert len(calls.read_text().splitlines()) == 1  # a finished job is not requeued
     same(weights(output, EPOCHS), undisturbed[0])
     same(rows(output, EPOCHS), undisturbed[1])

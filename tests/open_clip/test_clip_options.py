@@ -1,4 +1,4 @@
-"""Options of recipes/clip_trainer.py that open_clip's trainer has too, and what they change."""
+"""Options of recipes/clip_trainer.py that open_clip's trainer has too, and their effects."""
 
 import json
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def parsed(given, *more):  # noqa: F811
     ],
 )
 def test_schedules(given, name, expected):  # noqa: F811
-    """After so many samples of 1,000, of which the first 100 warm up and the last 400 may cool down."""
+    """Learning rates after some of 1,000 samples, with a warmup over 100 and possibly a cooldown over the last 400."""
     more = ["--lr-scheduler", name, "--epochs", "10", "--lr", "0.5", "--warmup", "0.1", "--epochs-cooldown", "4"]
     args = parsed(given, *more, "--lr-cooldown-end", "0.1", "--lr-cooldown-power", "2")
     groups = [{}, {}]
@@ -91,7 +91,7 @@ def test_optimizer_and_compiled_model(given, tmp_path):  # noqa: F811
 
 
 def test_float8(given, tmp_path):  # noqa: F811
-    """Emulated on a CPU: layers of both towers, the names of the parameters, features close to float32's."""
+    """float8, emulated on a CPU, changes layers of both towers but no parameter names; features are near float32's."""
     pytest.importorskip("torchao")
     torch.manual_seed(0)
     plain, _, _ = trained_parts(given)
@@ -117,7 +117,7 @@ def test_batch_normalisation_over_all_processes(tmp_path):
 
 
 def test_several_sources(given, tmp_path):  # noqa: F811
-    """Rows of a source that is read three times an epoch are visited three times; they are those of its shards."""
+    """A source that is read three times per epoch visits the rows of its own shards up to three times."""
     other = write_pairs(tmp_path / "other", [6, 4], first=40)
     both = ("--shards", str(given[0]), str(other), "--upsample", "1", "3", "--index", "keys:50")
     train(given, tmp_path / "out", *both, "--epochs", "1", "--batch-size", "5")
@@ -130,7 +130,7 @@ def test_several_sources(given, tmp_path):  # noqa: F811
 
 
 def test_shards_that_are_drawn_with_replacement(given, tmp_path):  # noqa: F811
-    """An epoch keeps its number of samples, and a run that was stopped draws the same."""
+    """An epoch keeps its number of samples, and a resumed run draws the same shards."""
     more = ("--dataset-resampled", "--epochs", "3", "--batch-size", "8", "--set", "tau=0.1")
     train(given, tmp_path / "whole", *more)
     train(given, tmp_path / "stopped", *more, "--max-steps", "7")
@@ -138,7 +138,7 @@ def test_shards_that_are_drawn_with_replacement(given, tmp_path):  # noqa: F811
     same(weights(tmp_path / "stopped", 3), weights(tmp_path / "whole", 3))
     same(rows(tmp_path / "stopped", 3), rows(tmp_path / "whole", 3))
     count = rows(tmp_path / "whole", 3)["count"]
-    assert count.min() < 3 < count.max() and int(count.sum()) <= 3 * 40  # less: twice in a batch is one visit
+    assert count.min() < 3 < count.max() and int(count.sum()) <= 3 * 40  # repeats within a batch are one visit
     with pytest.raises(ValueError, match="the position is of other shards"):
         recipe.main(arguments(given, tmp_path / "stopped", *more[1:], "--resume"))
 

@@ -1,4 +1,4 @@
-"""recipes/clip_trainer.py: an interrupted run ends where a whole one does, in every way of starting it."""
+"""recipes/clip_trainer.py: an interrupted run ends like an uninterrupted one, for every way of starting it."""
 
 import contextlib
 import errno
@@ -38,7 +38,7 @@ from tests.open_clip.data import (  # noqa: E402
     write_pairs,
 )
 
-LEARN = ("--epochs", "30", "--lr", "0.003", "--batch-size", "8")  # enough to tell some pairs
+LEARN = ("--epochs", "30", "--lr", "0.003", "--batch-size", "8")  # enough to distinguish some pairs
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_every_configuration_of_open_clip_says_its_dimension():
 
 
 def hugging_face_tower(folder):
-    """A text tower and its tokenizer, from files alone."""
+    """Write a text tower and its tokenizer to files; return their configuration."""
     transformers = pytest.importorskip("transformers")
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green"]))
     transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
@@ -148,7 +148,7 @@ KINDS = {  # one of each kind among open_clip's configurations, reduced
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model(given, tmp_path, kind):
-    """Most have no ``text_projection``; the memory needs the dimension."""
+    """Most models have no ``text_projection``, but the memory needs the dimension."""
     changes = dict(KINDS[kind])
     if callable(changes.get("text_cfg")):
         changes["text_cfg"] = {**changes["text_cfg"](tmp_path), "context_length": 8}
@@ -249,7 +249,7 @@ def test_metrics_reach_wandb_without_a_network(given, tmp_path, monkeypatch):
     train(given, tmp_path / "out", "--log-with", "wandb", "--log-every", "5", "--epochs", "1")
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     names = (b"gradient_norm", b"info_nce", b"estimator/tau_median")
-    for _ in range(200):  # its own process writes
+    for _ in range(200):  # another process writes
         missing = [name for name in names if name not in log.read_bytes()]
         if not missing:
             break
@@ -350,7 +350,7 @@ def test_damaged_shards(given, tmp_path, damage, kind, said):
     ],
 )
 def test_shards_that_changed_before_a_resume(given, tmp_path, damage, kind, said):
-    """Refused before training; whole again, the run goes on."""
+    """Changed shards raise before training; with the original shards the run resumes."""
     shards = write_pairs(tmp_path / "shards", SIZES)
     train((shards, given[1]), tmp_path / "out", "--max-steps", "3")
     damage(shards / "00001.tar")
@@ -370,7 +370,7 @@ def test_fewer_shards_than_workers(given, tmp_path):
 @pytest.mark.parametrize("bad", [{"corrupt": range(N)}, {"captionless": range(N)}])
 @pytest.mark.parametrize("flag", ["--shards", "--val-shards"])
 def test_shards_of_which_nothing_can_be_decoded(given, tmp_path, flag, bad):
-    """Known from the first samples."""
+    """The error is raised after the first samples."""
     shards = write_pairs(tmp_path / "shards", SIZES, **bad)
     with pytest.raises(SystemExit, match=f"{flag}: none of the first 16 samples of .* can be decoded; a sample has a"):
         recipe.main(arguments(given, tmp_path / "out", flag, str(shards)))
@@ -404,7 +404,7 @@ def test_rows_of_a_run_that_was_killed_before_its_first_state_are_no_obstacle(gi
 
 
 def test_rows_on_a_disk_of_their_own(given, tmp_path):
-    """A folder there for each output; what a killed run left is removed, and nothing else."""
+    """The disk has a folder for each output; only the rows that a killed run of this output left are removed."""
     options = ("--offload", "disk", "--offload-dir", str(tmp_path / "disk"))
     for output in ("one", "other"):
         train(given, tmp_path / output, *options, "--max-steps", "1")
@@ -441,7 +441,7 @@ time.sleep(60)
 
 
 def test_a_folder_of_a_run_that_still_lives_is_refused(given, tmp_path):
-    """Its loader's worker, which may survive it, is no run."""
+    """A worker of its data loader, which may survive the run, does not count as one."""
     train(given, tmp_path, "--max-steps", "1")
     gc.collect()  # the run of this process ends here
     command = [sys.executable, "-c", LIVING, str(tmp_path)]
@@ -452,7 +452,7 @@ def test_a_folder_of_a_run_that_still_lives_is_refused(given, tmp_path):
                 recipe.main(arguments(given, tmp_path, "--resume"))
             process.kill()
             process.wait()
-            os.kill(worker, 0)  # lives
+            os.kill(worker, 0)  # is alive
             train(given, tmp_path, "--resume", "--epochs", "1")
         finally:
             process.kill()
@@ -469,7 +469,7 @@ def test_accumulation_may_change_where_an_update_keeps_its_samples(given, tmp_pa
     assert set(rows(tmp_path)["count"].tolist()) == {2}
     est = compopt.SogCLREstimator(N)
     compopt.load(est, tmp_path / "epoch_2.compopt")
-    assert est.t == 20  # windows begin where the state was
+    assert est.t == 20  # windows start at the position of the state
 
 
 def test_the_device_is_the_accelerator_if_there_is_one(monkeypatch):
@@ -481,7 +481,7 @@ def test_the_device_is_the_accelerator_if_there_is_one(monkeypatch):
 
 @pytest.mark.parametrize("flag", ["--shards", "--val-shards"])
 def test_a_remote_shard_that_cannot_be_reached_is_named(given, tmp_path, flag):
-    with socket.socket() as closed:  # a port that nobody listens on
+    with socket.socket() as closed:  # a port without a listener
         closed.bind(("127.0.0.1", 0))
         urls = [f"http://127.0.0.1:{closed.getsockname()[1]}/{shard:05d}.tar" for shard in range(4)]
         compopt.data.ShardIndex(dict(zip(urls, SIZES, strict=True))).save(tmp_path / "sizes.json")
@@ -519,7 +519,7 @@ def test_a_batch_of_which_nothing_can_be_decoded_is_replaced(given, tmp_path):
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_run_that_is_stopped_among_batches_that_cannot_be_decoded_ends_with_the_same_bits(given, tmp_path, workers):
-    """At the beginning of a worker's share too."""
+    """This also holds at the beginning of a worker's share."""
     options = ("--workers", workers, "--shuffle", "1", "--epochs", "1")
     order = [*range(29, 40), *range(22, 29), *range(9), *range(9, 22)]
     bad = {*order[:4], *order[20:29], *order[-4:]}
@@ -533,7 +533,7 @@ def test_a_run_that_is_stopped_among_batches_that_cannot_be_decoded_ends_with_th
 
 
 def test_a_batch_of_which_one_sample_can_be_read_is_replaced(given, tmp_path, monkeypatch):
-    """One alone has no negative: the estimator would end the run."""
+    """A single sample has no negatives, and the estimator would raise an error."""
     original = compopt.data.ShardBatches._read
 
     def read(self, spans):
@@ -551,7 +551,7 @@ def test_a_batch_of_which_one_sample_can_be_read_is_replaced(given, tmp_path, mo
 
 @contextlib.contextmanager
 def files_up_to(size):
-    """Longer ones cannot be written, as on a full disk."""
+    """Prevent longer files from being written, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -562,7 +562,7 @@ def files_up_to(size):
 
 @contextlib.contextmanager
 def failing(owner, name):
-    """A function that finds the disk full."""
+    """Let a function fail because the disk is full."""
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -649,7 +649,7 @@ def test_two_processes(given, tmp_path, way, request):
 
 @pytest.mark.launch
 def test_a_cached_window_of_two_processes_learns_the_scale_as_one_does(given, tmp_path):
-    """Every micro-batch takes its share of the scale's gradient, for which DDP waits; it reduces once per window."""
+    """Every micro-batch has its share of the scale's gradient, which DDP waits for; DDP reduces once per window."""
     more = ["--epochs", "1", "--accumulate", "2", "--gradient-cache", "--shuffle", "1"]
     counted = [*more, "--batch-size", "2", "--estimator", "clip"]
     run = launch(2, given, tmp_path / "two", *counted, module="tests.open_clip.counted")
@@ -661,7 +661,7 @@ def test_a_cached_window_of_two_processes_learns_the_scale_as_one_does(given, tm
 
 
 def test_a_rest_of_an_epoch_that_is_no_window_ends_it(given, tmp_path):
-    """Its state has the step of the one before, and its own place."""
+    """The state at the end of the epoch has the step of the previous state, but its own position."""
     train(given, tmp_path, "--epochs", "1", "--max-steps", "9")
     train(given, tmp_path, "--epochs", "1", "--resume", "--batch-size", "8")
     assert int(rows(tmp_path, 1)["count"].sum()) == 36
@@ -679,7 +679,7 @@ def test_one_process_takes_up_what_two_have_left(given, tmp_path):
 
 
 def test_clip_benchmark_measures_the_same_recall(given, tmp_path, capsys):
-    """It loads the checkpoint by itself, and reads a local webdataset."""
+    """clip-benchmark loads the checkpoint itself and reads a local webdataset."""
     from clip_benchmark.cli import main
 
     train(given, tmp_path, "--val-shards", str(given[0]), *LEARN, estimator="dcl")

@@ -1,4 +1,4 @@
-"""Copies of a run in a store: made beside training, tried again, and enough to go on from."""
+"""Copies of a run in a store: made during training, retried after failures, and sufficient to resume from."""
 
 import contextlib
 import json
@@ -57,7 +57,7 @@ def test_a_run_goes_on_elsewhere_from_the_store(given, tmp_path, url, whole):  #
     train(given, tmp_path / "there", "--resume", url)
     same(weights(tmp_path / "there"), whole[0])
     same(rows(tmp_path / "there"), whole[1])
-    train(given, tmp_path / "here", "--resume", url)  # its own state is as new
+    train(given, tmp_path / "here", "--resume", url)  # its own state is equally new
     same(weights(tmp_path / "here"), whole[0])
     with pytest.raises(SystemExit, match="run.json is of another run: seed"):
         recipe.main(arguments(given, tmp_path / "other", "--resume", url, "--seed", "1"))
@@ -78,7 +78,7 @@ def test_an_upload_that_was_cut_off_is_no_state(given, tmp_path, url, whole):  #
 
 @pytest.mark.parametrize("failures", [2, 7])
 def test_uploads_that_fail_are_tried_again(given, tmp_path, url, whole, monkeypatch, capsys, failures):  # noqa: F811
-    """Training goes on; a state that could not be uploaded is replaced by the next one."""
+    """Training continues; a state that could not be uploaded is replaced by the next one."""
     original, left = MemoryFileSystem.put_file, list(range(failures))
 
     def put_file(self, *args, **kwargs):

@@ -1,4 +1,4 @@
-"""The row of each sample: it is that of the picture which the model is shown."""
+"""The row of each sample is that of the picture which the model receives."""
 
 import io
 import tarfile
@@ -33,7 +33,7 @@ def assert_own_rows(watch, samples):
 
 @pytest.mark.parametrize(("workers", "resampled", "keys"), [(0, False, True), (2, False, False), (2, True, False)])
 def test_shards(tmp_path, shards, workers, resampled, keys):
-    """Workers, shuffling, epochs, and shards drawn with replacement."""
+    """Test workers, shuffling, epochs, and shards drawn with replacement."""
     pattern, index = shards[0], "keys:20" if keys else shards[1]
     given = {"train_num_samples": 16, "workers": workers, "dataset_resampled": resampled, "batch_size": 4}
     theirs = tiny.arguments(tmp_path, train_data=pattern, epochs=2, **given)
@@ -46,7 +46,7 @@ def test_shards(tmp_path, shards, workers, resampled, keys):
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_what_is_recommended_knows_the_data_and_the_batch(tmp_path, accumulated, monkeypatch):
-    """It asks for no index; the memory is a quarter of the data."""
+    """The method needs no index; its memory is a quarter of the data."""
     asked = []
     original = options.recommended
     method = options.Method(
@@ -60,7 +60,7 @@ def test_what_is_recommended_knows_the_data_and_the_batch(tmp_path, accumulated,
 
 
 def change(shard, files):
-    """Other contents of some files in a tar."""
+    """Replace the contents of some files in a tar."""
     new = io.BytesIO()
     with tarfile.open(shard) as old, tarfile.open(fileobj=new, mode="w") as archive:
         for member in old:
@@ -72,7 +72,7 @@ def change(shard, files):
 
 @pytest.mark.parametrize("keys", [False, True])
 def test_corrupt_pictures_and_empty_captions(tmp_path, keys):
-    """open_clip skips a picture with a warning, and from version 4 an empty caption; other rows stay where they are."""
+    """open_clip skips a picture with a warning, and from version 4 an empty caption; other rows do not change."""
     pattern = tiny.write_tars(tmp_path)
     change(tmp_path / "00001.tar", {"000000005.png": b"broken", "000000006.txt": b""})
     compopt.data.ShardIndex.build(pattern, progress=False).save(tmp_path / "shards.json")
@@ -104,7 +104,7 @@ def cut(shard):
 )
 @pytest.mark.parametrize("resampled", [False, True])
 def test_what_can_be_known_is_refused_before_training(tmp_path, match, damage, index, changed, resampled):
-    """open_clip itself would skip what it cannot read."""
+    """open_clip itself would skip files that it cannot read."""
     if resampled and changed:
         pytest.skip("every worker draws from all shards")
     pattern, watch = tiny.write_tars(tmp_path), []
@@ -119,7 +119,7 @@ def test_what_can_be_known_is_refused_before_training(tmp_path, match, damage, i
 
 
 def rename(shard, key):
-    """The first sample's key."""
+    """Change the first sample's key."""
     with tarfile.open(shard) as old:
         files = [(member.name.split("."), old.extractfile(member).read()) for member in old]
     with webdataset.TarWriter(str(shard)) as new:
@@ -129,7 +129,7 @@ def rename(shard, key):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_positions(tmp_path, data, workers):
-    """A row on the device or on the host is the same."""
+    """Rows on the device and on the host are equal."""
     theirs = {"train_data": data, "workers": workers, "epochs": 2}
     watch = tiny.train(["--estimator", "sogclr", "--offload", "cpu"], tiny.arguments(tmp_path, **theirs))
     assert_own_rows(watch, 32)
@@ -139,14 +139,14 @@ def test_positions(tmp_path, data, workers):
 
 
 def test_a_method_without_rows_takes_an_index_if_it_is_given(tmp_path, shards):
-    """Samples that repeat in a batch are then no negatives of themselves."""
+    """Samples that repeat in a batch are then not negatives of themselves."""
     theirs = tiny.arguments(tmp_path, train_data=shards[0], train_num_samples=16)
     watch = tiny.train(["--estimator", "dcl", "--index", str(shards[1])], theirs)
     assert watch.seen and all(shown.tolist() == index.tolist() for shown, index in watch.seen)
 
 
 def read(sources):
-    """Stands for open_clip's reader, by its name."""
+    """Stand-in for open_clip's reader, recognized by its name."""
 
 
 read.__name__ = "tarfile_to_samples_nothrow"

@@ -1,4 +1,4 @@
-"""The loss: open_clip's own where it is the same, one big batch where a window is accumulated."""
+"""The loss: it equals open_clip's own where both agree, and that of one big batch if a window is accumulated."""
 
 import math
 
@@ -15,7 +15,7 @@ def run(ours, folder, data, **changed):
 
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_infonce_at_the_models_temperature_is_open_clips_own_loss(tmp_path, data, accumulated):
-    """Every gradient of every update, the scale's included. open_clip's own accumulation is one big batch too."""
+    """Compare all gradients of all updates, including the scale's. open_clip's accumulation is one big batch too."""
     theirs = run(None, tmp_path, data, name="theirs", epochs=3)
     shape = {"batch_size": 4, "accum_freq": 2} if accumulated else {}
     ours = run("clip", tmp_path, data, name="ours", epochs=3, **shape)
@@ -23,7 +23,7 @@ def test_infonce_at_the_models_temperature_is_open_clips_own_loss(tmp_path, data
     tiny.assert_alike(ours.gradients[0], theirs.gradients[0], 1e-5)
     assert "logit_scale" in ours.gradients[0]
     for one, other in zip(ours.gradients, theirs.gradients, strict=True):
-        tiny.assert_alike(one, other, 1e-3)  # Adam magnifies rounding
+        tiny.assert_alike(one, other, 1e-3)  # Adam amplifies rounding
     tiny.assert_alike(ours.weights, theirs.weights, 1e-4)
 
 
@@ -54,7 +54,7 @@ def test_an_unfinished_window_is_forgotten(tmp_path, data):
 
 @pytest.mark.parametrize("ours, shown", [("dcl --tau 0.05", 0.05), ("sogclr --tau 0.2", 0.2)])
 def test_a_constant_temperature_is_the_models_scale(tmp_path, data, ours, shown):
-    """It is frozen, and so evaluation and the checkpoint have the temperature of training."""
+    """The scale is frozen, so that evaluation and the checkpoint have the temperature of training."""
     watch = run(ours, tmp_path, data)
     saved = tiny.checkpoint(tmp_path)["state_dict"]["logit_scale"]
     assert saved.item() == pytest.approx(math.log(1 / shown)) and not watch.model.logit_scale.requires_grad
@@ -70,7 +70,7 @@ def test_a_temperature_that_the_estimator_learns_is_shown(tmp_path, data, ours):
 
 @pytest.mark.parametrize("decay, gamma", [(0.5, 0.3), (2, 0.65)])
 def test_gamma_of_fastclip_falls_with_the_run(tmp_path, data, decay, gamma):
-    """Along a cosine from 1 to 0.3, over so much of the run."""
+    """Gamma follows a cosine from 1 to 0.3 over ``decay`` times the length of the run."""
     watch = run(f"fastclip-v1 --gamma-decay {decay} --gamma-min 0.3", tmp_path, data, epochs=2)
     assert watch.est.t == 4
     assert watch.est.sample_groups[0]["gamma"] == pytest.approx(gamma)
@@ -80,14 +80,14 @@ def test_gamma_of_fastclip_falls_with_the_run(tmp_path, data, decay, gamma):
     "ours", ["dcl", "infonce --tau model", "memory", "neuclip --prototypes 16 --updates 2", "residual", "recommended"]
 )
 def test_methods_without_rows_need_no_index(tmp_path, ours):
-    """On any data that open_clip reads; its loader is left alone."""
+    """The methods run on any data that open_clip reads; its loader is not changed."""
     watch = run(ours, tmp_path, None, dataset_type="synthetic", train_num_samples=16, epochs=2)
     assert watch.updates == 4 and not watch.seen and watch.est.n is None
     assert all(torch.isfinite(value).all() for value in watch.weights.values())
 
 
 def test_evaluation_and_logs_go_on(tmp_path, data, caplog, monkeypatch):
-    """open_clip's own, and the estimator's beside them."""
+    """open_clip's evaluation and logs still work, and the estimator's metrics are added to them."""
     import open_clip_train.main as trainer
 
     written = {}

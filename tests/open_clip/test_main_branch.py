@@ -1,4 +1,4 @@
-"""The same tests beside another open_clip: its rebuilt main branch, from a checkout."""
+"""Run the same tests with another open_clip: its rebuilt main branch, from a checkout."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(CHECKOUT is None, reason="COMPOPT_OPEN_CLIP_MAIN names no checkout of open_clip")
 def test_main_branch():
-    """Its own process, since two packages of one name cannot be imported together."""
+    """Use a separate process, since two packages of one name cannot be imported together."""
     path = os.pathsep.join([str(Path(CHECKOUT) / "src"), str(ROOT)])
     environment = {k: v for k, v in os.environ.items() if k != "COMPOPT_OPEN_CLIP_MAIN"} | {"PYTHONPATH": path}
     which = "import open_clip; print(open_clip.__file__)"

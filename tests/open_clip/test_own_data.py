@@ -1,4 +1,4 @@
-"""The recipe for one's own data with encoders of timm and open_clip, and what it trains, loaded from a folder."""
+"""The recipe for users' own data with encoders of timm and open_clip, and loading trained models from a folder."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def test_a_picture_encoder_of_timm(pictures, name, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "fastvit_t8"])
 def test_encoders_of_timm_take_pictures_of_the_given_size(name, tmp_path):
-    """And are the same after the lines of docs/guides/export.md."""
+    """The encoders are the same after an export by the lines of docs/guides/export.md."""
     model, _ = own_data.build(f"timm:{name}", ["a text"], 64)
     pictures = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
     features = model.eval().image(pictures)
@@ -65,7 +65,7 @@ def test_encoders_of_timm_take_pictures_of_the_given_size(name, tmp_path):
 
 
 def test_what_a_model_has_for_a_loss_of_its_own_is_not_trained(tmp_path):
-    """DistributedDataParallel refuses parameters that no output depends on, such as the bias of SigLIP's loss."""
+    """DistributedDataParallel rejects parameters that no output depends on, such as the bias of SigLIP's loss."""
     tiny.add_model()
     config = open_clip.get_model_config("ViT-tiny") | {"init_logit_bias": -10}
     (tmp_path / "ViT-tiny-bias.json").write_text(json.dumps(config))

@@ -18,7 +18,7 @@ def test_precisions_train(tmp_path, data, precision, ours, batches):
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_a_skipped_update_commits_nothing(tmp_path, data, batches):
-    """The second backward pass of the run overflows; GradScaler then leaves the optimizer alone."""
+    """The second backward pass of the run overflows; GradScaler then skips the optimizer step."""
     passes = []
 
     def overflow(gradient):
@@ -39,7 +39,7 @@ def test_a_skipped_update_commits_nothing(tmp_path, data, batches):
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_a_locked_tower(tmp_path, data, batches):
-    """The gradient of one side only, accumulated too."""
+    """Train with gradients of one tower only, also with accumulation."""
     options = {"lock_image": True, "accum_freq": batches, "batch_size": 8 // batches}
     watch = tiny.train(["--estimator", "sogclr"], tiny.arguments(tmp_path, train_data=data, **options))
     assert watch.updates == 2 and all(not name.startswith("visual") for name in watch.gradients[0])

@@ -1,4 +1,4 @@
-"""Two processes under DDP are one with their batches together."""
+"""Two processes under DDP equal one process with their combined batches."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def free_port():
 
 
 def two(folder, runs):
-    """Start two processes; return what each did in each run."""
+    """Start two processes; return the results of each for each run."""
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     runs = json.dumps({name: (*run, free_port()) for name, run in runs.items()})
     processes = [
@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    """Every run in the same two processes: to import open_clip takes longer than to train."""
+    """Carry out all runs in the same two processes: importing open_clip takes longer than training."""
     data, pattern = tiny.write_csv(folder), tiny.write_tars(folder)
     compopt.data.ShardIndex.build(pattern, progress=False).save(folder / "shards.json")
     runs = {}
@@ -88,7 +88,7 @@ def test_two_processes_are_one(tmp_path, folder, ranks, name):
 
 @pytest.mark.skipif(not REBUILT, reason="this open_clip has no FSDP")
 def test_fsdp(tmp_path, folder, ranks):
-    """A run that was resumed; its last checkpoint is a folder."""
+    """Compare a resumed run under FSDP, whose last checkpoint is a folder."""
     theirs = tiny.arguments(tmp_path, train_data=folder / "data.csv", batch_size=16, **SHAPE)
     whole = tiny.train(METHODS["sogclr"][0].split(), theirs)
     for rank in (both["fsdp"] for both in ranks):
@@ -101,7 +101,7 @@ def test_fsdp(tmp_path, folder, ranks):
 
 
 def test_two_processes_read_shards_save_and_resume(folder, ranks):
-    """Each rank has shards of its own, and half of the rows; these are saved together and found again."""
+    """Each rank has its own shards and half of the rows, which are saved together and restored."""
     resumed = [both["resumed"] for both in ranks]
     shown = [torch.cat([shown for shown, _ in rank["seen"]]).tolist() for rank in resumed]
     assert [torch.cat([index for _, index in rank["seen"]]).tolist() for rank in resumed] == shown

@@ -1,4 +1,4 @@
-"""Refusals before anything is trained, by the name of the flag."""
+"""Errors before training starts, which name the flag."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def test_patches_without_index(tmp_path):
 
 
 def test_a_bias(tmp_path):
-    """As models for the sigmoid loss have it."""
+    """Reject a bias, as models for the sigmoid loss have it."""
     config = json.loads((Path(tiny.__file__).parent / "ViT-tiny.json").read_text())
     (tmp_path / "ViT-biased.json").write_text(json.dumps({**config, "init_logit_bias": -10}))
     open_clip.add_model_config(tmp_path)
@@ -143,7 +143,7 @@ def test_what_is_recommended_depends_on_the_data_and_the_batch(samples, batch_si
 
 
 def test_an_open_clip_that_is_not_known():
-    """By name, with what was looked for and what was found."""
+    """The error lists the names that an unknown open_clip lacks."""
 
     def train_one_epoch(trainer): ...
 

@@ -1,4 +1,4 @@
-"""A run that was stopped and goes on is the run that was not."""
+"""A stopped and resumed run equals an uninterrupted one."""
 
 import resource
 import shutil
@@ -17,7 +17,7 @@ def run(ours, folder, data, name="run", stop_before=None, **changed):
 
 
 def stopped(ours, folder, data, after=2, **changed):
-    """Killed when so many epochs are completed."""
+    """Kill a run when ``after`` epochs are completed."""
     with pytest.raises(tiny.Stopped):
         run(ours, folder, data, stop_before=after, **changed)
 
@@ -27,7 +27,7 @@ def stopped(ours, folder, data, after=2, **changed):
     [SOGCLR, "--estimator fastclip-v3 --rho 1", "--estimator neuclip --prototypes 16 --updates 2", "--estimator clip"],
 )
 def test_resume(tmp_path, data, ours):
-    """Weights and rows, bit for bit; the folder's newest, and a path."""
+    """Compare weights and rows bit for bit, resumed from the folder's newest checkpoint and from a path."""
     whole = run(ours, tmp_path, data, "whole")
     stopped(ours, tmp_path, data)
     latest = run(ours, tmp_path, data, resume="latest")
@@ -39,7 +39,7 @@ def test_resume(tmp_path, data, ours):
         assert str(other.est) == str(whole.est)
         if whole.est.n is not None:
             tiny.assert_alike(other.rows(), whole.rows(), 0)
-    kinds = ["pt"] if ours.endswith("clip") else ["compopt", "pt"]  # nothing to keep, or a folder beside each file
+    kinds = ["pt"] if ours.endswith("clip") else ["compopt", "pt"]  # no rows, or a folder beside each file
     assert tiny.files(tmp_path) == [f"epoch_{epoch}.{kind}" for epoch in (1, 2, 3) for kind in kinds]
     assert not {"rows", "compopt", "estimator"} & tiny.checkpoint(tmp_path).keys()
     assert not list((tmp_path / "logs").rglob("*.compopt/**/*.pt"))
@@ -57,7 +57,7 @@ def test_rows_go_with_their_file(tmp_path, data):
 
 
 def test_the_most_recent_checkpoint_has_rows(tmp_path, data):
-    """`epoch_latest.pt` says of which epoch it is."""
+    """`epoch_latest.pt` contains the number of its epoch."""
     options = {"save_frequency": 0, "save_most_recent": True}
     whole = run(SOGCLR, tmp_path, data, "whole", **options)
     stopped(SOGCLR, tmp_path, data, **options)
@@ -68,7 +68,7 @@ def test_the_most_recent_checkpoint_has_rows(tmp_path, data):
 
 
 def test_killed_between_rows_and_file(tmp_path, data):
-    """Rows are written first; those without a file are written anew."""
+    """Rows are written first; rows without a file are rewritten."""
     stopped(SOGCLR, tmp_path, data)
     folder = tmp_path / "logs" / "run" / "checkpoints"
     (folder / "epoch_2.pt").unlink()
@@ -77,7 +77,7 @@ def test_killed_between_rows_and_file(tmp_path, data):
 
 
 def refused(folder, data, match, ours=SOGCLR, kind=ValueError, **changed):
-    """Before any update."""
+    """Assert that a resume raises an error before any update."""
     watch = []
     theirs = tiny.arguments(folder, train_data=data, epochs=3, save_frequency=1, resume="latest", **changed)
     with pytest.raises(kind, match=match):
@@ -103,7 +103,7 @@ def test_rows_that_do_not_fit_are_refused(tmp_path, data):
 
 @pytest.mark.parametrize("what", ["rows", "file"])
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, data, monkeypatch, what):
-    """An unfinished file of open_clip has to be removed; the file before is there, with its rows."""
+    """An unfinished file of open_clip has to be removed; the previous file is kept, with its rows."""
     whole = run(SOGCLR, tmp_path, data, "whole")
     original = RowCheckpoints.save
 

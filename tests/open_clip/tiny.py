@@ -12,26 +12,26 @@ import torch
 
 N = 16
 WORDS = "red green blue black white grey pink brown cat dog bird fish horse mouse bear wolf".split()
-# Images are 32 x 32 squares already: with this, the training transform always takes all of them.
+# Images are 32 x 32 squares already: with this option the training transform always takes the whole image.
 WHOLE = ("--aug-cfg", "scale=(1.0,1.0)")
 
 
 def add_model():
-    """`--model ViT-tiny`."""
+    """Make `--model ViT-tiny` available."""
     import open_clip
 
     open_clip.add_model_config(Path(__file__).parent)
 
 
 def picture(i):
-    """An image of one colour of its own, whose red channel says which."""
+    """Return an image of a single unique colour, whose red channel encodes i."""
     from PIL import Image
 
     return Image.new("RGB", (32, 32), (i * 15 % 256, (i * 67) % 256, (i * 113) % 256))
 
 
 def which(images):
-    """The samples that normalised images show."""
+    """Return the samples that normalised images show."""
     mean, std = 0.48145466, 0.26862954  # open_clip's, of the red channel
     return ((images[:, 0, 0, 0] * std + mean) * 255 / 15).round().long()
 
@@ -41,7 +41,7 @@ def caption(i):
 
 
 def write_csv(folder, n=N):
-    """A map-style data set."""
+    """Write a map-style data set; return the path of its csv file."""
     for i in range(n):
         picture(i).save(folder / f"{i}.png")
     with open(folder / "data.csv", "w", newline="") as file:
@@ -52,7 +52,7 @@ def write_csv(folder, n=N):
 
 
 def write_tars(folder, shards=4, n=N):
-    """A stream of shards; returns open_clip's pattern."""
+    """Write a stream of shards; return open_clip's pattern for them."""
     import webdataset
 
     for shard in range(shards):
@@ -65,7 +65,7 @@ def write_tars(folder, shards=4, n=N):
 
 
 def arguments(folder, name="run", **changed):
-    """open_clip's flags; `lr=1` is `--lr 1`, `siglip=True` is `--siglip`."""
+    """Return open_clip's flags; `lr=1` is `--lr 1`, `siglip=True` is `--siglip`."""
     values = {
         **{"model": "ViT-tiny", "logs": folder / "logs", "name": name, "precision": "fp32", "device": "cpu"},
         **{"batch_size": 8, "epochs": 1, "lr": 1e-3, "wd": 0.0, "warmup": 0, "lr_scheduler": "const", "workers": 0},
@@ -81,14 +81,15 @@ def arguments(folder, name="run", **changed):
 
 
 class Stopped(Exception):
-    """Somebody killed the run."""
+    """Simulated kill of a run."""
 
 
 class Watch:
     """Record of a run.
 
     `gradients`: one dict for each update, by name, as the optimizer saw them. `seen`: images and their index of each
-    batch. `updates`: real ones. `run`: ours. The order within an epoch depends on nothing but its number.
+    batch. `updates`: number of updates that were not skipped. `run`: the integration's run. The order within an epoch
+    depends only on its number.
     """
 
     def __init__(self, stop_before=None, prepare=None):
@@ -147,14 +148,14 @@ class Watch:
 
 
 def whole(tensor):
-    """A copy; of all shards under FSDP, where a scalar has one dimension."""
+    """Return a copy, of all shards under FSDP, where a scalar has one dimension."""
     tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return tensor.reshape(()).clone() if tensor.numel() == 1 else tensor.clone()
 
 
 @contextlib.contextmanager
 def logs_as_before():
-    """open_clip adds handlers to the root logger, and sets the level of all others."""
+    """Restore the loggers: open_clip adds handlers to the root logger, and sets the level of all others."""
     levels, handlers = {logger: logger.level for logger in _loggers()}, list(logging.root.handlers)
     try:
         yield
@@ -171,7 +172,7 @@ def _loggers():
 
 
 def train(ours, theirs, **watch):
-    """A run of ours, or, with `ours=None`, of open_clip alone; watched."""
+    """Carry out a run of the integration, or with `ours=None` of open_clip alone; return its record."""
     import open_clip_train.main as trainer
 
     from compopt.integrations import open_clip
@@ -188,16 +189,16 @@ def train(ours, theirs, **watch):
 
 
 def assert_alike(one, other, tolerance):
-    """Dictionaries of tensors."""
+    """Compare dictionaries of tensors."""
     torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 def files(folder, name="run"):
-    """Names in the folder of checkpoints, except results and the locks of a run that has not ended."""
+    """Return the names in the folder of checkpoints, except results and the locks of a run that has not ended."""
     found = (folder / "logs" / name / "checkpoints").iterdir()
     return sorted(path.name for path in found if path.name != "results.jsonl" and path.suffix != ".lock")
 
 
 def checkpoint(folder, epoch=1, name="run"):
-    """open_clip's own file."""
+    """Load open_clip's own checkpoint file."""
     return torch.load(folder / "logs" / name / "checkpoints" / f"epoch_{epoch}.pt", weights_only=False)

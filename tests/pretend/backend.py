@@ -1,4 +1,4 @@
-"""Registers the pretend device with torch: the kernels of factories, the module ``torch.pretend``, autocast."""
+"""Register the pretend device with torch: the kernels of factories, the module ``torch.pretend``, autocast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.pretend import memory, streams, tensor
 from tests.pretend.ledger import LEDGER
 
 NAME = "pretend"
-# Factories that torch makes of an empty tensor and a kernel that gives it its size, which a wrapper cannot follow.
+# Factories that torch implements by an empty tensor and a kernel that resizes it, which a wrapper cannot follow.
 RESIZING = (
     "arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm", "randperm.generator",
     "tril_indices", "triu_indices",
@@ -94,7 +94,7 @@ class ModuleWithStreams(Module):
 
 
 def install(like: str = "cuda") -> torch.device:
-    """Make it this process's accelerator; a second call does nothing."""
+    """Make the pretend device this process's accelerator; a second call does nothing."""
     if _kept:
         return tensor.device()
     module = Module() if like == "mps" else ModuleWithStreams()
@@ -111,7 +111,7 @@ def install(like: str = "cuda") -> torch.device:
 
 
 def _accept_in_checkpoints() -> None:
-    """A real device's tensors are plain; of these the library sees the wrapper."""
+    """Let checkpoints accept the wrapper tensors; tensors of a real device are plain."""
     dense = values.dense
 
     def accepting(what: str, value: Any, like: Any = None) -> None:
@@ -121,7 +121,7 @@ def _accept_in_checkpoints() -> None:
 
 
 def _register_factories() -> None:
-    """Kernels that make tensors; all other factories are made of these. Any thread can call them, unlike a mode."""
+    """Register kernels that create tensors, on which all factories are built. Unlike a mode, they serve any thread."""
     library = torch.library.Library("aten", "IMPL")
     _kept.append(library)
 
@@ -157,7 +157,7 @@ def _register_factories() -> None:
 
 
 def _register_autocast() -> None:
-    """Products in half precision, everything else as it comes."""
+    """Register autocast: products run in half precision, all other operations unchanged."""
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     products = torch.library.Library("aten", "IMPL")

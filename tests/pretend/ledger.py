@@ -1,4 +1,4 @@
-"""Record of what the library made the pretend device do, by the line that caused it."""
+"""Record of what the library made the pretend device do, by the line that caused it (waits, transfers, operations)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from types import FrameType
 
 LIBRARY = Path(__file__).parents[2] / "compopt"
 BACKGROUND = ("compopt-",)  # threads that may wait
-CARRIERS = (LIBRARY / "accelerator.py", LIBRARY / "stores" / "layout.py")  # what copies for others
-# The files that may copy between host and device while a model trains, and what.
+CARRIERS = (LIBRARY / "accelerator.py", LIBRARY / "stores" / "layout.py")  # they copy for other files
+# Files that may copy between host and device during training, and the data that they copy.
 NAMED = {
     "estimator/reader.py": "the index, which is checked on the host; with shards the numbers of the rows read here; "
     "what is known on the device first: features that are not finite, a bad index there",
@@ -44,10 +44,10 @@ class Transfer:
 
 @dataclass
 class Ledger:
-    """Counts since the last :meth:`clear`; of the library alone, unless it is told otherwise.
+    """Counts since the last :meth:`clear`, of events caused by the library, unless ``everything`` is set.
 
     Attributes:
-        everything: also what no line of the library caused.
+        everything: count also events that no line of the library caused.
     """
 
     everything: bool = False
@@ -78,7 +78,7 @@ class Ledger:
         self.races.append(f"{what} at {cause() or 'a line of the user'}")
 
     def unforeseen(self) -> list[Transfer]:
-        """Copies that the library should not make, or not from this memory."""
+        """Return copies that the library should not make, or not with memory that is not pinned."""
         return [copy for copy in self.transfers if not copy.pinned or copy.line.split(":")[0] not in NAMED]
 
     def waits_of_training(self) -> list[Wait]:
@@ -90,9 +90,9 @@ LEDGER = Ledger()
 
 
 def cause() -> str:
-    """The innermost line of the library that is being run; ``""``: none.
+    """Return the innermost line of the library that is being run, or ``""`` if there is none.
 
-    An operation of autograd's own, in its thread, belongs to nobody's line: "backward".
+    An operation of autograd itself, in its own thread, has no such line; it is named "backward".
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -13,7 +13,7 @@ from tests.pretend.streams import LOCK, Stream, current_stream
 
 
 class Memory:
-    """One allocation; tensors that are views of each other share it, and it dies with the last of them.
+    """One allocation; tensors that are views of each other share it, and it is freed with the last of them.
 
     Attributes:
         owner: the stream that it was allocated on, whose next work may reuse it.
@@ -45,12 +45,12 @@ class Memory:
         return found
 
     def read(self, stream: Stream, number: int) -> bool:
-        """A stream reads; False if what it reads may not be written yet."""
+        """Record a read by a stream; return False if the data may not be written yet."""
         self.used[stream] = number
         return stream.comes_after(*self.written)
 
     def write(self, stream: Stream, number: int) -> bool:
-        """A stream writes; False if another may still use the memory."""
+        """Record a write by a stream; return False if another stream may still use the memory."""
         in_time = [stream.comes_after(*pair) for pair in [*self.used.items(), self.written]]
         self.used[stream], self.written = number, (stream, number)
         return all(in_time)
@@ -68,7 +68,7 @@ class Memory:
 
 
 def poison(tensor: Tensor) -> None:
-    """Return what a device may show before a result is there: NaN, or -1."""
+    """Fill a tensor with NaN or -1, in place of the values that a device may show before a result is complete."""
     tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else -1)
 
 
@@ -84,7 +84,7 @@ def is_pinned(tensor: Tensor) -> bool:
 
 
 def patch_torch() -> None:
-    """Let torch's calls for pinned memory flag it; the real ones need an allocator written in C++."""
+    """Replace torch's functions for pinned memory by ones that set a flag; the real ones need an allocator in C++."""
 
     def factory(make: Any) -> Any:
         def made(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Streams and events of the pretend device: who has been given what, who waits for whom."""
+"""Streams and events of the pretend device: launched work and its dependencies."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import Any
 from tests.pretend.ledger import BACKGROUND, LEDGER
 
 STREAMS: weakref.WeakSet[Stream] = weakref.WeakSet()
-LOCK = threading.RLock()  # one for the whole device: threads of the library and of autograd use it at once
+LOCK = threading.RLock()  # one for the whole device: threads of the library and of autograd use it concurrently
 
 
 def who() -> str:
-    """This thread, if it is the library's; all others, autograd's among them, are the program."""
+    """Return the name of this thread if it is the library's; all others, including autograd's, are the program ("")."""
     name = threading.current_thread().name
     return name if name.startswith(BACKGROUND) else ""
 
 
 class Stream:
-    """A queue. Its n-th piece of work is known by its number; copies among them are done late.
+    """A queue of work. The n-th piece of work has the number n; copies are carried out late.
 
     Attributes:
-        given: pieces of work so far.
-        after: by other stream, up to which number this one comes after it.
-        done: up to which number the host knows it to be done. What a thread of the library has waited for, the others
-            do not know: they may run long before it.
+        given: number of pieces of work so far.
+        after: by other stream, the number of its last piece of work that precedes this stream's next one.
+        done: number of the last piece of work that the host knows to be done. Waits of a thread of the library do not
+            count for other threads, which may run long before it.
     """
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
@@ -49,16 +49,16 @@ class Stream:
         self._done[who()] = number
 
     def launch(self) -> int:
-        """The number of the next piece of work."""
+        """Launch a piece of work and return its number."""
         self.given += 1
         return self.given
 
     def later(self, copy: Callable[[], object]) -> None:
-        """The piece of work launched last is a copy; do it when somebody needs it."""
+        """Register the piece of work launched last as a copy, which is carried out when it is needed."""
         self._late.append((self.given, dict(self.after), copy))
 
     def carry_out(self, number: int) -> None:
-        """Do the late copies up to a number, and what they come after."""
+        """Carry out the late copies up to a number, and the work that they depend on."""
         while self._late and self._late[0][0] <= number:
             _, after, copy = self._late.popleft()
             for stream, other in after.items():
@@ -66,7 +66,7 @@ class Stream:
             copy()
 
     def comes_after(self, stream: Stream, number: int) -> bool:
-        """This stream's next work comes after another's; if so, that is carried out."""
+        """Return True if this stream's next work comes after another's, which is then carried out."""
         if stream is not self and max(self.after.get(stream, 0), stream.done) < number:
             return False
         stream.carry_out(number)
@@ -98,7 +98,7 @@ class Stream:
 
 
 class Event:
-    """A moment of a stream. Asked whether it is over, it says no once: the device is always a little behind."""
+    """A point in a stream. The first query returns False unless the host has waited: the device always lags behind."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         del enable_timing, blocking, interprocess
@@ -112,7 +112,7 @@ class Event:
             self._asked, self._time = False, time.perf_counter()
 
     def reached(self) -> dict[Stream, int]:
-        """By stream, the number of the last work before this moment."""
+        """Return, by stream, the number of the last work before this point."""
         return self._reached
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -127,7 +127,7 @@ class Event:
             return over
 
     def _known(self) -> bool:
-        """The host knows that it is over."""
+        """Return True if the host knows that the event has completed."""
         return all(stream.done >= number for stream, number in self._reached.items())
 
     def synchronize(self) -> None:
@@ -137,7 +137,7 @@ class Event:
             self.pass_by()
 
     def pass_by(self) -> None:
-        """It is over, and the host knows."""
+        """Complete the event, and mark it as completed for the host."""
         for stream, number in self._reached.items():
             stream.carry_out(number)
             stream.done = max(stream.done, number)

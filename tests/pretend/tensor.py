@@ -1,4 +1,4 @@
-"""Tensors of the pretend device, and what it does with operations."""
+"""Tensors of the pretend device, and the execution of operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors among arguments, which are sequences in sequences; torch's pytrees take several times as long."""
+    """Return the tensors among nested arguments; torch's pytrees take several times as long."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, dict):
@@ -29,7 +29,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def mapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same arguments with other tensors."""
+    """Return the same arguments with changed tensors."""
     if isinstance(values, Tensor):
         return change(values)
     if isinstance(values, dict):
@@ -53,7 +53,7 @@ def device() -> torch.device:
 
 
 class PretendTensor(torch.Tensor):
-    """Data on the CPU behind a tensor that says it is elsewhere."""
+    """A tensor on the pretend device, whose data are on the CPU."""
 
     inner: Tensor
     memory: Memory
@@ -94,7 +94,7 @@ class PretendTensor(torch.Tensor):
 
 
 def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """One operation."""
+    """Run one operation."""
     name = func._schema.name.removeprefix("aten::")
     if name == "copy_":
         blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
@@ -109,7 +109,7 @@ def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def copy(target: Tensor, source: Tensor, blocking: bool) -> Tensor:
-    """``target.copy_(source)``."""
+    """Run ``target.copy_(source)``."""
     if isinstance(target, PretendTensor) and isinstance(source, PretendTensor):
         return compute(aten.copy_.default, "copy_", (target, source), {})
     there, host = (target, source) if isinstance(target, PretendTensor) else (source, target)
@@ -122,7 +122,7 @@ def copy(target: Tensor, source: Tensor, blocking: bool) -> Tensor:
     if not in_time:
         LEDGER.race(f"copied {way} too early")
     inner = [x.inner if isinstance(x, PretendTensor) else x for x in (target, source)]
-    if way == "to device" and not blocking and not pinned:  # staged: the host may go on, and may change its memory
+    if way == "to device" and not blocking and not pinned:  # staged: the host may continue and change its memory
         inner[1] = source.clone()
     elif blocking or not pinned:
         LEDGER.wait(f"a blocking copy {way}" if blocking else f"a copy {way} with memory that is not pinned")
@@ -136,7 +136,7 @@ def copy(target: Tensor, source: Tensor, blocking: bool) -> Tensor:
 
 
 def to_host(source: PretendTensor, kwargs: Mapping[str, Any]) -> Tensor:
-    """``source.to("cpu")``; with ``non_blocking=True`` torch takes pinned memory."""
+    """Run ``source.to("cpu")``; with ``non_blocking=True`` torch uses pinned memory."""
     host = torch.empty_like(source.inner, dtype=kwargs.get("dtype"), device="cpu")
     waits = not kwargs.get("non_blocking", False)
     return copy(host if waits else pin(host), source, waits)
@@ -167,7 +167,7 @@ def compute(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
         note_wait(func, name, args, kwargs)
     result = func(*unwrapped(args), **inner_kwargs)
     known = {id(x.inner): x for x in tensors}
-    if torch.Tag.inplace_view in func.tags:  # squeeze_ and the like: the wrapper has sizes of its own
+    if torch.Tag.inplace_view in func.tags:  # such as squeeze_: the wrapper has its own sizes
         with no_dispatch():
             func(*args, **kwargs)
     for x in tensors:
@@ -182,7 +182,7 @@ def compute(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def use(func: Any, args: Any, kwargs: Any, tensors: Sequence[PretendTensor], written: frozenset[str]) -> bool:
-    """Note what the current stream's next work reads and writes; False if some of it is not there yet."""
+    """Record what the current stream's next work reads and writes; return False if some of it is not ready yet."""
     stream = current_stream()
     number, in_time = stream.launch(), True
     names = [argument.name for argument in func._schema.arguments]
@@ -200,7 +200,7 @@ def use(func: Any, args: Any, kwargs: Any, tensors: Sequence[PretendTensor], wri
 
 
 def mark(result: Any, in_time: bool) -> None:
-    """New results are written by the current stream."""
+    """Mark new results as written by the current stream."""
     stream = current_stream()
     for x in tensors_in(result):
         if isinstance(x, PretendTensor):
@@ -215,7 +215,7 @@ def unwrapped(values: Any) -> Any:
 
 
 def check_devices(name: str, args: Any, kwargs: Any) -> None:
-    """Refuse tensors of the host, but for single numbers and for indices, which torch copies, and waits for.
+    """Reject tensors on the host, except single numbers, and indices, which torch copies and waits for.
 
     Single numbers are arguments of a kernel, except in ``where``, which copies them too.
     """
@@ -233,7 +233,7 @@ def check_devices(name: str, args: Any, kwargs: Any) -> None:
 
 
 def note_wait(func: Any, name: str, args: Any, kwargs: Any) -> None:
-    """Operations that a real device makes the host wait for."""
+    """Record a wait for operations that a real device makes the host wait for."""
     masks = [x for x in tensors_in(args[1:2]) if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)]
     by_mask = name == "index" and bool(masks)
     by_mask |= name in ("index_put", "index_put_", "_index_put_impl_") and bool(masks) and args[2].numel() > 1

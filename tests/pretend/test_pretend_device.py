@@ -1,4 +1,4 @@
-"""The pretend device is as strict as a real one: what is broken on purpose gives wrong numbers, and is listed."""
+"""The pretend device is as strict as a real one: deliberate bugs give wrong numbers and are listed."""
 
 import contextlib
 
@@ -22,7 +22,7 @@ def _clear():
 def test_devices_do_not_mix():
     with pytest.raises(RuntimeError, match="expected all tensors to be on"):
         torch.ones(3, device=DEVICE) + torch.ones(3)
-    assert (torch.ones(3, device=DEVICE) + torch.tensor(1.0)).tolist() == [2, 2, 2]  # one number may come along
+    assert (torch.ones(3, device=DEVICE) + torch.tensor(1.0)).tolist() == [2, 2, 2]  # single numbers are allowed
 
 
 def test_it_is_torchs_accelerator_and_the_cpu_is_what_it_was():
@@ -62,7 +62,7 @@ def test_memory_that_another_stream_uses_must_be_recorded(recorded):
         host = accelerator.to_host(there)
     if recorded:
         there.record_stream(side)
-    del there  # its stream may give the memory to somebody else
+    del there  # its stream may reuse the memory
     synchronize()
     assert host.tolist() == ([1, 1, 1] if recorded else pytest.approx([torch.nan] * 3, nan_ok=True))
     assert bool(LEDGER.races) != recorded
@@ -100,15 +100,15 @@ def test_the_line_that_caused_it_is_named(monkeypatch):
     assert any(w.what == "_local_scalar_dense" and w.line.startswith("contrastive.py:") for w in LEDGER.waits)
 
 
-# the library, broken on purpose ------------------------------------------------------------------------------------
+# the library with deliberate bugs ----------------------------------------------------------------------------------
 
 
 def offloaded(steps=6, **options):
-    """Losses and gradients of steps with prefetched rows in host memory."""
+    """Return losses and gradients of steps with prefetched rows in host memory."""
     est = compopt.SogCLREstimator(N, gamma=0.5, offload="cpu", **options)
     batches = [batch(seed, DEVICE) for seed in range(steps)]
     for _, _, index in batches:
-        index.remainder_(30)  # rows come again at once
+        index.remainder_(30)  # rows recur in consecutive batches
     return [one_step(est, *given) for given in est.prefetch(batches)]
 
 

@@ -30,7 +30,7 @@ CASES = [
 
 
 def on_a_rank(group, name, kind, options):
-    """This rank's losses, gradients and waits."""
+    """Return this rank's losses, gradients and waits."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     est = BUILD[name](**KINDS[kind], process_group=group, **options)
     own = slice(rank * B // size, (rank + 1) * B // size)
@@ -59,5 +59,5 @@ def test_two_ranks_are_one(name, kind, options, tmp_path):
     both = zip(*(results for results, _ in answers), strict=True)
     joined = [[one[0], *(torch.cat(pair) for pair in zip(one[1:], other[1:], strict=True))] for one, other in both]
     same(joined, expected)
-    # gloo itself takes the device's tensors through the host; the library adds no wait
+    # gloo itself copies the device's tensors through the host; the library adds no wait
     assert {line for _, waits in answers for line in waits} == set()

@@ -1,4 +1,4 @@
-"""Naive float64 twins of every estimator, written from DESIGN.md and never from the library."""
+"""Naive float64 reference implementations of every estimator, written from DESIGN.md and not from the library."""
 # ruff: noqa: F401
 
 from tests.reference.alone import AloneAverage, AloneChains, AloneDual, AloneGlobalDual, AloneNetwork

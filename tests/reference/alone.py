@@ -1,4 +1,4 @@
-"""The four objects alone, in float64 and plain loops: the references of estimators, without pairs around them."""
+"""References of the four objects on their own, in float64 and plain loops: those of estimators, without pairs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tests.reference.temperatures import DualReference, FixedReference, GlobalDu
 
 
 class Alone(Reference):
-    """The contract for one object with one column; a row with a proposal that is not finite stays as it is."""
+    """The contract for one object with one column; a row with a non-finite proposal is not changed."""
 
     def __init__(self, groups, normalizer=None, temperature=None):
         super().__init__(groups, normalizer or BatchReference(), temperature or FixedReference(), mode="unimodal")
 
     def deposit(self, proposals):
-        """(row, 0, key, value) of one call, each of which visits its row."""
+        """Deposit the (row, 0, key, value) of one call, each of which visits its row."""
         self.pending += [*proposals, *((row, 0, "visit", 1) for row, *_ in proposals)]
         self.window += 1
 
     def step(self):
-        """Leave rows with bad proposals out."""
+        """Commit all rows except those with bad proposals."""
 
         def finite(value):
             return all(math.isfinite(x) for x in (value if isinstance(value, tuple) else (value,)))
@@ -43,7 +43,7 @@ class AloneAverage(Alone):
         super().__init__(groups, MovingAverageReference())
 
     def update(self, log_g, index):
-        """log u of each sample."""
+        """Deposit and return the updated log u of each sample."""
         new = []
         for value, row in zip(log_g.tolist(), index.tolist(), strict=True):
             g = self.hyper(row, "eps") + math.exp(value)
@@ -63,7 +63,7 @@ class AloneDual(Alone):
         return [self.temperature.value(self, row, 0) for row in index.tolist()]
 
     def update(self, gradient, index):
-        """The proposed temperatures."""
+        """Deposit and return the proposed temperatures."""
         new = []
         for g, row in zip(gradient.tolist(), index.tolist(), strict=True):
             new.append(self.temperature.proposal(self, row, 0, g if math.isfinite(g) else math.nan))
@@ -72,14 +72,14 @@ class AloneDual(Alone):
 
 
 class AloneGlobalDual(Alone):
-    """One temperature that follows the mean; calls before a step continue each other."""
+    """One temperature that is updated by the mean gradient; each call before a step continues the previous one."""
 
     def __init__(self, h, optimizer):
         temperature = GlobalDualReference(h["tau_init"], optimizer, h["beta"], h["betas"])
         super().__init__([{"n": 1, **h}], temperature=temperature)
 
     def update(self, gradient):
-        """The proposed temperature."""
+        """Return the proposed temperature."""
         if not gradient.isfinite().all():
             return math.nan
         self.temperature.propose(self, dict(enumerate(gradient.tolist())), None)
@@ -87,7 +87,7 @@ class AloneGlobalDual(Alone):
 
 
 class AloneNetwork(NeuralReference):
-    """One network whose prototypes are drawn at first, and which restarts when a call brings candidates."""
+    """One network with random initial prototypes, which restarts when a call has candidates."""
 
     def __init__(self, dim, m, lr, updates, restart_every, eps, seed):
         super().__init__(dim, m, lr, updates, restart_every, eps)
@@ -100,11 +100,11 @@ class AloneNetwork(NeuralReference):
         return torch.stack([self.alpha(net, net["weights"], e, 0.0, t) for e, t in zip(anchors, tau, strict=True)])
 
     def predict(self, anchors, tau):
-        """By the committed network."""
+        """Return the values of the committed network."""
         return self.values(self.nets, anchors, tau)
 
     def update(self, anchors, log_g, tau, candidates=None):
-        """Queue, restart, steps of AdaGrad; alpha of the network after them."""
+        """Fill the queue, restart, take AdaGrad steps; return alpha of the network after them."""
         net = copy.deepcopy(self.pending or self.nets)
         if candidates is not None:
             self.enqueue(net, unit(candidates))
@@ -113,7 +113,7 @@ class AloneNetwork(NeuralReference):
         return self.values(net, anchors, tau)
 
     def enqueue(self, net, features):
-        """Restart at multiples of restart_every, and when the queue is first full."""
+        """Fill the queue; restart at multiples of restart_every, and when the queue is first full."""
         full = net["filled"] < self.m <= net["filled"] + len(features)
         net["filled"] += len(features)
         if len(features) >= self.m:
@@ -132,14 +132,14 @@ class AloneNetwork(NeuralReference):
 
 
 class AloneChains(Alone):
-    """A Metropolis-Hastings chain per row, over pools that each call brings; rows keep (candidate, score)."""
+    """A Metropolis-Hastings chain per row, over pools that each call provides; rows keep (candidate, score)."""
 
     def __init__(self, groups, proposals="pool", seed=0):
         super().__init__(groups, MCMCReference())
         self.proposals, self.seed = proposals, seed
 
     def sample(self, scores, index, candidates):
-        """Shares of the visits after burn-in, per chain and candidate."""
+        """Return the shares of the visits after burn-in, per chain and candidate."""
         names, found, proposals = candidates.tolist(), [], []
         for position, (own, row) in enumerate(zip(scores.tolist(), index.tolist(), strict=True)):
             weights, proposal = self.walk(own, row, position, names)
@@ -149,7 +149,7 @@ class AloneChains(Alone):
         return found
 
     def walk(self, scores, row, position, names):
-        """Weights, and where the chain is now with its score."""
+        """Return the weights, and the chain's new sample with its score."""
         m, place, current = len(names), "nowhere", -math.inf
         stored = self.rows["chain"][row].get(0)
         if stored is not None:

@@ -12,7 +12,7 @@ from tests.reference.pairs import anchors as find_anchors
 
 
 class Reference:
-    """normalizer x temperature; `groups` are dicts with "n" and the hyper-parameters of those rows."""
+    """A normalizer with a temperature; `groups` are dicts with "n" and the hyper-parameters of those rows."""
 
     def __init__(self, groups, normalizer, temperature, mode="bimodal", multiply_tau=True, normalize=True):
         self.groups = [dict(g) for g in groups]
@@ -142,11 +142,11 @@ class Reference:
         return torch.dot(z / z.norm() if self.normalize else z, candidate)
 
     def encoded_score(self, a, sample):
-        """The same as a float."""
+        """Return this similarity as a float."""
         return self.encoded_similarity(a, sample).item()
 
     def temperature_gradient(self, a, w, sum_wh, tau, alpha, rho):
-        """G by autograd: the objective of one anchor with w held as estimated, and alpha too unless it has a graph."""
+        """Return G by autograd: in the objective of one anchor w is constant, and alpha too unless it has a graph."""
         t = torch.tensor(tau, dtype=torch.float64, requires_grad=True)
         if self.outer_positive:  # -s_ii + t log u(s): the inner function has s_ij where it otherwise has h_ij
             s_ii = a.positive.item()
@@ -167,7 +167,7 @@ class Reference:
     # commit ---------------------------------------------------------------------------------------
 
     def step(self):
-        """Mean of the proposals of a row (of u: that is the log-mean-exp of log u); count + 1."""
+        """Commit the mean of a row's proposals (of u: the log-mean-exp of log u) and increment its count."""
         values = defaultdict(list)
         for row, column, key, value in self.pending:
             values[(row, column, key)].append(value)
@@ -189,14 +189,14 @@ class Reference:
             self.normalizer.step()
 
     def discard(self):
-        """Forget the proposals."""
+        """Discard the proposals."""
         self.pending, self.window = [], 0
         self.temperature.discard()
         if hasattr(self.normalizer, "discard"):
             self.normalizer.discard()
 
     def read(self, row):
-        """Committed values of one seen row under the library's column names, as lists of length D."""
+        """Return committed values of one seen row under the library's column names, as lists of length D."""
         names = {}
         if self.normalizer.has_rows:
             names |= self.normalizer.read(self, row)

@@ -4,7 +4,7 @@ import math
 
 
 def lars(w, gradients, lr, momentum, decay, eta):
-    """Weights after a step per gradient; ``gradients`` are lists of floats as long as ``w``."""
+    """Return the weights after one step per gradient; ``gradients`` are lists of floats as long as ``w``."""
     v = [0.0] * len(w)
     for g in gradients:
         size, slope = math.sqrt(sum(x * x for x in w)), math.sqrt(sum(x * x for x in g))

@@ -1,4 +1,4 @@
-"""Losses beyond contrast in float64: loops over samples, u itself in a dict, gradients by autograd of f'(u) g."""
+"""Non-contrastive losses in float64: loops over samples, u itself in a dict, gradients by autograd of f'(u) g."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LossReference:
         self.next_total = None
 
     def composed(self, index, inner, f):
-        """Mean of f(u_i), and a function with its gradient, from inner values (k,) with their graph."""
+        """Return the mean of f(u_i), and a function with its gradient, from inner values (k,) with their graph."""
         value, surrogate = 0.0, 0.0
         for row, g in zip(index.tolist(), inner, strict=True):
             u = torch.tensor(self.propose(row, self.average(self.rows.get(row), g.tolist())), dtype=g.dtype)
@@ -43,31 +43,31 @@ class LossReference:
         return value, surrogate
 
     def everything(self, log_inner, tau):
-        """tau log of the average of a mean of exponentials, and a function with its gradient."""
+        """Return tau log of the average of a mean of exponentials, and a function with its gradient."""
         g = torch.stack([x.exp() for x in log_inner]).mean()
         start = self.next_total or self.total
         (v,) = self.next_total = self.average(start, [g.item()])
         return tau * math.log(v), tau * g / v
 
     def excess(self, scores, labels):
-        """Surrogates l_ij of each positive i and all j, and which j are positive."""
+        """Yield each positive i with the surrogate losses l_ij of all j."""
         for i in torch.nonzero(labels)[:, 0].tolist():
             yield i, torch.stack([(self.hyper["margin"] - (scores[i] - s)).clamp(min=0) ** 2 for s in scores])
 
     def ap(self, scores, labels, index):
-        """SOAP."""
+        """Average precision: SOAP."""
         pairs = dict(self.excess(scores, labels))
         inner = [torch.stack([(each * labels).mean(), each.mean()]) for each in pairs.values()]
         return self.composed(index[list(pairs)], inner, lambda u: -u[0] / u[1])
 
     def pauc(self, scores, labels, index):
-        """SOPA-s."""
+        """One-way partial AUC: SOPA-s."""
         tau, pairs = self.hyper["tau"], dict(self.excess(scores, labels))
         inner = [(each[labels == 0] / tau).exp().mean()[None] for each in pairs.values()]
         return self.composed(index[list(pairs)], inner, lambda u: tau * u[0].log())
 
     def two_way(self, scores, labels, index):
-        """SOTA-s."""
+        """Two-way partial AUC: SOTA-s."""
         h, pairs = self.hyper, dict(self.excess(scores, labels))
         power, log_inner = h["tau"] / h["tau_positive"], []
         for i, each in pairs.items():
@@ -79,7 +79,7 @@ class LossReference:
         return self.everything(log_inner, h["tau_positive"])
 
     def cvar(self, scores, labels, index):
-        """SOPA."""
+        """One-way partial AUC with thresholds: SOPA."""
         h, pairs = self.hyper, dict(self.excess(scores, labels))
         value = 0.0
         for i, each in pairs.items():
@@ -92,7 +92,7 @@ class LossReference:
         return value.item(), value
 
     def two_way_cvar(self, scores, labels, index):
-        """SOTA; rows are (threshold, u), and the total is the threshold of positives."""
+        """Two-way partial AUC: SOTA; rows are (threshold, u), and the total is the threshold of positives."""
         h, pairs, value, share = self.hyper, dict(self.excess(scores, labels)), 0.0, 1 - self.hyper["min_tpr"]
         top, surrogate, hard = (self.next_total or self.total or [0.0])[0], 0 * scores.sum(), 0
         for i, each in pairs.items():
@@ -110,16 +110,16 @@ class LossReference:
         return top + value, surrogate
 
     def robust(self, losses, index):
-        """Per task."""
+        """Robust loss per task."""
         tau = self.hyper["tau"]
         return self.composed(index, [(x / tau).exp()[None] for x in losses], lambda u: tau * u[0].log())
 
     def robust_total(self, losses, index):
-        """Over all samples."""
+        """Robust loss over all samples."""
         return self.everything([x / self.hyper["tau"] for x in losses], self.hyper["tau"])
 
     def ndcg(self, scores, relevance, index):
-        """SONG."""
+        """NDCG: SONG."""
         value, surrogate, size, count = 0.0, 0.0, scores.shape[1], (relevance > 0).sum().item()
         for s, y, rows in zip(scores, relevance.tolist(), index, strict=True):
             ideal = sum((2**a - 1) / math.log2(k + 2) for k, a in enumerate(sorted(y, reverse=True)))
@@ -131,7 +131,7 @@ class LossReference:
         return value, surrogate
 
     def listwise(self, scores, relevance, index):
-        """Cross-entropy."""
+        """Listwise cross-entropy."""
         value, surrogate, size, count = 0.0, 0.0, scores.shape[1], (relevance > 0).sum().item()
         for s, y, rows in zip(scores, relevance.tolist(), index, strict=True):
             for i in (i for i in range(size) if y[i] > 0):

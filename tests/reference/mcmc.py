@@ -22,7 +22,7 @@ def scramble(x):
 
 
 def word(seed, step, window, direction, position, number):
-    """The 64 random bits of one proposal."""
+    """Return the 64 random bits of one proposal."""
     state = 0
     for counter in (seed, step, window, direction):
         state = scramble(state + counter + GOLDEN)
@@ -30,19 +30,19 @@ def word(seed, step, window, direction, position, number):
 
 
 def split(bits, pool):
-    """(a number below pool, a uniform number)."""
+    """Return (a number below pool, a uniform number)."""
     return ((bits >> 32) * pool) >> 32, ((bits & 0xFFFFFFFF) + 0.5) / 2**32
 
 
 def choose(row, visits, proposals):
-    """One of several (sample, score), whatever their order."""
+    """Return one of several (sample, score), independent of their order."""
 
     bits = scramble(scramble(row * GOLDEN) + visits)
     return sorted(proposals)[((bits >> 32) * len(proposals)) >> 32]
 
 
 def kernel(similarity, tau):
-    """Probabilities of one proposal of Metropolis and Hastings among all negatives, ``(K, K)`` float64 (eq. 9)."""
+    """Return transition probabilities of a Metropolis-Hastings proposal among negatives, ``(K, K)`` float64 (eq. 9)."""
     accept = ((similarity - similarity[:, None]) / tau).clamp(max=0).exp()  # from a row's state to a column's
     moves = accept / len(similarity)
     return moves + torch.diag(1 - moves.sum(1))
@@ -58,7 +58,7 @@ class MCMCReference(BatchReference):
         self.burn_in, self.proposals, self.rescore, self.seed = burn_in, proposals, rescore, seed
 
     def read(self, ref, row):
-        """The sample that each chain is at, and its score."""
+        """Return the current sample of each chain, and its score."""
         pairs = [ref.rows["chain"][row][c] for c in range(ref.columns)]
         return {"chain": [sample for sample, _ in pairs], "score": [score for _, score in pairs]}
 
@@ -71,7 +71,7 @@ class MCMCReference(BatchReference):
         last_view, walked = max(a.view for a in anchors), {}
         for a, tau in zip(anchors, taus, strict=True):
             i, d = a.position, a.view
-            if (d, i) in walked:  # with another positive, which the chain does not ask for
+            if (d, i) in walked:  # with another positive, on which the chain does not depend
                 visits, out = walked[(d, i)]
                 self.visits.append(visits), self.outside.append(out)
                 continue
@@ -123,12 +123,12 @@ class MCMCReference(BatchReference):
         return super().alphas(ref, anchors, taus, rows)[0], proposals
 
     def slots(self, a, index, index2, group, views):
-        """Columns that may be proposed, in the library's order: all of view 1, then all of view 2, ..."""
+        """Return the columns that may be proposed, in the library's order: all of view 1, then all of view 2, ..."""
         others = [j for j in range(len(index)) if may_be_negative(a.position, j, index, index2, group)]
         return [(j, views * k + view) for view in range(views) for k, j in enumerate(others)]
 
     def start(self, a, stored, slots, names, tau, draw, last, views):
-        """(number among the slots, "outside" or None, score) before the first proposal."""
+        """Return (number among the slots, "outside" or None, score) before the first proposal."""
         if stored is None:
             return None, None
         if stored[0] not in names:
@@ -146,7 +146,7 @@ class MCMCReference(BatchReference):
         return found[which], scores[which]
 
     def weights(self, ref, anchors):
-        """Per anchor: weights of the negatives, and a (weight, sample) for each visit outside."""
+        """Return, per anchor, the weights of the negatives, and a (weight, sample) for each visit outside."""
         result = []
         for visits, (out, sample) in zip(self.visits, self.outside, strict=True):
             known = out if ref.encode is not None else 0
@@ -181,7 +181,7 @@ class DatasetMCMCReference(MCMCReference):
         return BatchReference.alphas(self, ref, anchors, taus, rows)[0], proposals
 
     def walk(self, ref, a, tau, current, count, burn):
-        """The sample at which the chain is after each proposal that counts."""
+        """Return the chain's sample after each proposal that counts."""
         own, visited = ref.keys[0][a.position], []
         for r in range(count):
             bits = word(self.seed, ref.steps, ref.window, a.direction, a.position, r)
@@ -196,7 +196,7 @@ class DatasetMCMCReference(MCMCReference):
         return visited
 
     def weights(self, ref, anchors):
-        """Every visit has the same weight, and none is to the batch's own features."""
+        """Return equal weights for all visits, and 0 for the batch's own features."""
         return [
             ([0.0] * len(a.negatives), [(1 / len(visited), sample) for sample in visited])
             for a, visited in zip(anchors, self.visited, strict=True)

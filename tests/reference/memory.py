@@ -10,7 +10,7 @@ from tests.reference.neural import unit
 
 
 class MemoryReference:
-    """A list of slots, oldest first: keys of the sample, and both features less the means of their batch."""
+    """A list of slots, oldest first: keys of the sample, and both features minus the means of their batch."""
 
     has_rows = False
 
@@ -19,7 +19,7 @@ class MemoryReference:
         self.slots, self.pending = [], None
 
     def alphas(self, ref, found, taus, rows):
-        """log of the mean over the batch's negatives and the slots; what is outside the batch is noted per anchor."""
+        """Return the log of the mean over the batch's negatives and the slots, whose terms are recorded per anchor."""
         z = [unit(side) if ref.normalize else side for side in ref.features]
         means = [side.detach().mean(0) for side in z]
         if ref.mode == "unimodal":  # of many views the first two are kept
@@ -64,15 +64,15 @@ class MemoryReference:
         return alphas, []
 
     def weight_alpha(self, number):
-        """Return what the weights of an anchor's pairs have for alpha."""
+        """Return the log-normalizer that replaces alpha in the weights of an anchor's pairs."""
         return self.outside[number][0]
 
     def outside_wh(self, number):
-        """sum w h over the slots."""
+        """Return sum w h over the slots."""
         return sum(w * t.item() for w, t in zip(*self.outside[number][1:], strict=True))
 
     def surrogate(self, ref, found, taus, slopes):
-        """The slots push the anchor; its own positive pulls it with the same weight, and is not moved."""
+        """Return the term in which slots repel an anchor and its detached positive attracts it with the same weight."""
         total = 0.0
         for tau, slope, (_, weights, terms) in zip(taus, slopes, self.outside, strict=True):
             for weight, term in zip(weights, terms, strict=True):
@@ -80,15 +80,15 @@ class MemoryReference:
         return total
 
     def step(self):
-        """The copy becomes the memory."""
+        """Make the pending copy the memory."""
         if self.pending is not None:
             self.slots, self.pending = self.pending, None
 
     def discard(self):
-        """The copy is dropped."""
+        """Discard the pending copy."""
         self.pending = None
 
 
 def within_of(ref, i):
-    """The key of a sample's data set, if the policy asks for one."""
+    """Return a tuple with the key of a sample's data set, empty without ``within``."""
     return () if ref.within is None else (int(ref.within[0][i]),)

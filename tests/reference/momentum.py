@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 
 class MomentumReference:
-    """Slots hold the keys of a sample and its ``k1, k2`` less the means of their batches, oldest first."""
+    """Slots hold the keys of a sample and its ``k1, k2`` minus the means of their batches, oldest first."""
 
     def __init__(self, kind, length, tau):
         self.kind, self.length, self.tau = kind, length, tau
@@ -48,7 +48,7 @@ class MomentumReference:
         return torch.stack(values).mean()
 
     def _anchor(self, view, i, own, positive, inside, outside, tau, policy):
-        """The objective of one anchor; without candidates in the batch it has none."""
+        """Return the objective of one anchor, which is 0 without candidates in the batch."""
         s = torch.stack([torch.dot(own, candidate) for candidate in [*inside, *outside, own]])[:-1]
         margin, beta = policy or (None, 0.0)
         kept = torch.ones_like(s, dtype=torch.bool) if margin is None else s <= positive + margin
@@ -59,11 +59,11 @@ class MomentumReference:
         return tau * (logits.logsumexp(0) - math.log(len(logits)))
 
     def step(self):
-        """Take in what the calls since the last step brought."""
+        """Add the slots of the calls since the last step."""
         self.slots, self.pending = [*self.slots, *self.pending][-self.length :], []
 
 
 def _apart(own, other):
-    """True if two samples differ in all keys that they have, and share the key of ``within``."""
+    """Return True if two samples differ in all keys that they have, and share the key of ``within``."""
     different = all(a is None or b is None or a != b for a, b in zip(own[:3], other[:3], strict=True))
     return different and own[3] == other[3]

@@ -9,12 +9,12 @@ import torch
 
 
 def unit(x):
-    """Rows divided by their lengths."""
+    """Return rows divided by their lengths."""
     return x / x.norm(dim=-1, keepdim=True)
 
 
 def equation_12(z1, z2, tau, weights, eps=0.0, rho=0.0):
-    """The objective of NeuCLIP's eq. 12 on distinct samples, as one graph of features and temperatures.
+    """Return the objective of NeuCLIP's eq. 12 on distinct samples, as one graph of features and temperatures.
 
     ``weights`` (D, m, d) are constants: one network per direction, or one for both views; ``tau`` is 0-d or (B, 2).
     """
@@ -69,7 +69,7 @@ class NeuralReference:
         return torch.log(self.eps + torch.exp(log_g)) if self.eps else log_g
 
     def push(self, net, features, t, first):
-        """New features enter; the prototypes restart or are filled."""
+        """Add new features to the queue; restart or fill the prototypes."""
         before = len(net["slots"])
         if len(features) >= self.m:
             features, net["next"] = features[-self.m :], 0
@@ -93,7 +93,7 @@ class NeuralReference:
             net["weights"] = [weights]
 
     def train(self, net, batch):
-        """T_u steps on the mean objective of the batch: entries (e, positive, tau, ghat)."""
+        """Take T_u steps on the mean objective of the batch: entries (e, positive, tau, ghat)."""
         weights = [w.clone().requires_grad_() for w in net["weights"]]
         optimizer = self.make(weights, lr=self.lr)
         if net["optimizer"] is not None:
@@ -115,7 +115,7 @@ class NeuralReference:
     # the interface of a normalizer ----------------------------------------------------------------
 
     def alphas(self, ref, anchors, taus, rows):
-        """Queue, restart, updates; alpha of the trained network."""
+        """Fill the queue, restart and train; return alpha of the trained network."""
         self.features = ref.features
         z = [unit(z.detach()) for z in ref.features]
         count = 2 if ref.mode == "bimodal" else 1
@@ -143,7 +143,7 @@ class NeuralReference:
         return self.predictions(nets, anchors, taus, z), []
 
     def predictions(self, nets, anchors, taus, z):
-        """alpha of every anchor by these networks."""
+        """Return alpha of every anchor by these networks."""
         return [
             float(
                 self.alpha(
@@ -162,7 +162,7 @@ class NeuralReference:
         return sum(w) + self.eps * math.exp(-alpha) - 1.0
 
     def through_tau(self, anchor, t, slope, alpha, nets=None):
-        """Term of one anchor through which alpha depends on its temperature t; its factor is held."""
+        """Return the term of one anchor through which alpha depends on its temperature t; its factor is constant."""
         nets = nets or self.used
         net = nets[anchor.direction % len(nets)]
         ghat = sum(anchor.terms(t.item())) / len(anchor.h)
@@ -171,11 +171,11 @@ class NeuralReference:
         return slope * (1.0 - math.exp(-alpha) * (self.eps + ghat)) * predicted
 
     def surrogate(self, ref, anchors, taus, slopes):
-        """Term that reaches features through alpha: sum of slope (exp(-alpha)(eps + ghat) + alpha), ghat constant."""
+        """Return the features' term through alpha: sum of slope (exp(-alpha)(eps + ghat) + alpha), ghat constant."""
         return self.through(ref, self.used, anchors, taus, slopes) if self.through_alpha else 0.0
 
     def through(self, ref, nets, anchors, taus, slopes, value_of=None):
-        """The same for these networks; value_of: what alpha is, where it is theirs and a constant."""
+        """Return this term for these networks; value_of: values of alpha, if they differ from theirs by a constant."""
         total = 0.0
         for a, tau, slope in zip(anchors, taus, slopes, strict=True):
             net = nets[a.direction % len(nets)]
@@ -194,7 +194,7 @@ class NeuralReference:
         self.pending = None
 
     def discard(self):
-        """Forget."""
+        """Discard the pending networks."""
         self.pending = None
 
 
@@ -206,18 +206,18 @@ class ResidualReference:
         self.through_alpha = network.through_alpha
 
     def read(self, ref, row):
-        """The library keeps the logarithm."""
+        """Return the logarithm, which the library stores."""
         return {"log_ratio": [math.log(ref.rows["u"][row][c]) for c in range(ref.columns)]}
 
     def updated(self, ref, row, column, ratio):
-        """The new ratio of one column of one row."""
+        """Return the new ratio of one column of one row."""
         gamma = ref.hyper(row, "gamma")
         if not self.has_rows or ref.visits(row, column) == 0:
             return ratio if self.first == "ratio" and self.has_rows else 1.0 - gamma + gamma * ratio
         return (1.0 - gamma) * ref.rows["u"][row][column] + gamma * ratio
 
     def alphas(self, ref, anchors, taus, rows):
-        """alpha per anchor and the proposals (row, column, "u", value)."""
+        """Return alpha per anchor and the proposals (row, column, "u", value)."""
         after, _ = self.network.alphas(ref, anchors, taus, rows)
         predicted = self.network.before if self.prediction == "before" else after
         ratio = {}
@@ -240,15 +240,15 @@ class ResidualReference:
 
     @property
     def nets(self):
-        """Networks that predict."""
+        """Return the networks that predict."""
         return self.network.nets_before if self.prediction == "before" else self.network.used
 
     def through_tau(self, anchor, t, slope, alpha):
-        """Through the network's alpha; the ratio is constant."""
+        """Return the term through the network's alpha; the ratio is constant."""
         return self.network.through_tau(anchor, t, slope, alpha, self.nets)
 
     def surrogate(self, ref, anchors, taus, slopes):
-        """Through the network's alpha; the ratio is constant."""
+        """Return the term through the network's alpha; the ratio is constant."""
         if not self.through_alpha:
             return 0.0
         return self.network.through(ref, self.nets, anchors, taus, slopes, self.alpha_of)
@@ -258,5 +258,5 @@ class ResidualReference:
         self.network.step()
 
     def discard(self):
-        """Forget."""
+        """Discard the network's pending state."""
         self.network.discard()

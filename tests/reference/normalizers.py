@@ -30,7 +30,7 @@ def softplus(x):
 
 
 class SigmoidReference:
-    """A binary classification per pair: alpha is the loss of an anchor's pairs, no weight depends on another pair."""
+    """Binary classification per pair: alpha is the loss of an anchor's pairs; a weight depends on its own pair only."""
 
     has_rows = False
 
@@ -71,7 +71,7 @@ class MovingAverageReference:
         self.eps = eps
 
     def read(self, ref, row):
-        """The library keeps the logarithm."""
+        """Return the logarithm, which the library stores."""
         return {"log_u": [math.log(ref.rows["u"][row][c]) for c in range(ref.columns)]}
 
     def inner(self, anchor, tau):
@@ -80,7 +80,7 @@ class MovingAverageReference:
         return factor * sum(anchor.terms(tau)) / len(anchor.h)
 
     def updated(self, ref, row, column, g):
-        """The new u of one column of one row."""
+        """Return the new u of one column of one row."""
         gamma = ref.hyper(row, "gamma")
         if ref.visits(row, column) == 0:
             return self.eps + g

@@ -53,7 +53,7 @@ def unit_rows(z: Tensor) -> list[Tensor]:
 
 
 def may_be_negative(i, j, index, index2, group) -> bool:
-    """Two batch positions are negatives of each other when nothing says they are the same sample."""
+    """Return True if no key marks two batch positions as the same sample."""
     if index[i] == index[j]:
         return False
     if index2 is not None and index2[i] == index2[j]:
@@ -62,7 +62,7 @@ def may_be_negative(i, j, index, index2, group) -> bool:
 
 
 def anchors(z, index, mode, normalize=True, index2=None, group=None, extra=None, extra_index=None, count=None, also=()):
-    """All pairs of the first `count` views as anchors, nearest views first; view 0 has extra as candidates too."""
+    """Return pairs of the first `count` views as anchors, nearest views first; view 0 has extra as candidates too."""
     rows = unit_rows if normalize else lambda z: list(z.unbind(0))
     views = [rows(view) for view in z]
     further = [] if extra is None else rows(extra)

@@ -57,7 +57,7 @@ def hardness_weighted(own: Tensor, others: Tensor, tau: float, alpha: float) -> 
 def false_negatives_masked(s: Tensor, seen: Tensor, tau: float, margin: float, more: Tensor | None = None) -> Tensor:
     """Solatorio (GISTEmbed), 2024, and Qwen3 Embedding, 2025, eq. 1: similarities above the positive's are left out.
 
-    ``more``: pairs of further similarities and what is seen of them, ``(2, B, M)``.
+    ``more``: further similarities and those that are compared with the limit, ``(2, B, M)``.
     """
     limit = seen.diagonal()[:, None] + margin
     found = (seen > limit) & ~torch.eye(len(s), dtype=torch.bool)
@@ -83,7 +83,7 @@ def both_ways(s: Tensor, tau: float) -> Tensor:
 
 
 def own_hard_negatives(s: Tensor, mined: Tensor, tau: float, alpha: float) -> Tensor:
-    """sentence-transformers' ``hardness_mode="hard_negatives"``: that of a query's own one grows by alpha stop(s).
+    """sentence-transformers' ``hardness_mode="hard_negatives"``: the logit of a query's own one grows by alpha stop(s).
 
     ``mined``: similarities to all hard negatives, ``(B, B)``, a query's own one on the diagonal. The weight is that of
     EmbeddingGemma (Schechter Vera et al., 2025), which leaves out the hard negatives of other queries.
@@ -125,7 +125,7 @@ def supervised(features: Tensor, labels: Tensor, tau: float) -> Tensor:
 
 
 def supervised_inside(features: Tensor, labels: Tensor, tau: float) -> Tensor:
-    """Eq. 3 of the same: the mean over positives inside of the logarithm."""
+    """Khosla et al. (SupCon), 2020, eq. 3: the mean over positives inside of the logarithm."""
     s = cosines(features, features) / tau
     itself = torch.eye(len(s), dtype=torch.bool)
     log_prob = s - s.masked_fill(itself, -torch.inf).logsumexp(1, keepdim=True)
@@ -153,7 +153,7 @@ def expected(
         candidates: the same, ``(Q, d)``.
         weights: ``(P, Q)``, of any sum per anchor; NaN where there is no pair.
         extra: further candidates, ``(M, d)``.
-        barred: which of them an anchor does not have, ``(P, M)``.
+        barred: mask of further candidates that are excluded for an anchor, ``(P, M)``.
     """
     none = weights.isnan()
     s, t = (anchors @ candidates.T / tau).masked_fill(none, -torch.inf), weights.masked_fill(none, 0)

@@ -1,4 +1,4 @@
-"""A policy of pairs (issue: false negatives, hard negatives, data sets), one anchor and one candidate at a time."""
+"""A pair policy (false negatives, hard negatives, data sets), one anchor and one candidate at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PolicyReference:
     within: bool = False
 
     def strength(self, outside, owned) -> float:
-        """beta of one candidate: of the batch or a further one, which may have been mined for the anchor."""
+        """Return beta of one candidate; outside: a further candidate; owned: mined for the anchor."""
         if not isinstance(self.hardness, tuple):
             return self.hardness or 0.0
         first, second = self.hardness
@@ -39,7 +39,7 @@ class PolicyReference:
         return s > positive + self.false_negatives
 
     def apply(self, anchors, guide, within, normalize):
-        """Drop candidates of each anchor, and note the log-weights of those that are left."""
+        """Drop candidates of each anchor, and store the log-weights of the remaining ones."""
         rows = unit_rows if normalize else lambda z: list(z.unbind(0))
         guides = [rows(z.double()) for z in guide or ()]
         positives = defaultdict(list)
@@ -70,7 +70,7 @@ class PolicyReference:
             self.weigh_positives(anchors)
 
     def weigh_positives(self, anchors):
-        """Pull the positive with weight v = 2 - exp(s_ii / sigma) / mean: s_ij - v s_ii stands for h_ij."""
+        """Weight the positive by v = 2 - exp(s_ii / sigma) / mean: s_ij - v s_ii replaces h_ij."""
         terms = {(a.direction, a.position): math.exp(a.positive.item() / self.mises_fisher) for a in anchors}
         for a in anchors:
             column = [term for (direction, _), term in terms.items() if direction == a.direction]

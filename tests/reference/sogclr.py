@@ -1,6 +1,6 @@
-"""SogCLR as its paper prints it: equations 9 and 10 by autograd, u in the linear domain, no word of compopt's.
+"""SogCLR as printed in its paper: equations 9 and 10 by autograd, u in the linear domain, without code of compopt.
 
-Yuan et al., ICML 2022. The one departure: eq. 10 divides by the previous u, its authors' code and compopt by the
+Yuan et al., ICML 2022. The only difference: eq. 10 divides by the previous u, its authors' code and compopt by the
 updated one, which is used here.
 """
 

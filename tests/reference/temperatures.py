@@ -24,11 +24,11 @@ class FixedReference:
         return ref.hyper(row, "tau") if self.tau is None else float(self.tau)
 
     def propose(self, ref, gradients, rows):
-        """Nothing to learn here."""
+        """Return no proposals: the temperature is not learned."""
         return []
 
     def step(self):
-        """Nothing pending."""
+        """Do nothing: no state is pending."""
 
     discard = step
 
@@ -91,7 +91,7 @@ class DualReference:
 
 
 class GlobalDualReference:
-    """One tau for all, moved by the mean of G; later deposits of a window continue the pending copy."""
+    """One tau for all, updated by the mean of G; later deposits of a window continue the pending copy."""
 
     has_rows = False
     has_rho = True
@@ -100,7 +100,7 @@ class GlobalDualReference:
         self, tau_init, optimizer="momentum", beta=0.9, betas=(0.9, 0.999), parametrization="linear", lr_switch=None
     ):
         self.optimizer, self.beta, self.betas = optimizer, beta, betas
-        self.log = parametrization == "log"  # theta = log(1/tau) is what moves; dF/dtheta = -tau dF/dtau
+        self.log = parametrization == "log"  # theta = log(1/tau) is updated; dF/dtheta = -tau dF/dtau
         self.lr_switch = lr_switch or (0.0, 1.0)
         self.committed = {"tau": tau_init, "m": 0.0, "v": 0.0, "t": 0}
         self.pending = None
@@ -143,5 +143,5 @@ class GlobalDualReference:
             self.committed, self.pending = self.pending, None
 
     def discard(self):
-        """Forget it."""
+        """Discard the pending copy."""
         self.pending = None

@@ -1,9 +1,9 @@
-"""Before a launched process ends, wait until gloo's threads rest.
+"""Wait until gloo's threads are idle before a launched process ends.
 
 A thread that frees a tensor of its last collective while the interpreter ends aborts the process: "terminate called
-without an active exception", pytorch issues 179291 and 190489. Ending the process group helps only where nothing else
-keeps it, and DeepSpeed keeps it in default arguments. Python imports this file at its start, if its folder is in
-``PYTHONPATH``; what is registered first runs last.
+without an active exception", pytorch issues 179291 and 190489. Ending the process group helps only if no other
+reference keeps it alive, and DeepSpeed keeps one in default arguments. Python imports this file when it starts, if its
+folder is in ``PYTHONPATH``; the exit function that is registered first runs last.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""Triton's interpreter runs the kernels where there is no GPU; without Triton there are no tests."""
+"""Run the kernels in Triton's interpreter if there is no GPU; without Triton there are no tests."""
 
 import os
 from importlib.util import find_spec

@@ -13,7 +13,7 @@ EXACT = "ieee" if DEVICE.type == "cuda" else "tf32"
 
 
 def anchors(count, shared, generator, threshold, tau=(0.02, 0.2)):
-    """Temperatures between two bounds, or one for all."""
+    """Return anchors with temperatures between two bounds, or one for all."""
     low, high = tau
     scale = 1 / (low + (high - low) * torch.rand(count, dtype=torch.float64, generator=generator))
     scale = torch.full_like(scale, shared) if shared else scale
@@ -21,7 +21,7 @@ def anchors(count, shared, generator, threshold, tau=(0.02, 0.2)):
 
 
 def operands(P=70, Q=90, d=20, rows=True, columns=True, keys=2, threshold=False, tau=(0.02, 0.2), seed=0, **options):
-    """A matrix in float64; rows and columns are small numbers as keys."""
+    """Return operands in float64; the keys of rows and columns are small integers."""
     generator = torch.Generator().manual_seed(seed)
     x, y = (F.normalize(torch.randn(n, d, dtype=torch.float64, generator=generator), dim=1) for n in (P, Q))
     row_keys, column_keys = (torch.randint(max(P, 7), (keys, n), generator=generator).int() for n in (P, Q))
@@ -31,7 +31,7 @@ def operands(P=70, Q=90, d=20, rows=True, columns=True, keys=2, threshold=False,
 
 
 def low(o, precision=EXACT):
-    """The same on the device, in the dtypes that the kernels take."""
+    """Return the same operands on the device, in the dtypes that the kernels take."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
 
     def side(given):
@@ -43,7 +43,7 @@ def low(o, precision=EXACT):
 
 
 def weighted(o, sums, seed=1):
-    """The same with factors of any sign that turn sums into coefficients of moderate size."""
+    """Return the same operands with factors of any sign that turn sums into coefficients of moderate size."""
     sides = []
     for anchors, side in zip((o.rows, o.columns), sums, strict=True):
         if anchors is not None:
@@ -56,6 +56,6 @@ def weighted(o, sums, seed=1):
 
 
 def relative(actual, expected):
-    """Relative error in the Frobenius norm."""
+    """Return the relative error in the Frobenius norm."""
     actual, expected = actual.cpu().double(), expected.double()
     return float((actual - expected).norm() / expected.norm())

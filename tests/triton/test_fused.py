@@ -29,7 +29,7 @@ def normal(*shape, seed=0):
 
 
 def call(est, dtype, views=2, extra=None, **keys):
-    """Loss and all gradients of one call, in float64 on the CPU."""
+    """Return loss and all gradients of one call, in float64 on the CPU, and the metrics."""
     device = DEVICE if dtype == torch.float32 else torch.device("cpu")
     z = normal(views, B, D, seed=1).to(device, dtype).requires_grad_()
     index = torch.randperm(N, generator=generator(2))[:B]
@@ -46,7 +46,7 @@ def call(est, dtype, views=2, extra=None, **keys):
 
 
 def assert_equal_calls(build, rtol=RTOL, **given):
-    """One estimator by each backend."""
+    """Compare calls of one estimator with each backend."""
     exact, exact_metrics = call(build(backend="torch"), torch.float64, **given)
     found, metrics = call(build(backend="triton"), torch.float32, **given)
     for number, (f, e) in enumerate(zip(found, exact, strict=True)):
@@ -57,7 +57,7 @@ def assert_equal_calls(build, rtol=RTOL, **given):
 
 @pytest.fixture(autouse=True)
 def taken(monkeypatch):
-    """Count the sweeps of the kernel: a test that fell back to torch would show nothing."""
+    """Count the sweeps of the kernel, to detect tests that fall back to torch."""
     seen = []
     sweep = FusedPairs._sweep
     monkeypatch.setattr(FusedPairs, "_sweep", lambda self: (seen.append(self), sweep(self))[1])
@@ -182,7 +182,7 @@ def test_medium_precision_is_bfloat16_where_tau_allows_it(taken):
 )
 @pytest.mark.parametrize("keys", [None, LABELS, (LABELS, torch.arange(B) % 5)], ids=["own", "labels", "two"])
 def test_contrastive_sums(tau, keys):
-    """Value and gradients, the temperature's too."""
+    """Compare value and gradients, including the temperature's."""
     results = {}
     for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
         device = DEVICE if backend == "triton" else torch.device("cpu")
@@ -201,7 +201,7 @@ def test_contrastive_sums(tau, keys):
 
 
 def on_rank(group, case):
-    """Gradients of this rank's part of the batch, the second of which is larger."""
+    """Return gradients of this rank's part of the batch, of which the second is larger, and the rows."""
     from compopt.kernel.fused import FusedRowBlock
 
     os.environ["TRITON_INTERPRET"] = "1"

@@ -32,12 +32,12 @@ CASES = {
 
 
 def both(o, precision=EXACT):
-    """Sums in float64, and of the kernel."""
+    """Return the sums in float64, and those of the kernel."""
     return sweep.sums(o), sweep.sums(low(o, precision))
 
 
 def assert_sums(o, actual, expected, rtol):
-    """Log-sums to ``rtol``, also of anchors without candidates, means and numbers of candidates."""
+    """Compare log-sums to ``rtol``, also of anchors without candidates, means and numbers of candidates."""
     for ours, theirs in zip(actual, expected, strict=True):
         assert (ours is None) == (theirs is None)
         if ours is None:
@@ -67,7 +67,7 @@ def test_sums_and_products_equal_those_of_float64(case):
 
 
 def test_a_sum_is_what_its_definition_says():
-    """The twin in torch, too: against a loop over pairs."""
+    """Compare the implementation in torch with a loop over pairs."""
     all_compared = operands(P=5, Q=7, threshold=True, strengths=(3.0, 1.0), inside=4, moments=True, counted=True)
     for o in (all_compared, replace(all_compared, spared=True)):
         (side, _), s = sweep.sums(o), o.x @ o.y.T
@@ -96,7 +96,7 @@ def test_other_precisions(precision, rtol):
 
 
 def test_anchors_without_candidates():
-    """Nothing is not a number, and other anchors keep their sums."""
+    """No result is NaN, and other anchors keep their sums."""
     o = operands(P=6, Q=9, keys=1, moments=True, counted=True)
     o.row_keys[0, 2], o.column_keys[0] = 5, 5
     o.row_keys[0, :2], o.row_keys[0, 3:] = 1, 1

@@ -1,4 +1,4 @@
-"""User code, checked by `make lint` with `mypy --strict`; never run. assert_type pins what types must say."""
+"""User code, checked by `make lint` with `mypy --strict`; never run. assert_type checks the expected types."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +15,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class Engine:
-    """A wrapper around an optimizer, as DeepSpeed's."""
+    """A wrapper around an optimizer, like DeepSpeed's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -35,7 +35,7 @@ def losses(model: nn.Module, batches: Iterable[Batch], est: compopt.ContrastiveE
 
 
 def train(path: str) -> dict[str, float]:
-    """Construction, groups, schedules, samplers, checkpoints, what is read."""
+    """Use construction, groups, schedules, samplers, checkpoints and reading."""
     dataset = compopt.data.Indexed(TensorDataset(torch.randn(100, 8), torch.randn(100, 8)))
     sampler = compopt.samplers.SpectralBatchSampler(len(dataset), batch_size=10)
     loader = DataLoader(dataset, batch_sampler=sampler)
@@ -85,7 +85,7 @@ def train(path: str) -> dict[str, float]:
 
 
 def alone(path: str, optimizer: torch.optim.Optimizer, index: Tensor, x: Tensor) -> None:
-    """Each of the four objects by itself, one as a part, and what all of them have."""
+    """Use each of the four objects on its own, one as a part, and the methods that all of them have."""
     u = compopt.MovingAverageEstimator(100)
     tau = compopt.TemperatureDual(100, offload="cpu")
     network = compopt.NeuralNormalizer(8, dtype=torch.float64)
@@ -116,7 +116,7 @@ def alone(path: str, optimizer: torch.optim.Optimizer, index: Tensor, x: Tensor)
 
 
 def wrong(model: nn.Module, engine: Engine, est: compopt.Estimator) -> None:
-    """Calls that type checkers report: `--strict` refuses an ignored error that is none."""
+    """Make calls that type checkers report: `--strict` rejects an unnecessary ignore comment."""
     u, tau = compopt.MovingAverageEstimator(100), compopt.FixedTemperature(0.1)
     compopt.ContrastiveEstimator(u, tau, mode="bimodl")  # type: ignore[arg-type]
     compopt.ContrastiveEstimator(u, tau, directions="back")  # type: ignore[arg-type]
