@@ -216,7 +216,7 @@ def test_a_sampler_s_bank_leaves_large_rows_out():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["sogclr", "isogclr-adam", "batch-dual"])
 def test_the_finite_deposits_of_a_window_are_committed(name, mode, order):
-    """Of two deposits with different samples, one has a NaN; only the other is committed."""
+    """Commit the deposit without a NaN of two deposits with different samples."""
     est, twin = (warmed(BY_NAME[name], mode, N, 90) for _ in range(2))
     z1, z2, _ = batches(N, 1, batch=6, seed=96)[0]
     good, bad = torch.arange(0, 6), torch.arange(6, 12)

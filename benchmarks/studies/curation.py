@@ -59,7 +59,7 @@ PATH = RESULTS / "curation.jsonl"
 
 
 class Data(NamedTuple):
-    """How a data set is loaded and trained on."""
+    """Loader of a data set and its settings of training."""
 
     load: Callable[[Path | None], Any]
     dim: int = DIM
