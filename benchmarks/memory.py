@@ -21,10 +21,11 @@ from benchmarks.machine import MIB, Peak, on_ranks, resident
 from benchmarks.report import environment, finish, table
 
 RANKS = 4
-ABOUT = """Each row is SogCLR's, both directions: 16 bytes. *Rows* is n x 16 bytes. *Anonymous* is what the process has
-more than before it built the table, after every row was written; pages of a file can be dropped by the kernel and are
-counted apart. *Saving adds* is the highest anonymous memory during `compopt.save`, sampled every 2 ms in a thread,
-beyond that before it. With several ranks, the largest of the ranks."""
+ABOUT = """A row of SogCLR has 16 bytes for both directions. *Rows* is n x 16 bytes. *Anonymous* is the anonymous memory
+of the process after every row was written, minus that before the table was built. Pages of a file are counted
+separately, because the kernel can drop them. *Saving adds* is the highest anonymous memory during `compopt.save`,
+sampled every 2 ms in a thread, minus that before the save. With several ranks, each value is the largest over the
+ranks."""
 
 
 def fill(est: compopt.SogCLREstimator) -> None:

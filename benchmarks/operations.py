@@ -52,10 +52,10 @@ GOALS = {
     "EMC2": 200,
     "NeuCLIP, 10 updates": 250,
 }
-ABOUT = f"""Operations that torch dispatches in one training step of the estimator alone: a call, its backward pass and
-`est.step()`. B = {B}, d = {DIM}, n = {N}, float32, both directions, the {STEPS}th step; networks have {PROTOTYPES}
-prototypes. Views are not counted, since they compute nothing; allocations are. {REFERENCE}: on features that are
-normalised there too."""
+ABOUT = f"""Number of operations that torch dispatches in one training step of the estimator alone: a call, its backward
+pass and `est.step()`. B = {B}, d = {DIM}, n = {N}, float32, both directions, step number {STEPS}; networks have
+{PROTOTYPES} prototypes. Allocations are counted. Views are not counted, because they compute nothing.
+{REFERENCE} includes the normalization of the features."""
 
 
 class Operations(TorchDispatchMode):
