@@ -49,7 +49,7 @@ def train(seeds: Sequence[int]) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N")
-    parser.add_argument("--quick", action="store_true", help="print only")
+    parser.add_argument("--quick", action="store_true", help="print the results and write no files")
     args, env = parser.parse_args(argv), environment()
     groups: dict[str, list[dict[str, Any]]] = {}
     for run in train(args.seeds):

@@ -34,7 +34,7 @@ RANKS, LOST, GRACE = 3, 1, 60.0
 START = 120.0  # seconds that ranks may need to start
 N, BATCH, DIM, STEPS, FAILS_AT = 400, 6, 4, 6, 3
 WAYS = ("killed", "raises inside a call", "raises between calls", "out of data", "hangs")
-PLACES = {"beside the features": {}, "on disk, sharded": {"offload": "disk", "shard": True}}
+PLACES = {"on the device": {}, "on disk, sharded": {"offload": "disk", "shard": True}}
 ABOUT = """Three ranks (gloo) train, and rank 1 fails in its fourth step. *seconds*: time from the failure until the
 last of the other ranks raised its error. The timeout of the process group was {timeout:.0f} s."""
 

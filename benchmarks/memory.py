@@ -69,8 +69,8 @@ def measure(case: dict[str, Any], folder: str | None) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", default=None, help="where files are put (default: the system's place)")
-    parser.add_argument("--quick", action="store_true", help="small tables, printed only")
+    parser.add_argument("--dir", default=None, help="working directory (default: the system's temporary directory)")
+    parser.add_argument("--quick", action="store_true", help="use small tables and write no files")
     args = parser.parse_args()
     env, (n, large) = environment(), (10**6, 4 * 10**6) if args.quick else (2 * 10**7, 2 * 10**8)
     cases = [
@@ -83,7 +83,7 @@ def main() -> None:
     head = ["placement", "ranks", "n", "rows, MiB", "anonymous, MiB", "of a file, MiB", "saving adds, MiB", "seconds"]
     body = []
     for r in results:
-        place = f"{r['offload'] or 'beside the features'}{', shard=True' if r['shard'] else ''}"
+        place = f"{r['offload'] or 'device'}{', shard=True' if r['shard'] else ''}"
         sizes = [f"{size / MIB:,.0f}" for size in (r["n"] * 16, r["RssAnon"], r["RssFile"], r["saving"])]
         body.append([place, str(r["ranks"]), f"{r['n']:,}", *sizes, f"{r['seconds']:.1f}"])
     title = "Memory of tables and of saving them, per rank"

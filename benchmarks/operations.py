@@ -96,9 +96,9 @@ def operations(make: Callable[[], compopt.ContrastiveEstimator] | None) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write the counts there and nothing else")
-    parser.add_argument("--before", type=Path, metavar="FILE", help="counts of an earlier commit")
-    parser.add_argument("--quick", action="store_true", help="print only")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write only the counts to this file")
+    parser.add_argument("--before", type=Path, metavar="FILE", help="file with the counts of an earlier commit")
+    parser.add_argument("--quick", action="store_true", help="print the results and write no files")
     args = parser.parse_args()
     torch.set_num_threads(1)
     counts = {REFERENCE: operations(None)} | {name: operations(make) for name, make in ESTIMATORS.items()}

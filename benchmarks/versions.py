@@ -59,8 +59,8 @@ def executable(version: str) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=VERSIONS, metavar="PYTHON:TORCH")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="of the environments")
-    parser.add_argument("--keep", action="store_true", help="the environments")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the environments")
+    parser.add_argument("--keep", action="store_true", help="keep the environments")
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     env, results = environment(), stored("versions")["results"] if (RESULTS / "versions.json").exists() else {}
