@@ -200,8 +200,8 @@ def main() -> None:
     head = ["ours; theirs", "factor", "first visit", f"visit {VISITS}", "ours to float64", "theirs to float64"]
     parts = [
         f"Relative error of the gradient after multiplication by the best common factor, B = {BATCH}, d = {DIM}. Such "
-        "a factor does not change the updates of Adam. It is not 1 for losses of LibAUC, which sum over B - 1 "
-        "negatives where the equations average.",
+        "a factor does not change the updates of Adam. For example, losses of LibAUC sum over B - 1 negatives where "
+        "the equations average.",
         table(head, twins),
         f"## After a resume\n\nError of the next gradient after {BEFORE} visits and a resume.",
         table(["", "factor", "error with state_dict()", "whole object pickled"], after),
