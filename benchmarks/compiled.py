@@ -120,7 +120,7 @@ def _of_amd(made: Any, instruction: str) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", choices=TARGETS)
-    parser.add_argument("--daily", action="store_true", help="only what the tests ask for")
+    parser.add_argument("--daily", action="store_true", help="compile only the kernels that the tests need")
     args = parser.parse_args()
     for case in cases(args.target, args.daily):
         print(json.dumps(compile_one(*case, args.target)), flush=True)

@@ -127,18 +127,18 @@ def autograd(loss: LossFn):
 
 PRODUCTS, ALONE = "products", "operations alone"
 BIMODAL = {
-    PRODUCTS: Contender("three bare products, allocating as any method does", products(False)),
-    "products, preallocated": Contender("the same into buffers kept between calls", products(True)),
-    "cross_entropy": Contender("autograd, `F.cross_entropy` both ways", autograd(cross_entropy_both_ways)),
+    PRODUCTS: Contender("the three matrix products alone, with newly allocated results", products(False)),
+    "products, preallocated": Contender("the same, with results in preallocated buffers", products(True)),
+    "cross_entropy": Contender("autograd, `F.cross_entropy` in both directions", autograd(cross_entropy_both_ways)),
     ALONE: Contender(
-        "the operations that `InfoNCEEstimator` needs, in a straight line: no checks, no options, no state",
+        "only the operations that `InfoNCEEstimator` needs, without checks, options and state",
         autograd(operations_alone),
     ),
     "InfoNCE": Contender("`InfoNCEEstimator(tau)`", estimator(lambda n: compopt.InfoNCEEstimator(TAU))),
     "DCL": Contender("`DCLEstimator(tau)`", estimator(lambda n: compopt.DCLEstimator(TAU))),
     "SogCLR": Contender("`SogCLREstimator(n, tau)`", estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU))),
     "SogCLR + step": Contender(
-        "the same and the commit of its rows",
+        "`SogCLREstimator(n, tau)` and the commit of its rows",
         estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU), commit=True),
     ),
     "SogCLR, chunked": Contender(
@@ -151,7 +151,7 @@ BIMODAL = {
     ),
 }
 UNIMODAL = {
-    PRODUCTS: Contender("two bare products of the 2B stacked features", unimodal_products),
+    PRODUCTS: Contender("the two matrix products of the 2B stacked features alone", unimodal_products),
     "NT-Xent": Contender("autograd, `F.cross_entropy` over the 2B views", autograd(nt_xent)),
     "SogCLR unimodal": Contender(
         '`SogCLREstimator(n, tau, mode="unimodal")`',

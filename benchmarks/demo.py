@@ -23,10 +23,10 @@ from recipes import train_clip
 from recipes.methods import METHODS
 from recipes.tasks import NamedImages
 
-ABOUT = """`make demo` trains these methods on glyphs and their names ({data}), for one epoch at batch 64, all at one
-learning rate. The temperatures of InfoNCE, DCL, SogCLR and iSogCLR were tuned in `glyphs.md`; nothing is tuned for
-`recommended`. Recall at 1 among the held-out pairs, in per cent; mean ± standard deviation if there are several seeds
-(here {seeds})."""
+ABOUT = """`make demo` trains these methods on glyphs and their names ({data}), for one epoch at batch 64, all with the
+same learning rate. The temperatures of InfoNCE, DCL, SogCLR and iSogCLR were tuned in `glyphs.md`; `recommended` is not
+tuned. The table has recall at 1 among the held-out pairs in per cent: mean ± standard deviation if there are several
+seeds (here {seeds})."""
 
 
 def arguments() -> list[str]:
@@ -49,7 +49,7 @@ def train(seeds: Sequence[int]) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N")
-    parser.add_argument("--quick", action="store_true", help="print only")
+    parser.add_argument("--quick", action="store_true", help="print the results and write no files")
     args, env = parser.parse_args(argv), environment()
     groups: dict[str, list[dict[str, Any]]] = {}
     for run in train(args.seeds):
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     data = next(iter(groups.values()))[0]["config"]["data"]
     about = ABOUT.format(data=data, seeds=", ".join(map(str, args.seeds)))
     parts = [about, table(["", *NamedImages.labels.values()], body)]
-    finish("demo", "The demo: six methods on glyphs", env, parts, curves, args.quick)
+    finish("demo", "Demo: six methods on glyphs", env, parts, curves, args.quick)
 
 
 if __name__ == "__main__":

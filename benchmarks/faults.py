@@ -42,11 +42,11 @@ DIM, BATCH = 8, 32
 BEGUN, INSIDE = 0, 1  # positions of the status bytes of a run in shared memory
 TIMEOUT = 30.0  # seconds: timeout of the process group
 
-ABOUT = """SIGKILL at a random moment of a training-and-saving loop. After every kill the newest complete checkpoint
-was loaded and compared, bit for bit, with the state that an undisturbed run had after so many steps; every
-resumed run that reached its end was compared with the end of the undisturbed one. No difference was found:
-one would have ended the program with an error. Of two ranks one was killed, or, every other time, both; the other one
-ended with an error of its own. What two ranks saved was also loaded on one."""
+ABOUT = """A loop that trains and saves is killed with SIGKILL at random moments. After every kill, the newest complete
+checkpoint was loaded and compared, bit for bit, with the state of an undisturbed run after the same number of steps.
+Every resumed run that reached its end was compared with the final state of the undisturbed run. No difference was
+found; a difference would have ended the program with an error. With two ranks, one of them or, with equal probability,
+both were killed; a surviving rank ended with its own error. Checkpoints of two ranks were also loaded on one rank."""
 
 
 # -- the run -------------------------------------------------------------------------------------------------------
@@ -373,7 +373,17 @@ def carry_out(path: Path, kills: int, per_round: int, minutes: float, seed: int,
 
 def report(env: dict, path: Path, page: Path) -> None:
     """Write the result page from the file of runs."""
-    head = ["rows", "ranks", "saved", "kills", "inside a save", "before the first", "runs ended", "resumed from", "s"]
+    head = [
+        "rows",
+        "ranks",
+        "saved",
+        "kills",
+        "during a save",
+        "before the first",
+        "finished runs",
+        "resumed from",
+        "s",
+    ]
     names = ("kills", "inside_save", "before_first", "ends")
     lines, total = [], Counter()
     for setting in settings():
@@ -383,22 +393,31 @@ def report(env: dict, path: Path, page: Path) -> None:
         total.update(counts)
         resumed = {t for run in found for t in run["outcome"]["resumed_from"]}
         place = f"{setting.n:,} on {setting.offload or 'device'}{', sharded' if setting.shard else ''}"
-        saved, part = "between steps" if setting.blocking else "beside steps", f"{len(resumed)} of {setting.steps}"
+        saved, part = "between steps" if setting.blocking else "in the background", f"{len(resumed)} of {setting.steps}"
         cells = [str(counts[name]) for name in names]
         lines.append([place, str(setting.ranks), saved, *cells, part, f"{counts['seconds']:.0f}"])
     lines.append(["all", "", "", *(str(total[name]) for name in names), "", f"{total['seconds']:.0f}"])
-    page.write_text("\n".join([*heading("Killed runs", env), ABOUT, "", table(head, lines, "lrl"), ""]))
+    page.write_text(
+        "\n".join([*heading("Runs killed at random moments", env), ABOUT, "", table(head, lines, "lrl"), ""])
+    )
 
 
 def main() -> None:
     """Kill and recover runs with every placement; continue from the file of runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=1000, help="in all, those of earlier calls included")
-    parser.add_argument("--round", type=int, default=10, help="kills of one setting before the next one's turn")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many; call again to go on")
+    parser.add_argument(
+        "--kills", type=int, default=1000, help="total number of kills, including those of earlier calls"
+    )
+    parser.add_argument("--round", type=int, default=10, help="number of kills of one setting before the next setting")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="time limit; another call continues")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "faults.md", help="page; runs go beside it (.jsonl)")
+    parser.add_argument("--dir", type=Path, help="working directory (default: a temporary directory)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=RESULTS / "faults.md",
+        help="page; the runs are written to a .jsonl file next to it",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     env, runs = environment(), args.output.with_suffix(".jsonl")

@@ -30,23 +30,24 @@ from benchmarks.report import environment, heading, table
 
 NAMES = {
     "flip": "one bit flipped",
-    "truncate": "cut off",
+    "truncate": "truncated",
     "lengthen": "bytes added",
     "blank": "a range of zeros",
     "remove": "removed",
     "swap": "two files exchanged",
-    "mix": "files of the save before",
+    "mix": "files of the previous save",
 }
-DAMAGE = """Two checkpoints were damaged, one trial at a time, in every file in turn, and loaded into an estimator with
-a state of its own ({checkpoints}). Noticed: loading raised an error. Named: a `ValueError` or `FileNotFoundError` with
-the name of a damaged file. Kept: every bit of `state_dict()` was as before. Seed {seed}, {seconds} s, commit {commit},
-{date}."""
-CALLS = """{trials:,} trials, each an estimator of `tests/database.py` with its float64 twin, nine samples and one to
-four calls, commits, edits of hyper-parameters and hooks that fail; about half of the calls break a rule. By the last
-change made to a call: refused by an error that the library raises itself, with every bit of the state and of what was
-pending kept; the twin's loss and gradients (and its rows after every commit); a loss of NaN with the rows kept; or
-with no twin to compare (an anchor without negatives, extreme but legal values, what draws or trains in lower
-precision). Seed {seed}, {seconds} s, commit {commit}, {date}."""
+DAMAGE = """Files of two checkpoints ({checkpoints}) were damaged in turn. In each trial, the damaged checkpoint was
+loaded into an estimator with a different state. *Noticed*: loading raised an error. *Named*: it was a `ValueError` or a
+`FileNotFoundError` with the name of a damaged file. *Kept*: all bits of `state_dict()` were unchanged. Seed {seed},
+{seconds} s, commit {commit}, {date}."""
+CALLS = """Each of the {trials:,} trials has an estimator of `tests/database.py` with its float64 reference, nine
+samples, and one to four calls, with commits, edits of hyper-parameters and failing hooks; about half of the calls are
+invalid. The table counts calls by the last change that was made to them. *Refused*: the library raised an error, and
+all bits of the state and of the pending proposals were unchanged. *Agreed*: loss and gradients agreed with those of the
+reference, and so did the rows after every commit. *NaN*: the loss was NaN, and the affected rows were unchanged. *Not
+compared*: there was no reference for the call (an anchor without negatives, extreme but valid values, or estimators
+that draw random numbers or train in lower precision). Seed {seed}, {seconds} s, commit {commit}, {date}."""
 KEYS = ("seed", "seconds", "commit", "date")
 
 
@@ -77,7 +78,7 @@ def calls_page(results: dict[str, Any]) -> str:
     ]
     about = CALLS.format(**{key: results.get(key) for key in ("trials", *KEYS)})
     return page(
-        "Random calls", about, ["last change", "calls", "refused", "the twin's", "NaN", "no twin", "wrong"], body, 1
+        "Random calls", about, ["last change", "calls", "refused", "agreed", "NaN", "not compared", "wrong"], body, 1
     )
 
 
@@ -124,17 +125,17 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one of the kinds of trials."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    damage = kinds.add_parser("damage", help="checkpoints that changed on the disk")
-    damage.add_argument("--flips", type=int, default=10_000, help="single bits")
-    damage.add_argument("--others", type=int, default=1_000, help="everything else")
-    damage.add_argument("--dir", type=Path, help="where to work (default: a temporary directory)")
+    damage = kinds.add_parser("damage", help="damaged checkpoints")
+    damage.add_argument("--flips", type=int, default=10_000, help="number of trials with one flipped bit")
+    damage.add_argument("--others", type=int, default=1_000, help="number of trials with other damage")
+    damage.add_argument("--dir", type=Path, help="working directory (default: a temporary directory)")
     calls = kinds.add_parser("calls", help="random calls of every estimator")
-    calls.add_argument("--count", type=int, default=10_000, help="trials")
-    calls.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
-    calls.add_argument("--trial", type=int, help="only this one, printed only")
+    calls.add_argument("--count", type=int, default=10_000, help="number of trials")
+    calls.add_argument("--seconds", type=float, default=float("inf"), help="time limit in seconds")
+    calls.add_argument("--trial", type=int, help="run only this trial and write no files")
     for each, run in ((damage, run_damage), (calls, run_calls)):
         each.add_argument("--seed", type=int, default=0)
-        each.add_argument("--quick", action="store_true", help="printed only")
+        each.add_argument("--quick", action="store_true", help="print the results and write no files")
         each.set_defaults(run=run)
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -144,7 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not args.quick:
         write(args.kind, results, env)
     if wrong:
-        raise SystemExit(f"{wrong} trials went wrong; the table says how")
+        raise SystemExit(f"{wrong} trials failed; see the table")
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ from benchmarks.machine import MIB, Peak
 from benchmarks.report import environment, finish, quartiles, spread, table
 
 SCALE = 14.0
-ABOUT = """One step without the optimizer's: a batch of {batch} image-text pairs, micro-batches of {size}, a ViT and a
-text transformer of open_clip with {parameters:.1f} million parameters, float32, one thread. *Time* is the median (and
-the quartiles) of {repeats} steps after a first one. *Memory* is the highest anonymous memory of the process during the
-steps beyond that before them, which includes the gradients. *Error* is the relative distance of all gradients of the
-towers from those of the whole batch in float64, and *of the scale* that of the learned temperature's.
-sentence-transformers has no learned temperature."""
+ABOUT = """One training step without the update of the optimizer: a batch of {batch} image-text pairs, micro-batches of
+{size}, a ViT and a text transformer of open_clip with {parameters:.1f} million parameters, float32, one thread. *Time*:
+median (first to third quartile) of {repeats} steps after a first one. *Memory*: highest anonymous memory of the process
+during the steps minus that before them, including the gradients. *Error*: relative distance of all gradients of the
+towers from those of the whole batch in float64. *Of the scale*: the same for the gradient of the learned temperature,
+which sentence-transformers does not have."""
 
 
 def new_model(dtype: torch.dtype = torch.float32) -> Any:
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=192)
     parser.add_argument("--micro-batch-size", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="a small batch, printed only")
+    parser.add_argument("--quick", action="store_true", help="use a small batch and write no files")
     parser.add_argument("--scheme", help=argparse.SUPPRESS)
     parser.add_argument("--exact", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

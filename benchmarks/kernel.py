@@ -42,11 +42,11 @@ from benchmarks.contenders import (
 from benchmarks.machine import status
 from benchmarks.report import ROOT, environment, finish, quartiles, spread, table
 
-ABOUT = """A call is a loss with both feature gradients. Each cell is the median (first to third quartile) over the
-rounds; ratios pair the calls of one round. Features are float32, random, normalised, and new in every round; every loss
-normalises them again, as losses do. Peak memory is what one call adds to a fresh process (resident, beyond inputs and
-BLAS workspace), its two B x d gradients included; the last column leaves these out and counts in float32 B x B
-matrices. A load average well above 0 before the run means that other work shared the machine."""
+ABOUT = """A call computes a loss and both feature gradients. Each cell is the median (first to third quartile) over the
+rounds; ratios are taken between calls of the same round. Features are float32, random, normalised, and new in every
+round; every loss normalises them again. Peak memory is the resident memory that one call adds to a new process, without
+inputs and BLAS workspace, including its two B x d gradients. The last column is the peak without these gradients, in
+units of a float32 B x B matrix. A load average well above 0 before the run means that other programs were running."""
 
 
 def batch(B: int, d: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,10 +159,10 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=512, help="feature dimension d")
     parser.add_argument("--seconds", type=float, default=45.0, help="approximate time for each size")
     parser.add_argument("--unimodal-size", type=int, default=1024, help="batch size of the unimodal section")
-    parser.add_argument("--threads", type=int, default=None, help="torch threads (default: torch's choice)")
-    parser.add_argument("--small", action="store_true", help="B = 64 alone, printed only")
-    parser.add_argument("--rounds", type=int, default=1000, help="rounds of B = 64")
-    parser.add_argument("--quick", action="store_true", help="B = 256 and 1024, few rounds, printed only")
+    parser.add_argument("--threads", type=int, default=None, help="number of torch threads (default: that of torch)")
+    parser.add_argument("--small", action="store_true", help="measure only B = 64 and write no files")
+    parser.add_argument("--rounds", type=int, default=1000, help="number of rounds at B = 64")
+    parser.add_argument("--quick", action="store_true", help="B = 256 and 1024, few rounds, no files")
     parser.add_argument("--peak-of", nargs=2, metavar=("SUITE", "CONTENDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.threads:
@@ -190,7 +190,7 @@ def main() -> None:
     body = [[f"{suite}: {name}", what] for suite, name, what in known if (suite, name) in measured]
     parts = [ABOUT, table(["contender", "what one call does"], body, "l")]
     parts += [part for result in results for part in section(result)]
-    finish("kernel", "The pair-weight kernel: time and memory", env, parts, results, args.quick)
+    finish("kernel", "Time and memory of the pair-weight kernel", env, parts, results, args.quick)
 
 
 if __name__ == "__main__":

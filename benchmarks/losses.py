@@ -34,9 +34,9 @@ RANKS, LOST, GRACE = 3, 1, 60.0
 START = 120.0  # seconds that ranks may need to start
 N, BATCH, DIM, STEPS, FAILS_AT = 400, 6, 4, 6, 3
 WAYS = ("killed", "raises inside a call", "raises between calls", "out of data", "hangs")
-PLACES = {"beside the features": {}, "on disk, sharded": {"offload": "disk", "shard": True}}
-ABOUT = """Three ranks (gloo) train; rank 1 fails in its fourth step. *seconds*: from there until the last of the others
-had its error. The timeout of the group was {timeout:.0f} s."""
+PLACES = {"on the device": {}, "on disk, sharded": {"offload": "disk", "shard": True}}
+ABOUT = """Three ranks (gloo) train, and rank 1 fails in its fourth step. *seconds*: time from the failure until the
+last of the other ranks raised its error. The timeout of the process group was {timeout:.0f} s."""
 
 
 # -- one rank ------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def lose(how: str, place: dict[str, Any], timeout: float, folder: Path) -> list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--timeout", type=float, default=5.0, help="of the process group, in seconds")
+    parser.add_argument("--timeout", type=float, default=5.0, help="timeout of the process group, in seconds")
     parser.add_argument("--rank", nargs=6, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -131,8 +131,14 @@ def main() -> None:
             results.append({"where": where, "how": how, "timeout": args.timeout, "answers": answers})
             seconds, first = max(answer["seconds"] for answer in answers), answers[0]
             lines.append([how, where, f"{seconds:.2f}", f"{first['error']}: {first['said']}"])
-    head = ["rank 1", "rows", "seconds", "what the others raise"]
-    finish("losses", "Lost ranks", env, [ABOUT.format(timeout=args.timeout), table(head, lines, "llrl")], results)
+    head = ["rank 1", "rows", "seconds", "error of the other ranks"]
+    finish(
+        "losses",
+        "Errors after the loss of a rank",
+        env,
+        [ABOUT.format(timeout=args.timeout), table(head, lines, "llrl")],
+        results,
+    )
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ from benchmarks.machine import MIB, Peak, on_ranks, resident
 from benchmarks.report import environment, finish, table
 
 RANKS = 4
-ABOUT = """Each row is SogCLR's, both directions: 16 bytes. *Rows* is n x 16 bytes. *Anonymous* is what the process has
-more than before it built the table, after every row was written; pages of a file can be dropped by the kernel and are
-counted apart. *Saving adds* is the highest anonymous memory during `compopt.save`, sampled every 2 ms in a thread,
-beyond that before it. With several ranks, the largest of the ranks."""
+ABOUT = """A row of SogCLR has 16 bytes for both directions. *Rows* is n x 16 bytes. *Anonymous* is the anonymous memory
+of the process after every row was written, minus that before the table was built. Pages of a file are counted
+separately, because the kernel can drop them. *Saving adds* is the highest anonymous memory during `compopt.save`,
+sampled every 2 ms in a thread, minus that before the save. With several ranks, each value is the largest over the
+ranks."""
 
 
 def fill(est: compopt.SogCLREstimator) -> None:
@@ -68,8 +69,8 @@ def measure(case: dict[str, Any], folder: str | None) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", default=None, help="where files are put (default: the system's place)")
-    parser.add_argument("--quick", action="store_true", help="small tables, printed only")
+    parser.add_argument("--dir", default=None, help="working directory (default: the system's temporary directory)")
+    parser.add_argument("--quick", action="store_true", help="use small tables and write no files")
     args = parser.parse_args()
     env, (n, large) = environment(), (10**6, 4 * 10**6) if args.quick else (2 * 10**7, 2 * 10**8)
     cases = [
@@ -82,7 +83,7 @@ def main() -> None:
     head = ["placement", "ranks", "n", "rows, MiB", "anonymous, MiB", "of a file, MiB", "saving adds, MiB", "seconds"]
     body = []
     for r in results:
-        place = f"{r['offload'] or 'beside the features'}{', shard=True' if r['shard'] else ''}"
+        place = f"{r['offload'] or 'device'}{', shard=True' if r['shard'] else ''}"
         sizes = [f"{size / MIB:,.0f}" for size in (r["n"] * 16, r["RssAnon"], r["RssFile"], r["saving"])]
         body.append([place, str(r["ranks"]), f"{r['n']:,}", *sizes, f"{r['seconds']:.1f}"])
     title = "Memory of tables and of saving them, per rank"

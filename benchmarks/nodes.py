@@ -26,10 +26,10 @@ from tests.open_clip.data import SIZES, N, arguments, rows, weights, write_model
 from tests.open_clip.nodes import EVENTS, LONG, Day, Nodes, disks_of
 
 LOST = "a node is lost"
-ABOUT = """The smallest CLIP model of the tests, SogCLR, rows sharded on disk, a state after every third update, on two
-nodes of one process each, which have started again after every event. Anything but the end of a run that nobody
-disturbed would have ended the program with an error. One node and three form other batches, so that they end
-otherwise; an epoch leaves out the pairs that fill no batch."""
+ABOUT = """The smallest CLIP model of the tests is trained with SogCLR, with rows sharded on disk and a saved state
+after every third update, on two nodes with one process each. After every event the nodes are restarted. The program
+ends with an error unless the final weights and rows are those of an uninterrupted run. Runs on one and on three nodes
+form different batches and therefore have different final states; an epoch omits the pairs that do not fill a batch."""
 
 
 def digest(folder: Path, epoch: int) -> str:
@@ -88,21 +88,21 @@ def tables(found: dict[str, Any]) -> list[str]:
     ends = [["2", name, value, ""] for name, value in found["digests"].items()]
     for other in found["others"]:
         low, high = other["visits"]
-        name = "gone on from the state that the lost node left"
+        name = "resumed from the state after the loss of a node"
         ends.append([str(other["nodes"]), name, other["digest"], f"{low} to {high}"])
-    about = f"{ABOUT} {found['epochs']} epochs of {N} pairs; {found['seconds']:.0f} s in all."
-    runs = table(["nodes", "run", "digest of its end", "visits of a pair"], ends, "rllr")
+    about = f"{ABOUT} {found['epochs']} epochs of {N} pairs; {found['seconds']:.0f} s in total."
+    runs = table(["nodes", "run", "digest of the final state", "visits of a pair"], ends, "rllr")
     return [about, table(head, body, "lllr"), runs]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=1, help="how often every event happens")
+    parser.add_argument("--rounds", type=int, default=1, help="number of times that every event occurs")
     args = parser.parse_args()
     env = environment()
     with tempfile.TemporaryDirectory() as folder:
         found = carry_out(Path(folder), args.rounds)
-    finish("nodes", "Two nodes through a day", env, tables(found), found)
+    finish("nodes", "Interruptions of a run on two nodes", env, tables(found), found)
 
 
 if __name__ == "__main__":

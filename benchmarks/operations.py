@@ -52,10 +52,10 @@ GOALS = {
     "EMC2": 200,
     "NeuCLIP, 10 updates": 250,
 }
-ABOUT = f"""Operations that torch dispatches in one training step of the estimator alone: a call, its backward pass and
-`est.step()`. B = {B}, d = {DIM}, n = {N}, float32, both directions, the {STEPS}th step; networks have {PROTOTYPES}
-prototypes. Views are not counted, since they compute nothing; allocations are. {REFERENCE}: on features that are
-normalised there too."""
+ABOUT = f"""Number of operations that torch dispatches in one training step of the estimator alone: a call, its backward
+pass and `est.step()`. B = {B}, d = {DIM}, n = {N}, float32, both directions, step number {STEPS}; networks have
+{PROTOTYPES} prototypes. Allocations are counted. Views are not counted, because they compute nothing.
+{REFERENCE} includes the normalization of the features."""
 
 
 class Operations(TorchDispatchMode):
@@ -96,9 +96,9 @@ def operations(make: Callable[[], compopt.ContrastiveEstimator] | None) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write the counts there and nothing else")
-    parser.add_argument("--before", type=Path, metavar="FILE", help="counts of an earlier commit")
-    parser.add_argument("--quick", action="store_true", help="print only")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write only the counts to this file")
+    parser.add_argument("--before", type=Path, metavar="FILE", help="file with the counts of an earlier commit")
+    parser.add_argument("--quick", action="store_true", help="print the results and write no files")
     args = parser.parse_args()
     torch.set_num_threads(1)
     counts = {REFERENCE: operations(None)} | {name: operations(make) for name, make in ESTIMATORS.items()}

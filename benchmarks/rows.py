@@ -29,14 +29,15 @@ QUICK = [("cpu", 10**5), ("disk", 10**7)]
 COLD = 20  # batches of a table that was never touched before
 ROUNDS = 25
 US = {"digits": 0, "unit": 1e-6}  # microseconds
-ABOUT = """A batch is {batch} random rows of `MovingAverageEstimator`. Each cell is the median (first to third quartile)
-in microseconds of the training thread. *read*: `est.read(index)`; *update*: `est.update(values, index)`, which reads
-rows and proposes new ones; *commit*: `est.step()`. *First touch*: {cold} batches of a table never touched before; on
-disk each row is then a hole in a sparse file. *Warm*: a fixed pool of {pool} batches, visited before and written, in a
-cycle, with {work} ms of matrix products between the calls, beside which reader and writer threads work. Memory is what
-the process has at the end beyond what it had before the table: anonymous, and pages of the file."""
-STEPS = """A whole training step of SogCLR, about 20 ms, against the same step with its rows beside the features.
-Contenders run round-robin, {steps} steps each, and a difference is taken within a round."""
+ABOUT = """A batch has {batch} random rows of `MovingAverageEstimator`. Each cell is the median (first to third
+quartile) in microseconds of the training thread. *read*: `est.read(index)`; *update*: `est.update(values, index)`,
+which reads rows and proposes new values; *commit*: `est.step()`. *First touch*: {cold} batches of a table that was
+never accessed before; on disk, each row is then a hole in a sparse file. *Warm*: a fixed pool of {pool} batches, which
+were visited and written before, in a cycle; {work} ms of matrix products run between the calls, in parallel with the
+reader and writer threads. Memory is that of the process at the end minus that before the table was built: anonymous
+memory, and pages of the file."""
+STEPS = """Time of a whole training step of SogCLR, about 20 ms, compared with the same step with rows on the device of
+the features. Contenders run round-robin, {steps} steps each, and differences are taken within a round."""
 
 
 def batches(n: int, size: int, count: int, seed: int) -> list[Tensor]:
@@ -159,13 +160,15 @@ def title(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", default=None, help="where table files are put (default: the system's place)")
+    parser.add_argument(
+        "--dir", default=None, help="directory of the table files (default: the system's temporary directory)"
+    )
     parser.add_argument("--batch", type=int, default=5120, help="rows per read and commit")
-    parser.add_argument("--pool", type=int, default=200, help="batches that are visited again and again when warm")
-    parser.add_argument("--work", type=float, default=4.0, help="ms of work between the calls of the training thread")
-    parser.add_argument("--steps", type=int, default=5, help="steps of a contender in one round")
-    parser.add_argument("--quick", action="store_true", help="small tables, printed only")
-    parser.add_argument("--steps-only", action="store_true", help="only what a step pays, printed only")
+    parser.add_argument("--pool", type=int, default=200, help="number of batches that are visited repeatedly when warm")
+    parser.add_argument("--work", type=float, default=4.0, help="milliseconds of work between the calls")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each contender per round")
+    parser.add_argument("--quick", action="store_true", help="use small tables and write no files")
+    parser.add_argument("--steps-only", action="store_true", help="measure only the training step and write no files")
     args = parser.parse_args()
     if args.quick:
         args.pool = 30
@@ -184,12 +187,12 @@ def main() -> None:
         ABOUT.format(batch=args.batch, cold=COLD, pool=args.pool, work=args.work),
         "## One table, microseconds",
         table(["", *map(title, tables)], body),
-        "## What a step of SogCLR pays, microseconds",
+        "## Rows in a training step of SogCLR, microseconds",
         STEPS.format(steps=args.steps),
         table(["", *columns], paid),
     ]
     quick = args.quick or args.steps_only
-    finish("rows", "Rows: reading and committing", env, parts, {"tables": tables, "training": steps}, quick)
+    finish("rows", "Time of reading and committing rows", env, parts, {"tables": tables, "training": steps}, quick)
 
 
 if __name__ == "__main__":

@@ -26,28 +26,29 @@ from benchmarks.machine import MIB, Peak
 from benchmarks.memory import fill
 from benchmarks.report import environment, finish, table
 
-ABOUT = """SogCLR with n = {n:,}, batches of {batch} rows; medians of {saves} of each save. *Blocking*, *beside*: every
-row is written ({size:,.0f} MiB). Memory is the highest anonymous memory during the save, sampled every 2 ms, beyond
-that before it; training has its own share of it beside a save. Of commits median and 99th percentile, without a save
-and beside one."""
-SPARSE = """SogCLR with n = {n:,}, rows on disk; {visits:,} samples are visited and saved. *In order*: neighbouring
-rows, as data read in the order of their shards visit them. *Uniformly*: random rows, as data that are shuffled as a
-whole visit them; this is the worst case. *Table*: what its file takes of the disk; *checkpoint*: its size; *s*: the
-save."""
+ABOUT = """SogCLR with n = {n:,} and batches of {batch} rows. Every save writes all rows ({size:,.0f} MiB); times are
+medians over the saves ({saves} of each kind). *Blocking*: `compopt.save` with `blocking=True`. *Background*: time of
+the call with `blocking=False`, and time until the save is complete. *Memory*: highest anonymous memory during a save,
+sampled every 2 ms, minus that before it, the largest of the saves; during a background save it includes memory of the
+training. Times of commits are the median and the 99th percentile, without a save and during one."""
+SPARSE = """SogCLR with n = {n:,} and rows on disk; {visits:,} samples are visited and saved. *In order*: neighbouring
+rows, as with data that are read in the order of their shards. *Uniformly*: random rows, as with data that are shuffled
+as a whole, which is the worst case. *Table*: disk space of the table's file; *checkpoint*: size of the checkpoint; *s*:
+seconds of the save."""
 BATCH, DIM, VISITS = 1024, 64, 1000
 ROW = 16  # bytes: both directions of log u and their numbers of visits
 HEAD = [
     "rows on",
     "blocking",
     "memory, MiB",
-    "beside",
-    "until it is complete",
+    "background",
+    "until complete",
     "memory, MiB",
-    "a commit",
+    "commit",
     "99 %",
-    "beside a save",
+    "during a save",
     "99 %",
-    "commits beside",
+    "commits during saves",
 ]
 SPARSE_HEAD = ["visited", "table, MiB", "checkpoint, MiB", "s"]
 
@@ -150,11 +151,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=20_000_000)
     parser.add_argument("--saves", type=int, default=3)
-    parser.add_argument("--visits", type=int, help="visit so few rows of a table")
+    parser.add_argument("--visits", type=int, help="number of visited rows of a large table")
     parser.add_argument("--offload", nargs="+", default=["none", "cpu", "disk"], choices=["none", "cpu", "disk"])
-    parser.add_argument("--dir", type=Path, help="where to write (default: a temporary directory)")
-    parser.add_argument("--name", default="saving", help="of the result file")
-    parser.add_argument("--no-save", action="store_true", help="print only")
+    parser.add_argument("--dir", type=Path, help="working directory (default: a temporary directory)")
+    parser.add_argument("--name", default="saving", help="name of the result file")
+    parser.add_argument("--no-save", action="store_true", help="print the results and write no files")
     args = parser.parse_args()
     torch.set_num_threads(1)
     env, lines = environment(), []
@@ -169,7 +170,7 @@ def main() -> None:
     else:
         about = ABOUT.format(n=args.n, batch=BATCH, saves=args.saves, size=ROW * args.n / MIB)
     head = SPARSE_HEAD if args.visits else HEAD
-    finish(args.name, "Saves and training", env, [about, table(head, lines)], lines, args.no_save)
+    finish(args.name, "Saves during training", env, [about, table(head, lines)], lines, args.no_save)
 
 
 if __name__ == "__main__":

@@ -197,16 +197,16 @@ def carry_out(counts: dict[str, int], seed: int, folder: Path, disk: Path) -> tu
     return time.perf_counter() - started, updates
 
 
-ABOUT = """The CLIP recipe on the smallest data (two ranks, rows sharded on disk, a checkpoint after every update) in
-one run that was disturbed so often. It ended with the history, the final measures, the weights and the rows of a run
-that nobody disturbed, bit for bit; anything else would have ended the program with an error."""
+ABOUT = """The CLIP recipe is trained on the smallest data (two ranks, rows sharded on disk, a checkpoint after every
+update) in one run with the following numbers of interruptions. History, final metrics, weights and rows were bit for
+bit those of an undisturbed run; a difference would have ended the program with an error."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preemptions", type=int, default=200)
-    parser.add_argument("--full", type=int, default=20, help="full disks")
-    parser.add_argument("--losses", type=int, default=20, help="lost ranks")
+    parser.add_argument("--full", type=int, default=20, help="number of full disks")
+    parser.add_argument("--losses", type=int, default=20, help="number of lost ranks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS / "schedule.md")
     args = parser.parse_args()
@@ -216,7 +216,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, mounted(Path(folder) / "disk", DISK) as disk:
         seconds, updates = carry_out(counts, args.seed, Path(folder), disk)
     cells = [*map(str, counts.values()), str(updates), f"{seconds:.0f}"]
-    text = "\n".join([*heading("A compressed day", env), ABOUT, "", table([*KINDS, "updates", "s"], [cells]), ""])
+    text = "\n".join(
+        [*heading("Interruptions of one run", env), ABOUT, "", table([*KINDS, "updates", "s"], [cells]), ""]
+    )
     args.output.write_text(text)
     print(text)
 

@@ -56,7 +56,7 @@ def shown(page: Path) -> tuple[list[str], list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing, fail if a page is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing, and fail if a page is out of date")
     check = parser.parse_args().check
     for page, builds in PAGES.items():
         (first, *texts), tables = shown(page)

@@ -27,9 +27,9 @@ PACKAGES = """numpy safetensors fsspec scipy scikit-learn pillow matplotlib tqdm
     pytest pytest-timeout pytest-xdist hypothesis sybil webdataset setuptools<81""".split()
 DAILY = "not full and not launch and not slow"
 NOT_HERE = ("test_docs.py", "test_page_blocks.py", "test_pages.py", "test_packaging.py")  # pages, and all adapters
-ABOUT = """The daily tests (`python -m benchmarks.versions`), without those of pages and of trainers that are not
-installed there. Tests skip what a torch does not have: `torch.distributed.checkpoint` with parts of rows needs 2.5,
-FSDP2's `fully_shard` 2.6."""
+ABOUT = """Results of the daily tests (`python -m benchmarks.versions`), without the tests of the pages and of trainers
+that are not installed in these environments. Tests of features that a version of torch lacks are skipped:
+`torch.distributed.checkpoint` with parts of rows needs 2.5, and `fully_shard` of FSDP2 needs 2.6."""
 
 
 def run(python: str, torch: str, folder: Path, workers: int) -> dict[str, Any]:
@@ -59,8 +59,8 @@ def executable(version: str) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=VERSIONS, metavar="PYTHON:TORCH")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="of the environments")
-    parser.add_argument("--keep", action="store_true", help="the environments")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder of the environments")
+    parser.add_argument("--keep", action="store_true", help="keep the environments")
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     env, results = environment(), stored("versions")["results"] if (RESULTS / "versions.json").exists() else {}

@@ -54,13 +54,15 @@ def chosen_device(args: argparse.Namespace) -> torch.device:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", help="default: this machine's accelerator")
-    parser.add_argument("--pretend", action="store_true", help="the tests' pretend accelerator, at small size")
-    parser.add_argument("--small", action="store_true", help="small sizes: a trial")
-    parser.add_argument("--minutes", type=float, default=8.0, help="nothing begins after so many")
+    parser.add_argument("--device", help="device (default: the accelerator of this machine)")
+    parser.add_argument(
+        "--pretend", action="store_true", help="use the pretend accelerator of the tests, with small sizes"
+    )
+    parser.add_argument("--small", action="store_true", help="use small sizes, for a trial")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit after which no measurement starts")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument(
-        "--output", type=Path, help="folder of the result; default benchmarks/results, of a trial runs/"
+        "--output", type=Path, help="folder of the result (default: benchmarks/results, for a trial runs/gpu-trial)"
     )
     args = parser.parse_args()
     device = accelerator.here(chosen_device(args))

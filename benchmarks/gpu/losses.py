@@ -94,9 +94,9 @@ def clip_loss() -> tuple[str, Loss]:
         from open_clip.loss import ClipLoss
 
         theirs = ClipLoss()
-        return "open_clip's", lambda z1, z2: theirs(F.normalize(z1, dim=1), F.normalize(z2, dim=1), 1 / TAU)
+        return "that of open_clip", lambda z1, z2: theirs(F.normalize(z1, dim=1), F.normalize(z2, dim=1), 1 / TAU)
     except ImportError:
-        return "written out: open_clip is not installed", cross_entropy_both_ways
+        return "an equivalent function, because open_clip is not installed", cross_entropy_both_ways
 
 
 def cross_entropy_both_ways(z1: Tensor, z2: Tensor) -> Tensor:

@@ -78,12 +78,12 @@ class Machine:
         """Return whether the time is over, and if so record what is left out."""
         if time.monotonic() < self.ends:
             return False
-        self.left_out.append(f"{what}: no time was left")
+        self.left_out.append(f"{what}: no time left")
         return True
 
     def describe(self) -> dict[str, Any]:
         """Return the facts that are needed to repeat the measurement, the device first."""
-        name = "a pretend accelerator on the CPU (tests/pretend): times mean nothing" if self.pretends else "the CPU"
+        name = "a pretend accelerator on the CPU (tests/pretend): times are meaningless" if self.pretends else "the CPU"
         facts: dict[str, Any] = {}
         if not self.pretends and self.device.type != "cpu":
             module = self.module()

@@ -12,7 +12,7 @@ from benchmarks.report import heading, spread, table
 
 def page(env: dict[str, Any], results: dict[str, Any]) -> str:
     """Return the page with all sections for which there are results."""
-    parts = ["Medians (first to third quartile). Peaks are what one call adds to the device's memory."]
+    parts = ["Values are medians (first to third quartile). Peaks are the device memory that one call adds."]
     losses = [*results.get("losses", []), *results.get("largest", [])]
     sections = {tests: "tests", trace: "trace", accuracy: "errors", fused: "fused", steps: "steps", rows: "rows"}
     for write, name in sections.items():
@@ -22,12 +22,12 @@ def page(env: dict[str, Any], results: dict[str, Any]) -> str:
         parts += loss_table(losses)
     left_out = "\n".join(f"- {what}" for what in results.get("left_out", []))
     parts += ["## Left out", left_out or "Nothing."]
-    return "\n\n".join(["\n".join(heading("On an accelerator", env)).rstrip(), *parts])
+    return "\n\n".join(["\n".join(heading("Measurements on an accelerator", env)).rstrip(), *parts])
 
 
 def tests(found: Sequence[dict[str, Any]]) -> list[str]:
     body = [[r["file"], r["summary"], "; ".join(r["failed"]) or "-"] for r in found]
-    return ["## The marked tests", table(["file", "summary", "failed"], body, "l")]
+    return ["## Tests marked `accelerator`", table(["file", "summary", "failed"], body, "l")]
 
 
 def trace(found: Sequence[dict[str, Any]]) -> list[str]:
@@ -35,19 +35,19 @@ def trace(found: Sequence[dict[str, Any]]) -> list[str]:
     body = []
     for r in found:
         waits = ", ".join(f"{name} x {count}" for name, count in r["waits"].items())
-        nothing = "none" if r["recorded"] else "the profiler recorded no call of the device's runtime"
+        nothing = "none" if r["recorded"] else "the profiler recorded no runtime call of the device"
         body.append([r["name"], f"{r['launches']:.0f}", waits or nothing])
     size = f"B = {found[0]['B']}, d = {found[0]['d']}"
     head = ["estimator", "launches per step", "waits of the training threads"]
-    about = f"In a profiler's trace of steps with {size}, rows prefetched."
-    return ["## Calls that wait", about, table(head, body, "lrl")]
+    about = f"Calls in a profiler trace of steps with {size} and prefetched rows."
+    return ["## Calls that wait for the device", about, table(head, body, "lrl")]
 
 
 def accuracy(found: Sequence[dict[str, Any]]) -> list[str]:
     names = list(found[0]["rows"])
     body = [[r["precision"], *(f"{r['rows'][name]:.1e}" for name in names)] for r in found]
-    about = f"Relative error of both feature gradients, B = {found[0]['B']:,}, against float64."
-    return ["## Exactness", about, table(["products in", *names], body)]
+    about = f"Relative error of both feature gradients compared with float64, B = {found[0]['B']:,}."
+    return ["## Errors of gradients", about, table(["products in", *names], body)]
 
 
 def peak(cell: dict[str, Any]) -> str:
@@ -66,8 +66,8 @@ def loss_table(found: Sequence[dict[str, Any]]) -> list[str]:
             bases = [r["rows"].get(base, {}).get("seconds") for base in (PRODUCTS, CLIP)]
             ratios = [f"{cell['seconds'][1] / base[1]:.2f} x" if base else "-" for base in bases]
             body.append([*line, spread(cell["seconds"], 2, 1e-3), *ratios, peak(cell)])
-    head = ["B", "products in", "", "ms", f"of {PRODUCTS}", f"of {CLIP}", "peak, MiB"]
-    return ["## Loss and gradients", f"Milliseconds; *{CLIP}* is {clip_loss()[0]}.", table(head, body, "rllr")]
+    head = ["B", "products in", "", "ms", f"ratio to {PRODUCTS}", f"ratio to {CLIP}", "peak, MiB"]
+    return ["## Loss and gradients", f"Time in milliseconds. *{CLIP}* is {clip_loss()[0]}.", table(head, body, "rllr")]
 
 
 def fused(found: dict[str, Any]) -> list[str]:
@@ -78,11 +78,11 @@ def fused(found: dict[str, Any]) -> list[str]:
             time = cell["failed"] if "failed" in cell else spread(cell["seconds"], 2, 1e-3)
             body.append([f"{r['B']:,}", str(r["d"]), r["precision"], name, time, peak(cell)])
     head = ["B", "d", "products in", "", "ms", "peak, MiB"]
-    about = "A loss with its gradients, of float32 features. *triton* and *contrastive_sums* are the fused kernel."
+    about = "Loss and gradients for float32 features. *triton* and *contrastive_sums* use the fused kernel."
     names = list(found["errors"][0]["rows"])
     errors = [[r["precision"], *(f"{r['rows'][name]:.1e}" for name in names)] for r in found["errors"]]
-    exact = f"Relative error of both feature gradients, B = {found['errors'][0]['B']:,}, against float64."
-    return ["## The fused kernel", about, table(head, body, "rrllr"), exact, table(["products in", *names], errors)]
+    exact = f"Relative error of both feature gradients compared with float64, B = {found['errors'][0]['B']:,}."
+    return ["## Fused kernel", about, table(head, body, "rrllr"), exact, table(["products in", *names], errors)]
 
 
 def steps(found: dict[str, Any]) -> list[str]:
@@ -93,8 +93,8 @@ def steps(found: dict[str, Any]) -> list[str]:
         else:
             added = f"{1e3 * (cell['seconds'][1] - base[1]):+.2f}" if base else "-"
             body.append([name, spread(cell["seconds"], 2, 1e-3), added, peak(cell)])
-    about = f"Towers of ViT-B/32's shapes, bf16, AdamW, B = {found['B']}, n = {found['n']:,}."
-    return ["## A training step", about, table(["loss", "ms", "added, ms", "peak, MiB"], body)]
+    about = f"Encoders with the shapes of ViT-B/32, bf16, AdamW, B = {found['B']}, n = {found['n']:,}."
+    return ["## Training step", about, table(["loss", "ms", "added, ms", "peak, MiB"], body)]
 
 
 def rows(found: Sequence[dict[str, Any]]) -> list[str]:
@@ -104,7 +104,7 @@ def rows(found: Sequence[dict[str, Any]]) -> list[str]:
         added = [f"{1e3 * (r[kind][1] - r['bare'][1]):+.3f}" for kind in ("rows", "rows, prefetched")]
         body.append([r["offload"], spread(r["bare"], 2, 1e-3), *added, spread(r["thread"], 3, 1e-3)])
     about = (
-        f"A step of work that reads and commits {found[0]['size']:,} rows, n = {found[0]['n']:,}. *Thread*: what the "
-        "calls take of the training thread's time, with prefetch."
+        f"Each step reads and commits {found[0]['size']:,} rows during work of the device, n = {found[0]['n']:,}. "
+        "*Thread*: time that these calls take in the training thread, with prefetch."
     )
     return ["## Rows", about, table(["rows", "work, ms", "added, ms", "added with prefetch, ms", "thread, ms"], body)]

@@ -29,7 +29,7 @@ def measure(machine: Machine, seconds: float) -> list[dict[str, Any]]:
             done = subprocess.run([*COMMAND, f"tests/{name}"], **options)
             lines = done.stdout.strip().splitlines() or [done.stderr[-300:]]
         except subprocess.TimeoutExpired:
-            lines = [f"not done after {limit:.0f} s"]
+            lines = [f"not finished after {limit:.0f} s"]
         failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
         results.append({"file": name, "summary": lines[-1], "failed": failed, "seconds": time.perf_counter() - start})
     return results

@@ -197,19 +197,21 @@ def main() -> None:
         metrics += [quality(f"compopt, {here}", ours), quality(f"LibAUC, {there}", theirs)]
     head = ["ours; theirs", "first visit", f"visit {VISITS}", "ours: factor", "error", "theirs: factor", "error"]
     parts = [
-        f"Relative error between the gradients of both packages, B = {BATCH} with {BATCH // 8} positives; then of the "
-        "next gradient after `state_dict()` and `load_state_dict()`, best common factor and the error that is left.",
+        f"Relative error between the gradients of both packages, B = {BATCH} with {BATCH // 8} positives. The other "
+        "columns compare the next gradient after a resume by `state_dict()` and `load_state_dict()` with that without "
+        "a resume: the best common factor, and the error after multiplication by it.",
         table(head, twins),
-        "## Time\n\nMilliseconds of a call, its backward pass and its commit; one thread.",
+        "## Time\n\nMilliseconds of a call, its backward pass and its commit, with one thread.",
         table(["", "B = 64", "LibAUC", "B = 512", "LibAUC"], times),
-        f"## Metrics after training\n\n`make_classification`, {TRAIN:,} samples with {POSITIVES:.0%} positives, 16 in "
-        f"each batch of {BATCH}; {EPOCHS} epochs of Adam on sigmoid scores, untuned; mean and range of {SEEDS} seeds "
-        f"on {3 * TRAIN:,} other samples.",
+        f"## Metrics after training\n\nThe data are {TRAIN:,} samples of `make_classification` with {POSITIVES:.0%} "
+        f"positives; each batch of {BATCH} has 16 positives. The model is trained on sigmoid scores for {EPOCHS} "
+        f"epochs of Adam, without tuning. Values are the mean and the range over {SEEDS} seeds on {3 * TRAIN:,} other "
+        "samples.",
         table(["loss", "average precision", "partial AUC, false positive rate up to 0.1"], metrics),
     ]
     finish(
         "peers_compositional",
-        "Losses beyond contrast beside LibAUC",
+        "Non-contrastive losses compared with LibAUC",
         env,
         parts,
         {"twins": twins, "times": times, "metrics": metrics},

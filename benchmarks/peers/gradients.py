@@ -199,13 +199,14 @@ def main() -> None:
     twins, after = [twin(name) for name in TWINS], [resumed(name) for name in STATEFUL]
     head = ["ours; theirs", "factor", "first visit", f"visit {VISITS}", "ours to float64", "theirs to float64"]
     parts = [
-        f"Relative error of the gradient after the best common factor, B = {BATCH}, d = {DIM}. A factor is what an "
-        "optimizer such as Adam does not notice: LibAUC's losses sum over B - 1 negatives where the equations average.",
+        f"Relative error of the gradient after multiplication by the best common factor, B = {BATCH}, d = {DIM}. Such "
+        "a factor does not change the updates of Adam. For example, losses of LibAUC sum over B - 1 negatives where "
+        "the equations average.",
         table(head, twins),
-        f"## After a resume\n\nThe next gradient, {BEFORE} visits before.",
+        f"## After a resume\n\nError of the next gradient after {BEFORE} visits and a resume.",
         table(["", "factor", "error with state_dict()", "whole object pickled"], after),
     ]
-    finish("peers_gradients", "Gradients beside other packages", env, parts, {"twins": twins, "resumed": after})
+    finish("peers_gradients", "Gradients compared with other packages", env, parts, {"twins": twins, "resumed": after})
 
 
 if __name__ == "__main__":

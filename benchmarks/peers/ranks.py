@@ -170,13 +170,14 @@ def main() -> None:
     for ranks in (2, 4):
         head += [f"error, {ranks} ranks", "rescaled", "bytes / sample", "collectives"]
     about = (
-        f"B = {args.batch_size} over all ranks, d = {args.dim}, float32, {args.visits} visits to the same samples, the "
-        "last one compared. Error: relative, of the averaged feature gradients of all ranks against one process. "
-        "Rescaled: the error that is left when the gradient is multiplied by the best number, which an optimizer that "
-        "divides by its own scale would not notice. Bytes: what a rank sends in a ring, per sample of the global batch "
-        "(a feature pair of d = 128 is 1,024); gloo's scatters of a reduce-scatter count at their roots."
+        f"B = {args.batch_size} over all ranks, d = {args.dim}, float32, {args.visits} visits to the same samples, of "
+        "which the last is compared. *Error*: relative error of the feature gradients, averaged over the ranks, "
+        "compared with one process. *Rescaled*: error after multiplication of the gradient by the best factor, which "
+        "does not affect an optimizer that normalises gradients, such as Adam. *Bytes*: bytes that a rank sends in a "
+        "ring, per sample of the global batch (a pair of features with d = 128 has 1,024 bytes); the scatters by "
+        "which gloo implements a reduce-scatter are counted at their source."
     )
-    finish("peers_ranks", "The gradient on several ranks", env, [about, table(head, body)], results)
+    finish("peers_ranks", "Gradients on several ranks", env, [about, table(head, body)], results)
 
 
 if __name__ == "__main__":

@@ -114,8 +114,18 @@ def main() -> None:
             {"name": name, "n": n, "resident": on_ranks(1, memory, name, n, *shape)[0], **taken[name]}
             for name in CONTENDERS
         ]
-    about = f"B = {args.batch_size}, d = {args.dim}, loss, gradients and rows; {args.rounds} steps on random samples."
-    head = ["", "n", "ms per step", f"first {FIRST} steps, ms", "construction, ms", "resident after the steps, MiB"]
+    about = (
+        f"Steps consist of loss, gradients and rows; B = {args.batch_size}, d = {args.dim}, {args.rounds} steps on "
+        "random samples."
+    )
+    head = [
+        "",
+        "n",
+        "ms per step",
+        f"first {FIRST} steps, ms",
+        "construction, ms",
+        "resident memory after the steps, MiB",
+    ]
     parts = [about, table(head, list(map(line, results)))]
     finish("peers_rows", "Tables of rows", env, parts, {"steps": results})
 

@@ -42,9 +42,9 @@ BIMODAL = {
         estimator(lambda n: compopt.ISogCLREstimator(n, tau_init=TAU, rho=1.0), commit=True),
     ),
     "torch cross_entropy": contenders.BIMODAL["cross_entropy"],
-    "open_clip ClipLoss": _peer("cross-entropy both ways", lambda B, d: losses.clip(TAU)),
+    "open_clip ClipLoss": _peer("cross-entropy in both directions", lambda B, d: losses.clip(TAU)),
     "open_clip SigLipLoss": _peer("a logistic loss per pair", lambda B, d: losses.siglip(TAU)),
-    CACHED: _peer(f"cross-entropy both ways, {CHUNK} rows at a time", lambda B, d: losses.cached_ranking(TAU)),
+    CACHED: _peer(f"cross-entropy in both directions, {CHUNK} rows at a time", lambda B, d: losses.cached_ranking(TAU)),
     "LibAUC GCLoss_v2": _peer("SogCLR", lambda B, d: losses.gcl_bimodal(SAMPLES_PER_BATCH * B, TAU)),
     "LibAUC GCLoss_v2, individual": _peer(
         "iSogCLR", lambda B, d: losses.gcl_bimodal(SAMPLES_PER_BATCH * B, TAU, individual=True)
@@ -80,11 +80,12 @@ AGAINST = {
     CHUNKED: ("open_clip ClipLoss", "LibAUC GCLoss_v2", CACHED),
     "compopt iSogCLR": ("LibAUC GCLoss_v2, individual",),
 }
-ABOUT = """One call is a loss with both feature gradients, and for compopt the commit of the rows, which the others
-write inside forward. Median (first to third quartile) over rounds in which all contenders take turns on the same fresh
-features, in another order each time; ratios are taken within a round. Peak: what a call adds to a fresh process,
-gradients included. `chunk_size` and sentence-transformers' mini-batches: rows of the B x B matrix held at a time. On a
-CPU, fresh pages of large temporaries cost time that a GPU's caching allocator does not take."""
+ABOUT = """One call computes a loss with both feature gradients; for compopt it includes the commit of the rows, which
+the other packages write in the forward pass. Cells are the median (first to third quartile) over rounds in which all
+contenders run in random order on the same new features; ratios are taken within a round. *Peak*: memory that a call
+adds to a new process, including gradients. `chunk_size` and the mini-batches of sentence-transformers are the number of
+rows of the B x B matrix that are held at a time. On a CPU, newly allocated pages of large temporaries cost time that
+the caching allocator of a GPU saves."""
 
 
 def rounds(B: int, seconds: float) -> int:
@@ -131,9 +132,9 @@ def section(result: dict[str, Any]) -> list[str]:
         peak = "" if row["peak"] is None else f"{row['peak'] / MIB:.1f}"
         body.append([name, spread(row["seconds"], 1, 1e-3), spread(row["ratio"][PRODUCTS]), peak])
     title = f"## {result['suite']}, B = {result['batch']:,}, d = {result['dim']} ({result['rounds']} rounds)"
-    parts = [title, table(["", "ms", "of the products", "peak, MiB"], body)]
+    parts = [title, table(["", "ms", "ratio to products", "peak, MiB"], body)]
     if result["left_out"]:
-        parts.append(f"Left out, for want of memory or, at B = {LARGE:,}, of time: {', '.join(result['left_out'])}.")
+        parts.append(f"Left out to limit memory or, at B = {LARGE:,}, time: {', '.join(result['left_out'])}.")
     return parts
 
 
@@ -146,7 +147,7 @@ def ratios(results: list[dict[str, Any]]) -> str:
                 if other != PRODUCTS:
                     memory = f"{result['rows'][other]['peak'] / row['peak']:.1f}"
                     body.append([name, other, f"{result['batch']:,}", spread(times), memory])
-    return table(["ours", "against", "B", "time, ours over theirs", "memory, theirs over ours"], body)
+    return table(["ours", "against", "B", "time, ours / theirs", "memory, theirs / ours"], body)
 
 
 def main() -> None:
@@ -154,9 +155,9 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", help="batch sizes of the bimodal part")
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--seconds", type=float, default=45.0, help="approximate time for each size")
-    parser.add_argument("--memory", type=float, default=12.0, help="GiB that a contender may need")
+    parser.add_argument("--memory", type=float, default=12.0, help="largest memory of a contender in GiB")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--quick", action="store_true", help="B = 256 and 1024, printed only")
+    parser.add_argument("--quick", action="store_true", help="B = 256 and 1024, no files")
     parser.add_argument("--peak-of", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.threads:
@@ -174,9 +175,14 @@ def main() -> None:
     if not args.quick:
         results.append(measure("bimodal", [PRODUCTS, CHUNKED, CACHED], LARGE, args.dim, rounds(LARGE, args.seconds)))
     calls = [[f"{suite}: {name}", c.what] for suite, members in SUITES.items() for name, c in members.items()]
-    parts = [ABOUT, table(["", "what one call does"], calls), "## Ours over theirs", ratios(results)]
+    parts = [
+        ABOUT,
+        table(["", "what one call does"], calls),
+        "## Time and memory relative to other packages",
+        ratios(results),
+    ]
     parts += [part for result in results for part in section(result)]
-    finish("peers_speed", "Loss and gradients beside other packages", env, parts, results, quick=args.quick)
+    finish("peers_speed", "Loss and gradients compared with other packages", env, parts, results, quick=args.quick)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, env = parser.parse_args(argv), environment()
     results = {name: [run(name, seed, args.steps, args.lr) for seed in args.seeds] for name in METHODS}
     head = ["method", "squared gradient norm, by seed", "global loss"]
-    note = f"{N} samples, two fixed views, batch {BATCH}, tau {TAU}, {args.steps:,} steps of {args.lr}, decaying."
+    note = (
+        f"{N} samples with two fixed views, batch {BATCH}, tau {TAU}, {args.steps:,} steps of SGD with the initial "
+        f"step size {args.lr} and cosine decay."
+    )
     text = table(head, [row(name, runs) for name, runs in results.items()], "lll")
     finish(
         "emc2", "EMC2's Figure 7: distance from a stationary point", env, [note, "", text], results, args.steps < 1000

@@ -89,8 +89,8 @@ def page(runs: Sequence[dict[str, Any]], arms: Sequence[tuple[str, int, dict[str
 
 def main(argv: Sequence[str] | None = None) -> None:
     root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    root.add_argument("--report", action="store_true", help="print the table of the runs that there are")
-    root.add_argument("--runs", type=Path, default=PUBLISHED, help="file of runs, a line of JSON each")
+    root.add_argument("--report", action="store_true", help="print the table of the stored runs without training")
+    root.add_argument("--runs", type=Path, default=PUBLISHED, help="file of the runs, one line of JSON per run")
     root.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     root.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     args = root.parse_args(argv)

@@ -194,8 +194,8 @@ COLUMNS = {
 }
 TWINS = ("open_clip", "open_clip, adapter")
 CHOSEN = (
-    "Chosen one after another, on seed 100, by recall at 10 in other held-out families (mean of both directions, "
-    "in per cent):"
+    "The settings are chosen one after another, on seed 100, by recall at 10 in other held-out families (mean of both "
+    "directions, in per cent). The chosen ones are bold."
 )
 
 
@@ -207,11 +207,12 @@ def page(results: Results) -> str:
         values = [mean_spread([run["metrics"][name] for run in runs], 100, 2) for name in COLUMNS.values()]
         body.append([arm, *values, str(len(runs)), mean_spread([run["scale"] for run in runs])])
     about = (
-        f"{EPOCHS} epochs over 20,480 icons, batch 64, one small open_clip model (`recipes/clip/icons.json`); whole "
-        "families of icons held out. Figures of clip-benchmark, in per cent: mean ± standard deviation of the seeds "
-        f"{', '.join(map(str, SEEDS))}. `open_clip` is its own trainer with its own loss; `open_clip, adapter` is the "
-        "same command with `--estimator clip`; the others are `recipes/clip_trainer.py`. `CLIP` and both runs of "
-        "open_clip learn one temperature, iSogCLR one per sample; the others hold it."
+        f"All methods train the same small open_clip model (`recipes/clip/icons.json`) for {EPOCHS} epochs on 20,480 "
+        "icons at batch 64. Whole families of icons are held out. The table has the metrics of clip-benchmark in per "
+        f"cent: mean ± standard deviation of the seeds {', '.join(map(str, SEEDS))}. `open_clip` is the trainer of "
+        "that package with its own loss, `open_clip, adapter` is the same command with `--estimator clip`, and the "
+        "other methods use `recipes/clip_trainer.py`. `CLIP` and both runs of open_clip learn one temperature, "
+        "iSogCLR learns one per sample, and the other methods use a fixed temperature."
     )
     parts = [
         "# CLIP on icons",
@@ -234,12 +235,12 @@ def _curves(finals: dict[str, list[dict[str, Any]]]) -> list[str]:
     first = max(abs(one[0] - two[0]) for one, two in pairs)
     last = [mean(two[-20:]) - mean(one[-20:]) for one, two in pairs]
     return [
-        "## The same curve",
-        f"The training loss that open_clip logs every ten steps, {len(pairs[0][0])} values per run; ours is InfoNCE "
-        f"less log |N|, which is added here. The two runs of a seed draw other batches (the first losses differ by up "
-        f"to {first:.3f}), so that they are compared as two seeds are: on average over the steps they are "
-        f"{_told(gaps)} apart, two seeds of open_clip {_told(between)}. Over the last 200 steps the adapter's loss is "
-        f"{_told(last)} above.",
+        "## Training loss with and without the adapter",
+        f"open_clip logs the training loss every ten steps, {len(pairs[0][0])} values per run. The loss of the adapter "
+        f"is InfoNCE minus log |N|, which is added here. The two runs of a seed draw different batches (the first "
+        f"losses differ by up to {first:.3f}); therefore they are compared like two seeds. The mean absolute "
+        f"difference over the steps is {_told(gaps)} between the two runs of a seed, and {_told(between)} between two "
+        f"seeds of open_clip. In the last 200 steps the loss of the adapter is higher by {_told(last)}.",
     ]
 
 

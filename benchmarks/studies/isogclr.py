@@ -77,16 +77,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1_000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N")
-    parser.add_argument("--quick", action="store_true", help="printed only")
+    parser.add_argument("--quick", action="store_true", help="print the results and write no files")
     args, env = parser.parse_args(argv), environment()
     results = [[run(cell, seed, args.steps) for seed in args.seeds] for cell in CELLS]
     head = ["method", "tau, tau_init", "rho", "R@1 to name, %", "to image, %", "median tau", "rank correlation"]
     note = (
-        f"{PAIRS:,} pairs, batch {BATCH}, {args.steps:,} steps; mean ± standard deviation of the seeds "
-        f"{', '.join(map(str, args.seeds))}; rank correlation of tau and caption frequency."
+        f"{PAIRS:,} pairs, batch {BATCH}, {args.steps:,} steps. Values are mean ± standard deviation of the seeds "
+        f"{', '.join(map(str, args.seeds))}. The last column is the rank correlation between the learned tau of a "
+        "sample and the frequency of its caption."
     )
     body = [row(cell, runs) for cell, runs in zip(CELLS, results, strict=True)]
-    finish("isogclr", "iSogCLR: tau_init and rho", env, [note, table(head, body, "lrrrrrr")], results, args.quick)
+    finish(
+        "isogclr",
+        "iSogCLR with different tau_init and rho",
+        env,
+        [note, table(head, body, "lrrrrrr")],
+        results,
+        args.quick,
+    )
 
 
 if __name__ == "__main__":

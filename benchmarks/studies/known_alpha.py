@@ -368,27 +368,33 @@ def run_one(job: Job, wordnet: Path | None) -> dict[str, Any]:
 
 
 ABOUT = (
-    f"{PAIRS:,} training pairs, {PASSES} passes, temperature {TAU}, gamma {GAMMA} of the moving averages, small "
-    "encoders from scratch. Recall: R@1, in per cent on the test half, mean ± standard deviation of the seeds; in "
-    "brackets the difference from the same loss with today's alpha: the mean over the seeds ± its standard error, or "
-    "one difference. Cells are empty, and losses left out, that have not been run on these seeds."
+    f"{PAIRS:,} training pairs, {PASSES} passes, temperature {TAU}, moving averages with gamma {GAMMA}, small encoders "
+    "trained from scratch. Recall is R@1 in per cent on the test half: mean ± standard deviation of the seeds. The "
+    "values in brackets are differences from the same loss with the updated alpha of the current implementation: mean "
+    "over the seeds ± standard error, or the difference of the only common seed. Cells are empty, and losses are left "
+    "out, if they have not been run on these seeds."
 )
 ARE = (
-    "What alpha is before the sweep: *last visit*, the row of the sample (at a first visit, a quarter of all, the "
-    "batch's own); *scaled*, then all weights are divided by their mean sum; *queue*, the queue's normalizer, the "
-    "batch counted as if it were like the queue; *queue, last visit*, with the row for the batch's part; *before*, the "
-    "network before it learns from the batch; *quarter*, of a quarter of the batch. *Bounded*: no pair weighs more "
-    "than 1; *saturated*: `w / (1 + w)` in the place of a weight `w`."
+    "The alpha that is known before the sweep: *last visit*: the row of the sample (at a first visit, a quarter of "
+    "all visits, the estimate of the batch); *scaled*: in addition, all weights are divided by their mean sum; "
+    "*queue*: the normalizer of the queue, as if the batch were distributed like the queue; *queue, last visit*: the "
+    "same with the row of the sample for the part of the batch; *before*: the prediction of the network before it "
+    "learns from the batch; *quarter*: the normalizer of a quarter of the batch. *Bounded*: the weight of a pair is "
+    "at most 1. *Saturated*: a weight `w` is replaced by `w / (1 + w)`."
 )
 ERRORS = (
-    "Every 16th batch of the second and of the last pass: the share of anchors whose weights add up to less than "
-    f"{USUAL[0]:g} or more than {USUAL[1]:g} (before a bound), the mean of each batch's largest sum, and the "
-    "gradient's relative error and cosine against that of today's alpha at the same weights, features and rows. "
-    "*Exact*: bias and spread of a sample's feature gradient over the batches that it may be in, relative to the exact "
-    "gradient over the whole data set, after 1.5 and 3.5 passes, of the samples that come next (first seed). A "
-    "memory's bias is by design: what is past moves the anchor alone."
+    f"Measured in every {EVERY}th batch of the second and of the last pass: the share of anchors whose weights add up "
+    f"to less than {USUAL[0]:g} or more than {USUAL[1]:g} (before they are bounded), the mean over the batches of the "
+    "largest sum, and relative error and cosine of the gradient compared with that of the updated alpha at the same "
+    "weights, features and rows. *Exact*: bias and spread of the feature gradient of a sample over the batches that "
+    "may contain it, relative to the exact gradient over the whole data set, after 1.5 and 3.5 passes, for the "
+    "samples of the remaining batches of the pass (first seed). A memory is biased by design: features of the past "
+    "affect only the gradient of the anchor."
 )
-CHOSEN = "Chosen on seed 100 by recall on the validation half of glyphs, in per cent; words take the same."
+CHOSEN = (
+    "The settings are chosen on seed 100 by recall on the validation half of glyphs (in per cent); words use the same "
+    "settings. The chosen ones are bold."
+)
 
 
 def page(results: Results) -> str:

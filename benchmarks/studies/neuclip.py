@@ -167,16 +167,17 @@ def page(results: Results) -> str:
     """Return the page of the finished runs."""
     finals = STUDY.finals(results)
     about = (
-        f"Batch {BATCH}, {SAMPLES:,} samples seen, learning rate {RATE:g} (the one chosen for DCL at this batch in "
-        f"`default.md`, on both data sets), {PROTOTYPES:,} prototypes, ten updates per batch, a restart every "
-        f"{RESTART_EVERY} commits. Recall as in `default.md`, in per cent on the test half: mean ± standard deviation "
-        f"of the seeds. *Fixed*: tau is {TAU}. *Learned*: one temperature for all starts there, Adam moves it by "
-        f"{TAU_RATE:g} a step. *Through alpha*: gradients of features and temperature are those of eq. 12, alpha "
-        "included (Algorithm 1, line 11); learned and through alpha is Algorithm 1. *Gain*: over the first row, mean "
-        "of the differences by seed ± their standard error. *CPU*: seconds of processor time."
+        f"Batch {BATCH}, {SAMPLES:,} samples, learning rate {RATE:g} (the one that was chosen for DCL at this batch "
+        f"size in `default.md`, on both data sets), {PROTOTYPES:,} prototypes, ten updates per batch, a restart every "
+        f"{RESTART_EVERY} commits. Recall is measured as in `default.md`, in per cent on the test half: mean ± "
+        f"standard deviation of the seeds. *Fixed*: tau is {TAU}. *Learned*: one temperature for all samples, which "
+        f"starts at {TAU} and is updated by Adam with the step size {TAU_RATE:g}. *{HELD.capitalize()}*: no gradient "
+        f"through alpha. *{THROUGH.capitalize()}*: the gradients with respect to features and temperature are those of "
+        f"eq. 12, including alpha (Algorithm 1, line 11). `{ALGORITHM_1}` is Algorithm 1. *Gain*: difference from the "
+        "first row, mean over the seeds ± standard error. *CPU*: processor time in seconds."
     )
     parts = [
-        "# NeuCLIP: the switches of Algorithm 1",
+        "# NeuCLIP: variants of Algorithm 1",
         provenance(list(results.values()), "benchmarks/studies/neuclip.py"),
     ]
     return "\n\n".join([*parts, about, *(_of_task(finals, task) for task in EQUAL_SHARE)])

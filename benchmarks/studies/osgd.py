@@ -75,10 +75,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = table(["epsilon", "OSGD, steps", "SGD, steps", "ratio"], body, "lrrr")
     slower = 3 * (math.e**2 + 1) / (math.e**2 - 1)
     note = (
-        f"Step size {LR}; reached within {NEAR} of the optimal loss {OPTIMUM:.3f}; mean and standard deviation of "
-        f"{args.seeds} seeds. The ratio of the mean speeds at the start is {slower:.2f}."
+        f"Number of steps of size {LR} until the loss is within {NEAR} of its optimum {OPTIMUM:.3f}: mean ± standard "
+        f"deviation of {args.seeds} seeds. The ratio of the mean speeds at the start is {slower:.2f}."
     )
-    finish("osgd", "Ordered SGD on a toy with four vectors", env, [note, text], results)
+    finish("osgd", "Ordered SGD on a toy problem with four vectors", env, [note, text], results)
 
 
 if __name__ == "__main__":

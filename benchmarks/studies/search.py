@@ -200,10 +200,12 @@ def main(
         f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     root.add_argument("command", choices=("tune", "final", "report", "run-one"))
-    root.add_argument("job", nargs="?", help="run-one: a job as JSON")
-    root.add_argument("--workers", type=int, default=2, help="runs at a time (default 2)")
+    root.add_argument("job", nargs="?", help="job of run-one, as JSON")
+    root.add_argument("--workers", type=int, default=2, help="number of parallel runs (default 2)")
     root.add_argument("--threads", type=int, default=1, help="CPU threads of each run (default 1)")
-    root.add_argument("--arms", nargs="+", default=["*"], metavar="PATTERN", help="which, in this order")
+    root.add_argument(
+        "--arms", nargs="+", default=["*"], metavar="PATTERN", help="patterns of the arms to run, in this order"
+    )
     root.add_argument(data, dest="data", type=Path, metavar="FOLDER", help="folder of the data")
     args = root.parse_args(argv)
     if args.command == "report":

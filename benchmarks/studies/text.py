@@ -223,9 +223,9 @@ VARIANTS = {
     "pairs": "{loss}, 64",
     "with a hard negative": "{loss}, hard negatives",
     "repeated texts": "{loss}, repeated",
-    "repeated texts, told": "{loss}, repeated and told",
+    "repeated texts, excluded": "{loss}, repeated and told",
 }
-METRICS = {"R@1": "test/recall@1", "R@10": "test/recall@10", "mean reciprocal rank": "test/mrr"}
+METRICS = {"R@1": "test/recall@1", "R@10": "test/recall@10", "Mean reciprocal rank": "test/mrr"}
 
 
 def page(results: Results) -> str:
@@ -236,18 +236,19 @@ def page(results: Results) -> str:
         return [[loss, *(_cell(finals.get(name.format(loss=loss), []), metric) for name in names)] for loss in rows]
 
     about = (
-        f"WordNet 3.0: the words of a synset against its definition, {PAIRS:,} pairs, {EPOCHS} epochs, one small "
-        f"transformer from scratch (a layer of width 64, 24 tokens), the trainer of sentence-transformers, anchors in "
-        f"one direction. Test: 4,000 other synsets, each definition among {POOL:,}; in per cent, mean ± standard "
-        f"deviation of the seeds {', '.join(map(str, SEEDS))}. Learning rate, then scale (1 / temperature), are chosen "
-        f"on other 4,000 synsets and another seed, for each loss at each batch size; `Cached MNRL` takes those of "
-        f"`MNRL`, whose gradient it has."
+        f"A small transformer (one layer of width 64, 24 tokens) is trained from scratch on {PAIRS:,} pairs of the "
+        f"words of a WordNet 3.0 synset and its definition, for {EPOCHS} epochs, with the trainer of "
+        f"sentence-transformers and anchors in one direction. The test retrieves the definitions of 4,000 other "
+        f"synsets, each among {POOL:,}. Values are in per cent: mean ± standard deviation of the seeds "
+        f"{', '.join(map(str, SEEDS))}. The learning rate and then the scale (1 / temperature) are chosen on another "
+        f"4,000 synsets with another seed, for each loss at each batch size. `Cached MNRL` has the same gradient as "
+        f"`MNRL` and uses its settings."
     )
     repeated = (
-        "Batch 64, R@1, with the settings of the pairs. *Hard negative*: for every anchor the definition whose words "
-        "are most like its own's (tf-idf). *Repeated texts*: every word of a synset is a pair with its definition, so "
-        "that definitions and words repeat. *Told*: `add_index(data, anchors=, positives=)`, by which equal texts are "
-        "never each other's negatives; for MNRL the sampler `no_duplicates`."
+        "R@1 at batch 64, with the settings that were chosen for the pairs. *Hard negative*: for every anchor, the "
+        "different definition that is most similar to its own (tf-idf). *Repeated texts*: every word of a synset forms "
+        "a pair with its definition, so that definitions and words repeat. *Excluded*: equal texts are not negatives "
+        "of each other, by `add_index(data, anchors=, positives=)`, or by the sampler `no_duplicates` for MNRL."
     )
     by_batch = {f"batch {batch}": f"{{loss}}, {batch}" for batch in BATCHES}
     parts = [
@@ -257,9 +258,9 @@ def page(results: Results) -> str:
     ]
     for title, name in METRICS.items():
         parts += [f"## {title}", table(["", *by_batch], cells(list(LOSSES), list(by_batch.values()), name))]
-    parts += ["## Hard negatives, and texts that repeat", repeated]
+    parts += ["## Hard negatives and repeated texts", repeated]
     parts.append(table(["", *VARIANTS], cells(VARIED, list(VARIANTS.values()), "test/recall@1")))
-    chosen = "R@10 of the validation pairs, in per cent; the chosen ones are bold."
+    chosen = "R@10 of the validation pairs in per cent. The chosen settings are bold."
     return "\n\n".join([*parts, settings(STUDY, results, chosen, "R@10", 1)])
 
 

@@ -109,15 +109,19 @@ def run_one(job: Job, file: Path | None) -> dict[str, Any]:
 
 
 ABOUT = (
-    f"Batch {BATCH}, AdamW with one cycle. Glyphs: two faces of a character, shifted, {PASSES['glyphs']} passes; the "
-    f"probes tell which of 20 scripts a held-out character has. Icons: {LIMIT:,} in colour, augmented as in SimCLR, "
-    f"{PASSES['icons']} passes; which of 500 names an icon of a held-out family has. Training is short: every row of a "
-    "stateful method is visited as often as there are passes. With four views the first two are anchors (of icons, "
-    "large crops, the others small ones); a step costs about 1.6 times as much, and the settings are SimCLR's. In per "
-    f"cent, mean ± standard deviation of the seeds {', '.join(map(str, SEEDS))}; the gain is that of the SGD probe "
-    "over SimCLR, by seed."
+    f"Batch {BATCH}, AdamW with a one-cycle schedule. Glyphs: the views are two shifted faces of a character, "
+    f"{PASSES['glyphs']} passes; the probes predict to which of 20 scripts a held-out character belongs. Icons: "
+    f"{LIMIT:,} icons in colour, augmented as in SimCLR, {PASSES['icons']} passes; the probes predict which of 500 "
+    "names an icon of a held-out family has. Training is short: every row of a stateful method is visited once per "
+    "pass. With four views, the first two are anchors (icons: large crops, the other two are small crops); a step "
+    "takes about 1.6 times as long, and the settings are those of SimCLR. Values are accuracies in per cent, before "
+    f"and after the projection head: mean ± standard deviation of the seeds {', '.join(map(str, SEEDS))}. *Gain*: "
+    "difference of the SGD probe before the head from SimCLR, by seed."
 )
-CHOSEN = "Chosen one after another, on seed 100, by the SGD probe on the validation part, in per cent:"
+CHOSEN = (
+    "The settings are chosen one after another, on seed 100, by the SGD probe on the validation part (in per cent). "
+    "The chosen ones are bold."
+)
 
 
 def page(results: Results) -> str:

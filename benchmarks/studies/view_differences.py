@@ -54,21 +54,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N")
     parser.add_argument("--passes", type=int, default=PASSES)
-    parser.add_argument("--quick", action="store_true", help="printed only")
+    parser.add_argument("--quick", action="store_true", help="print the results and write no files")
     args, env = parser.parse_args(argv), environment()
     results: list[dict[str, Any]] = [run(seed, args.passes) for seed in args.seeds]
     note = (
-        f"Glyph faces, SogCLR at batch {BATCH}, {args.passes} passes, tau {TAU}; means of a quarter of the samples, "
-        f"then mean ± standard deviation of the seeds {', '.join(map(str, args.seeds))}. Distances are in nats."
+        f"Glyph faces, SogCLR at batch {BATCH}, {args.passes} passes, tau {TAU}. Each value is the mean over a quarter "
+        f"of the samples: mean ± standard deviation of the seeds {', '.join(map(str, args.seeds))}. The last two "
+        "columns are absolute distances in nats: from the normalizers of the two views to their mean, and from the "
+        "stored normalizer to the exact one."
     )
-    head = ["quarter by epsilon²", "epsilon²", "views' normalizers from their mean", "stored one from the exact one"]
+    head = ["quarter by epsilon²", "epsilon²", "views' normalizers to their mean", "stored to exact normalizer"]
     digits = {"epsilon": 4, "views": 2, "stored": 2}
     body = [
         [name, *(mean_spread([found[key][k] for found in results], digits=digits[key]) for key in digits)]
         for k, name in enumerate(QUARTERS)
     ]
     sections = [note, table(head, body, "lrrr")]
-    finish("view_differences", "How differently two views see the others", env, sections, results, args.quick)
+    finish("view_differences", "Differences between the similarities of two views", env, sections, results, args.quick)
 
 
 if __name__ == "__main__":

@@ -24,34 +24,40 @@ from benchmarks.studies.default.tasks import DIM, PAIRS, SAMPLES
 from benchmarks.studies.search import SEEDS, Job, Results, by_seed, difference, provenance, settings
 
 MEASURES = {
-    "glyphs": "image to name and name to image, R@1 among the held-out pairs",
-    "icons": "zero-shot among 500 names, families of icons never seen",
-    "words": "words to definition and back, R@1 among 1,024 held-out synsets, mean of four such pools",
-    "faces": "one face of a character to another, R@1 of held-out characters among all; one modality",
-    "small": "`few`: 1,024 of the glyphs, measured as glyphs are. `digits`: from the left half of one of 256 written "
-    "digits to its right half and back, R@1, after 1,285 others. Each sample is seen 64 and 51 times.",
+    "glyphs": "R@1 among the held-out pairs, mean of image to name and name to image",
+    "icons": "zero-shot accuracy among 500 names, on families of icons that are not in the training data",
+    "words": "R@1 among 1,024 held-out synsets, mean of words to definition and definition to words, and of four such "
+    "pools",
+    "faces": "R@1 from one face of a held-out character to another one, among all characters; one modality",
+    "small": "`few`: 1,024 of the glyphs, with the measure of the glyphs. `digits`: R@1 between the left and the right "
+    "halves of 256 written digits, mean of both directions, after training on 1,285 others. Each sample is seen 64 "
+    "times (`few`) or 51 times (`digits`).",
 }
 AGAINST = (
-    "The default less each loss at its best setting, in points: mean of the differences by seed ± their standard error."
+    "Recall of the default minus that of each loss at its best setting, in percentage points: mean of the differences "
+    "by seed ± their standard error."
 )
+BRACKETS = "The values in brackets are the recall of the default minus that of the row."
 RECALL = "test/recall"
 EXPLAINED = (
-    f"Why accumulated micro-batches of {arms.MICRO} are below DCL on the whole window of 256. `{arms.IDEAL[0]}`: DCL "
-    "on the window, whose candidates have a gradient in their own micro-batch alone, at the settings of `DCL, 256 "
-    "cached`: what a memory of the whole window could be, if its features were those of the present weights. "
-    "`balanced`: a positive pulls a candidate only by the share of its negatives that have a gradient, as the default "
-    f"does. `{arms.WINDOW}`: the default with a memory as long as the window. `{arms.HALF}`: with half its learning "
-    "rate. In brackets the difference from `DCL, 256 cached`."
+    f"The table shows why accumulated micro-batches of {arms.MICRO} have a lower recall than DCL on the whole window "
+    f"of 256. `{arms.IDEAL[0]}`: DCL on the window, with gradients of the candidates only in their own micro-batch, at "
+    "the settings of `DCL, 256 cached`. This is the limit of a memory of the whole window, with features of the "
+    "current weights. `balanced`: the gradient of the positive with respect to a candidate is multiplied by the share "
+    f"of the negatives that have a gradient, as in the default. `{arms.WINDOW}`: the default with a memory of the "
+    f"length of the window. `{arms.HALF}`: the default with half its learning rate. The values in brackets are "
+    "differences from `DCL, 256 cached`."
 )
 # losses whose learning rates are compared with the rule, at the batch sizes whose rate by the rule is on the grids
 RULED, RULED_BATCHES, FACTORS = ("DCL", "Memory", "MoCo, DCL, moved"), (16, 64, 256, 1024), (0.25, 0.5, 1.0, 2.0, 4.0)
 RULE = (
-    f"What the default's rate, 0.001 times the square root of the samples per update, at most {arms.LARGEST_RATE:g}, "
-    "costs: validation recall at the best rate of the grid less that at the rule's, in points, and in brackets the "
-    "best rate as a multiple of the rule's. One seed, temperature 0.07, all other settings as at the beginning of the "
-    "search. `Memory` is the default's estimator. Two seeds differ by about a point. Then the mean and the largest "
-    "loss over all cells: with all rates multiplied by a factor, and with one factor for each data set, the best on "
-    "average over its batch sizes."
+    "The learning rate of the default is 0.001 times the square root of the number of samples per update, at most "
+    f"{arms.LARGEST_RATE:g}. The first table has the recall that this rule loses: validation recall at the best rate "
+    "of the grid minus that at the rate of the rule, in percentage points; the number in brackets is the best rate as "
+    "a multiple of that of the rule. One seed, temperature 0.07, all other settings at the initial values of the "
+    "search. `Memory` is the estimator of the default. Two seeds differ by about one point. The second table has the "
+    "mean and the largest loss of recall over all cells, if all rates are multiplied by a factor, and if each data set "
+    "has a separate factor, which is the best on average over its batch sizes."
 )
 Finals = Mapping[str, list[dict[str, Any]]]
 # for the tables on other pages
@@ -71,34 +77,41 @@ def page(results: Results) -> str:
     finals = STUDY.finals(results)
     known = [run for run in results.values() if run["job"]["arm"] in STUDY.arms]
     about = (
-        f"Small encoders from scratch (features of {DIM}), {SAMPLES:,} samples seen in every run, of {PAIRS:,} pairs "
-        f"(faces: 6,167 characters). Recall in per cent on the test half, mean ± standard deviation of the seeds "
-        f"{', '.join(map(str, SEEDS))}. Learning rate, then temperature, are chosen on the validation half and another "
-        f"seed, for every loss in every cell, from grids that reach past the best value on both sides; for "
-        f"`{DEFAULT}`, which is `compopt.recommended(dim, n, batch_size, mode)`, nothing is: its learning rate is "
-        f"0.001 times the square root of the samples per update, at most {arms.LARGEST_RATE:g}. `16 x 16`: "
-        f"micro-batches of 16, accumulated to 256. `256 cached`: a batch of 256 whose forward passes have 16, as a "
-        f"gradient cache has it. `mined batches`: hard ones that a teacher has found before training, in the manner "
-        f"of B3 (Thirukovalluru et al., 2025); the teacher is another run of `{DEFAULT}`, whose samples are not "
-        f"counted. Clusters of 16 or 4 samples, and the first rank that is an edge, at most {arms.FURTHEST}, are "
-        f"chosen before the learning rate (`benchmarks/studies/default/mining.py`). `MoCo, DCL, moved`: its queue "
-        f"keeps each key less the mean of its batch's keys and adds that of the present ones, as the default's memory "
-        f"does with its features. Length and momentum of that queue, and of `MoCo, DCL`, are chosen at batch {SMALL}, "
-        f"after the temperature; elsewhere, and of `MoCo`, they are 1,024 and 0.99. An empty cell has not been run."
+        f"Every run trains small encoders from scratch (features of dimension {DIM}) on {SAMPLES:,} samples, drawn "
+        f"from {PAIRS:,} pairs (faces: 6,167 characters). The tables have recall in per cent on the test half: mean ± "
+        f"standard deviation of the seeds {', '.join(map(str, SEEDS))}. For every loss in every cell, the learning "
+        "rate and then the temperature are chosen on the validation half with another seed, from grids that extend "
+        f"beyond the best value on both sides. `{DEFAULT}`, which is `compopt.recommended(dim, n, batch_size, mode)`, "
+        "is not tuned: its learning rate is 0.001 times the square root of the number of samples per update, at most "
+        f"{arms.LARGEST_RATE:g}. `16 x 16`: micro-batches of 16, accumulated to 256. `256 cached`: a batch of 256 with "
+        "forward passes of 16 samples, as in a gradient cache. `mined batches`: batches of hard negatives that a "
+        "teacher selects before training, similar to B3 (Thirukovalluru et al., 2025); the teacher is another run of "
+        f"`{DEFAULT}`, whose samples are not counted. The size of the clusters (16 or 4 samples) and the number of "
+        f"nearest neighbours that are skipped (at most {arms.FURTHEST}) are chosen before the learning rate "
+        "(`benchmarks/studies/default/mining.py`). `MoCo, DCL, moved`: the queue stores each key minus the mean of "
+        "the keys of its batch and adds the mean of the current keys, as the memory of the default does with "
+        f"features. Length and momentum of this queue, and of that of `MoCo, DCL`, are chosen at batch {SMALL}, after "
+        "the temperature; at other batch sizes, and for `MoCo`, they are 1,024 and 0.99. Empty cells have not been "
+        "run."
     )
-    parts = ["# Which method: four data sets", provenance(known, "benchmarks/studies/default/__main__.py"), about]
+    parts = [
+        "# Comparison of losses on four data sets",
+        provenance(known, "benchmarks/studies/default/__main__.py"),
+        about,
+    ]
     for task in SETS:
-        parts += [f"## {task.capitalize()}", f"Measured: {MEASURES[task]}.", _of_task(finals, task)]
-    parts += ["## Against the default", AGAINST, _differences(finals), *_at_equal_time(finals)]
+        parts += [f"## {task.capitalize()}", f"Measure: {MEASURES[task]}.", _of_task(finals, task)]
+    parts += ["## Differences from the default", AGAINST, _differences(finals), *_at_equal_time(finals)]
     parts += ["## Accumulation and a gradient cache", EXPLAINED, _accumulation(finals)]
     more = (
-        f"At batch {VARIED}, nothing chosen: in brackets what the default has more. `{arms.MOMENTUM}`: those of a "
-        f"copy with the decay 0.99, `compopt.recommended(..., momentum=True)`."
+        f"Batch {VARIED}, without tuning. The values in brackets are the recall of the default minus that of the "
+        f"variant. `{arms.MOMENTUM}`: features of a momentum copy with the decay 0.99, "
+        f"`compopt.recommended(..., momentum=True)`."
     )
-    parts += ["## The default with one thing changed", more, variants()]
-    parts += ["## Small data sets", f"{MEASURES['small']} In brackets what the default has more.", small_sets()]
+    parts += ["## Variants of the default", more, variants()]
+    parts += ["## Small data sets", f"{MEASURES['small']} {BRACKETS}", small_sets()]
     parts += ["## The rule for the learning rate", RULE, *_regrets(results)]
-    chosen = "Validation recall, in per cent; the chosen ones are bold."
+    chosen = "Validation recall in per cent. The chosen settings are bold."
     return "\n\n".join([*parts, settings(STUDY, results, chosen, "recall", 1)])
 
 
@@ -189,10 +202,10 @@ def _at_equal_time(finals: Finals) -> list[str]:
         if any(cells):
             body.append([name, *(_recall(runs) for runs in cells)])
     told = (
-        f"Each has trained for as long as {REFERENCE} takes for its {SAMPLES:,} samples, by the times of "
-        "`default_time.md`, at the settings chosen above: small batches see fewer samples."
+        f"Each run takes as long as `{REFERENCE}` takes for {SAMPLES:,} samples, according to the times in "
+        "`default_time.md`, with the settings chosen above. Runs with small batches therefore see fewer samples."
     )
-    return ["## At equal time", told, table(["", *SETS], body)] if len(body) > 1 else []
+    return ["## Comparison at equal time", told, table(["", *SETS], body)] if len(body) > 1 else []
 
 
 def _accumulation(finals: Finals) -> str:

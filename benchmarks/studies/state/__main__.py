@@ -24,12 +24,12 @@ from benchmarks.studies.state.gradients import measures
 
 CONTROL, RECALL, WHY = "DCL", "test/recall", ("normalizer_error", "bias", "spread")
 TITLES = {
-    "tuned glyphs": f"Glyphs: weights that DCL has trained at batch 256 go on at batch 8 ({PAIRS:,} pairs)",
-    "tuned words": f"Words: the same ({PAIRS:,} pairs)",
-    "frozen": f"Glyphs: that image tower frozen, a new text tower at batch 8 ({PAIRS:,} pairs)",
-    "few": "Glyphs: 1,024 pairs, each seen 24 times at batch 8",
-    "repeats": f"Icons: captions that at least {OFTEN} icons bear, batch 64 ({PAIRS:,} pairs)",
-    "noise": f"Glyphs: {NOISE:.0%} of the captions shuffled, batch 16 ({PAIRS:,} pairs)",
+    "tuned glyphs": f"Glyphs: model trained with DCL at batch 256, training continued at batch 8 ({PAIRS:,} pairs)",
+    "tuned words": f"Words: model trained with DCL at batch 256, training continued at batch 8 ({PAIRS:,} pairs)",
+    "frozen": f"Glyphs: frozen image tower of such a model, new text tower at batch 8 ({PAIRS:,} pairs)",
+    "few": "Glyphs: 1,024 pairs, each seen 24 times, at batch 8",
+    "repeats": f"Icons: captions of at least {OFTEN} icons each, at batch 64 ({PAIRS:,} pairs)",
+    "noise": f"Glyphs: {NOISE:.0%} of the captions shuffled, at batch 16 ({PAIRS:,} pairs)",
 }
 
 
@@ -56,19 +56,24 @@ def page(results: Results) -> str:
     finals = STUDY.finals(results)
     known = [run for run in results.values() if run["job"]["arm"] in ARMS]
     about = (
-        "Recall as in the study of the default, in per cent on the test half, mean ± standard deviation of the seeds "
-        f"{', '.join(map(str, SEEDS))}. Learning rate, then temperature, gamma and rho are chosen on the validation "
-        f"half and another seed. *Over {CONTROL}*: mean of the differences by seed ± their standard error. *Error*: "
-        "mean squared error of the log-normalizers that the estimator works with. *Bias*, *spread*: of a sample's "
-        "feature gradient over the batches that it may be in, at the final weights, relative to the exact gradient "
-        "over the whole data set at the estimator's own temperatures: compare them where *tau* is the same. A memory "
-        "takes the features of each of these batches, as in training; rows stay as they are."
+        "Recall is measured as in `default.md`, in per cent on the test half: mean ± standard deviation of the seeds "
+        f"{', '.join(map(str, SEEDS))}. The learning rate, then temperature, gamma and rho are chosen on the "
+        f"validation half with another seed. *Over {CONTROL}*: mean of the differences by seed ± their standard error. "
+        "*Error*: mean squared error of the log-normalizers that the estimator uses. *Bias*, *spread*: bias and spread "
+        "of the feature gradient of a sample over the batches that may contain it, at the final weights, relative to "
+        "the exact gradient over the whole data set at the temperatures of the estimator; they are comparable only at "
+        "equal *tau*. A memory is updated with the features of each of these batches, as in training; rows are not "
+        "changed."
     )
-    parts = ["# Where state per sample could pay", provenance(known, "benchmarks/studies/state/__main__.py"), about]
+    parts = [
+        "# State per sample in six favourable cases",
+        provenance(known, "benchmarks/studies/state/__main__.py"),
+        about,
+    ]
     for case in CASES:
         if any(arm.startswith(f"{case}:") for arm in finals):
             parts += [f"## {TITLES[case]}", _of_case(finals, case)]
-    chosen = "Validation recall, in per cent; the chosen ones are bold."
+    chosen = "Validation recall in per cent. The chosen settings are bold."
     return "\n\n".join([*parts, settings(STUDY, results, chosen, "recall", 1)])
 
 
