@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ import compopt
 from compopt.kernel.features import NORM_MIN, with_gradients
 
 TAU = 0.07
+LOW_TAU = 0.01  # exp(s / tau) underflows for many pairs of trained encoders
 CHUNK = 512
 SAMPLES_PER_BATCH = 4  # data-set size n = 4 B: rows are revisited, and a batch is only a part of the data set
 
@@ -80,8 +82,8 @@ def unimodal_products(B: int, d: int) -> Runner:
     return run
 
 
-def cross_entropy_both_ways(z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
-    logits = F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T / TAU
+def cross_entropy_both_ways(z1: Tensor, z2: Tensor, index: Tensor, tau: float = TAU) -> Tensor:
+    logits = F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T / tau
     target = torch.arange(len(z1))
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
@@ -165,4 +167,20 @@ DEFAULTS = {
     )
 }
 SMALL = [CROSS_ENTROPY, ALONE, "InfoNCE", "DCL", "SogCLR", "SogCLR + step", "iSogCLR", DEFAULT]
-SUITES = {"bimodal": BIMODAL, "unimodal": UNIMODAL, "small": BIMODAL | DEFAULTS}
+LOW = {
+    CROSS_ENTROPY: Contender(
+        f"autograd, `F.cross_entropy` in both directions, tau {LOW_TAU}",
+        autograd(partial(cross_entropy_both_ways, tau=LOW_TAU)),
+    ),
+    "DCL": Contender(f"`DCLEstimator({LOW_TAU})`", estimator(lambda n: compopt.DCLEstimator(LOW_TAU))),
+    "iSogCLR": Contender(
+        f"`ISogCLREstimator(n, tau_init={LOW_TAU})`",
+        estimator(lambda n: compopt.ISogCLREstimator(n, tau_init=LOW_TAU, rho=1.0)),
+    ),
+    "Memory": Contender(
+        f"`MemoryEstimator(d, tau={LOW_TAU})`",
+        estimator(lambda d: compopt.MemoryEstimator(d, tau=LOW_TAU), with_dim=True),
+    ),
+}
+SPREAD = "bimodal, spread similarities"
+SUITES = {"bimodal": BIMODAL, SPREAD: LOW, "unimodal": UNIMODAL, "small": BIMODAL | DEFAULTS}

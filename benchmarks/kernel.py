@@ -30,7 +30,9 @@ from benchmarks.contenders import (
     CROSS_ENTROPY,
     PRODUCTS,
     SAMPLES_PER_BATCH,
+    LOW,
     SMALL,
+    SPREAD,
     SUITES,
     TAU,
     UNIMODAL,
@@ -44,23 +46,29 @@ from benchmarks.report import ROOT, environment, finish, quartiles, spread, tabl
 
 ABOUT = """A call computes a loss and both feature gradients. Each cell is the median (first to third quartile) over the
 rounds; ratios are taken between calls of the same round. Features are float32, random, normalised, and new in every
-round; every loss normalises them again. Peak memory is the resident memory that one call adds to a new process, without
+round; every loss normalises them again. *Spread similarities*: features that vary in 16 dimensions only, so that
+similarities lie between -0.9 and 0.9 as those of trained encoders do. Peak memory is the resident memory that one call adds to a new process, without
 inputs and BLAS workspace, including its two B x d gradients. The last column is the peak without these gradients, in
 units of a float32 B x B matrix. A load average well above 0 before the run means that other programs were running."""
 
 
-def batch(B: int, d: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+RANK = 16  # dimension of features with spread similarities
+
+
+def batch(B: int, d: int, seed: int, rank: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random features of a dimension ``rank``, padded to ``d``, and an index."""
     generator = torch.Generator().manual_seed(seed)
-    z1, z2 = (F.normalize(torch.randn(B, d, generator=generator), dim=1) for _ in range(2))
+    z1, z2 = (F.normalize(torch.randn(B, rank or d, generator=generator), dim=1) for _ in range(2))
+    z1, z2 = (F.pad(z, (0, d - z.shape[1])) for z in (z1, z2))
     return z1, z2, torch.randperm(SAMPLES_PER_BATCH * B, generator=generator)[:B]
 
 
-def interleaved(contenders: dict[str, Contender], B: int, d: int, rounds: int) -> dict[str, list[float]]:
+def interleaved(contenders: dict[str, Contender], B: int, d: int, rounds: int, rank: int = 0) -> dict[str, list[float]]:
     """Return the seconds of each call: `rounds` values per contender, after two warm-up rounds."""
     runners = {name: contender.build(B, d) for name, contender in contenders.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     for i in range(-2, rounds):
-        z1, z2, index = batch(B, d, seed=i + 2)
+        z1, z2, index = batch(B, d, i + 2, rank)
         for name, run in random.Random(i).sample(list(runners.items()), len(runners)):  # random order
             a, b = z1.clone().requires_grad_(), z2.clone().requires_grad_()
             start = time.perf_counter()
@@ -110,11 +118,11 @@ def check_equal_work(B: int, d: int) -> None:
 def measure(suite: str, names: list[str], B: int, d: int, rounds: int, memory: bool) -> dict:
     """Measure some contenders at one size."""
     contenders = {name: SUITES[suite][name] for name in names}
-    seconds = interleaved(contenders, B, d, rounds)
+    seconds = interleaved(contenders, B, d, rounds, RANK if suite == SPREAD else 0)
     rows = {}
     for name in names:
         row: dict = {"seconds": quartiles(seconds[name])}
-        for base in (CROSS_ENTROPY,) if suite == "small" else (PRODUCTS, "products, preallocated"):
+        for base in (CROSS_ENTROPY,) if suite in ("small", SPREAD) else (PRODUCTS, "products, preallocated"):
             if base in names:
                 row[f"ratio to {base}"] = ratios(seconds, name, base)
         if suite == "small":
@@ -182,6 +190,7 @@ def main() -> None:
     for B in args.sizes:
         print(f"bimodal, B = {B} ...", file=sys.stderr, flush=True)
         results.append(measure("bimodal", list(BIMODAL), B, args.dim, rounds_for(B, args.seconds), memory=True))
+    results.append(measure(SPREAD, list(LOW), 1024, args.dim, rounds_for(1024, args.seconds), memory=False))
     B = args.unimodal_size
     print(f"unimodal, B = {B} ...", file=sys.stderr, flush=True)
     results.append(measure("unimodal", list(UNIMODAL), B, args.dim, rounds_for(2 * B, args.seconds), memory=True))

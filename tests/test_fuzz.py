@@ -57,7 +57,7 @@ def test_the_program_ends_with_an_error(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.strip() in page
     load = compopt.load
     monkeypatch.setattr(compopt, "load", lambda est, path: silent(load, est, path))
-    with pytest.raises(SystemExit, match="trials went wrong"):
+    with pytest.raises(SystemExit, match="trials failed"):
         fuzz.main(["damage", "--flips", "4", "--others", "0", "--quick"])
 
 
@@ -82,6 +82,6 @@ def larger(est, *args, **kwargs):
 def test_wrong_calls_are_told(monkeypatch, capsys):
     monkeypatch.setattr(compopt.ContrastiveEstimator, "__call__", larger)
     assert {what for _, _, what, _ in fuzz_calls.calls(0, 20)["findings"]} == {"other numbers"}
-    with pytest.raises(SystemExit, match="trials went wrong"):
+    with pytest.raises(SystemExit, match="trials failed"):
         fuzz.main(["calls", "--count", "20", "--quick"])
     assert "--trial" in capsys.readouterr().out

@@ -10,10 +10,10 @@ MOST = {
     "InfoNCE": 47,
     "DCL": 46,
     "SogCLR": 59,
-    "iSogCLR": 83,
+    "iSogCLR": 87,  # four on a CPU only, for exponentials that underflow, as in FastCLIP v3
     "Residual": 99,
     "Memory": 101,
-    "FastCLIP v3": 106,  # computes log tau, exponentiates it, and scales the rate with tau
+    "FastCLIP v3": 110,  # computes log tau, exponentiates it, and scales the rate with tau
     "EMC2": 188,
     "NeuCLIP, 10 updates": 250,
 }

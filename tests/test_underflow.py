@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import compopt
+from compopt.kernel.blocks import MASKED, SMALLEST, exp_
 from tests.database import MODES
 from tests.helpers import features, near
 
@@ -95,3 +96,29 @@ def test_float16_logits_beyond_its_range(mode):
     est = compopt.InfoNCEEstimator(tau=TAU, include_positive=False, mode=mode)
     exact = compopt.InfoNCEEstimator(tau=TAU, include_positive=False, mode=mode)
     near(est(z1, z2, torch.arange(6)), exact(z1.double(), z2.double(), torch.arange(6)), 1e-4)
+
+
+def test_exponentials_on_a_cpu_are_never_subnormal():
+    x = torch.cat([torch.linspace(-120, 1, 1000), torch.tensor([MASKED, torch.nan, 80.0])])
+    expected = x.double().exp()
+    found = exp_(x.clone())
+    assert found[-2].isnan()
+    kept = expected > SMALLEST
+    torch.testing.assert_close(found[kept], expected[kept].float())
+    assert (found[expected <= SMALLEST / 2] == 0).all() and (found[~found.isnan()] != 0).sum() == kept.sum()
+    torch.testing.assert_close(exp_(x.double()), expected, equal_nan=True, rtol=0, atol=0)  # float64 keeps all
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_gradients_of_spread_similarities(name, mode):
+    """Most exponentials underflow at similarities between -1 and 1 and tau = 0.005."""
+    z = features(12, 3, seed=5)
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        views = [z_view.to(dtype).requires_grad_() for z_view in z]
+        est = ESTIMATORS[name](mode=mode)
+        est(*views, torch.arange(12) % 8).backward()
+        gradients.append(torch.stack([view.grad.double() for view in views]))
+    scale = gradients[1].abs().max()
+    torch.testing.assert_close(gradients[0] / scale, gradients[1] / scale, rtol=0, atol=2e-4)

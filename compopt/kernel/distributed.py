@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 
 from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar
-from compopt.kernel.blocks import MASKED, Exponentials, Extra, Matrix, exponentials, positives
+from compopt.kernel.blocks import MASKED, Exponentials, Extra, Matrix, exp_, exponentials, positives
 from compopt.kernel.local import CPU_BLOCK_ROWS
 from compopt.kernel.pairs import (
     PairOptions,
@@ -105,7 +105,7 @@ class RowBlock:
             logits = self._selected.logits(s, start, 1, scale[:, None])
             return exponentials(logits, s if self.moments else None, scale[:, None], 1)
         shift = s.amax(1)
-        e = (s - shift[:, None]).mul_(scale[:, None]).exp_()
+        e = exp_((s - shift[:, None]).mul_(scale[:, None]))
         return Exponentials(e, shift, torch.linalg.vecdot(e, s) if self.moments else None)
 
     def gradient(self, own: dict[str, Tensor], columns: dict[str, Tensor] | None) -> Tensor:
@@ -148,8 +148,8 @@ class RowBlock:
         if columns is not None:
             if self._selected is not None:
                 s = self._selected.logits(s, start, 0, columns["scale"])
-            s.sub_(columns["positive"]).mul_(columns["scale"]).sub_(columns["alpha"]).sub_(columns["log_count"]).exp_()
-            s.mul_(columns["coefficient"])
+            s.sub_(columns["positive"]).mul_(columns["scale"]).sub_(columns["alpha"]).sub_(columns["log_count"])
+            exp_(s).mul_(columns["coefficient"])
         if rows is None:
             return s
         assert rows.shift is not None

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compopt.functional import Scalar
-from compopt.kernel.blocks import Exponentials, Matrix, exponentials, positives
+from compopt.kernel.blocks import Exponentials, Matrix, exp_, exponentials, positives
 from compopt.kernel.pairs import (
     PairOptions,
     PairStatistics,
@@ -229,7 +229,7 @@ class Pairs(PairStatistics):
         if self._selected is not None:
             return self._select(self._selected, s, part, scale, column_shift)
         shift = s.amax(1)
-        e = torch.sub(s, shift[:, None], out=self._buffer(self._row_buffer, part)).mul_(scale).exp_()
+        e = exp_(torch.sub(s, shift[:, None], out=self._buffer(self._row_buffer, part)).mul_(scale))
         scratch, dot = None, None
         if self.moments:
             scratch = self._scratch(part)
@@ -241,8 +241,8 @@ class Pairs(PairStatistics):
         top = s.amax(0)
         top = top if column_shift is None else torch.maximum(column_shift, top)
         if not self.moments:
-            return rows, Exponentials(s.sub_(top).mul_(self._column_scale).exp_(), top, None)
-        e = torch.sub(s, top, out=scratch).mul_(self._column_scale).exp_()
+            return rows, Exponentials(exp_(s.sub_(top).mul_(self._column_scale)), top, None)
+        e = exp_(torch.sub(s, top, out=scratch).mul_(self._column_scale))
         dot = s.mul_(e).sum(0)
         return rows, Exponentials(e if scratch is None else s.copy_(e), top, dot)
 

@@ -16,7 +16,7 @@ from compopt.checks.values import FINITE, Range
 from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import Scalar, all_finite
-from compopt.kernel.blocks import mean_positive
+from compopt.kernel.blocks import exp_, mean_positive
 from compopt.kernel.pairs import Sums, scale_of
 from compopt.pairs import NO_POLICY, PairPolicy
 
@@ -340,7 +340,7 @@ def shared_softmax(logits: Tensor, log_sum: Tensor, keep: bool) -> tuple[Tensor,
         keep: do not overwrite the logits.
     """
     shift = torch.maximum(logits.amax(2), log_sum)
-    e = torch.sub(logits, shift.unsqueeze(2), out=None if keep else logits).exp_()
+    e = exp_(torch.sub(logits, shift.unsqueeze(2), out=None if keep else logits))
     total = (log_sum - shift).exp_().add_(e.sum(2))
     return e.div_(total.unsqueeze(2)), total.log_().add_(shift)
 

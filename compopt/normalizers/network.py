@@ -24,7 +24,7 @@ from torch.nn.functional import normalize
 from compopt import functional as F
 from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar
-from compopt.kernel.blocks import MASKED
+from compopt.kernel.blocks import MASKED, exp_
 from compopt.kernel.features import NORM_MIN, through_normalization
 from compopt.kernel.pairs import MAX_UNSHIFTED_SCALE, pull_positives
 
@@ -71,7 +71,7 @@ class Prototypes:
             return self.partition(weights).log()
         logits = self._compare(weights)
         top = logits.amax(2)
-        self._e = torch.sub(logits, top.unsqueeze(2), out=self._e).exp_()
+        self._e = exp_(torch.sub(logits, top.unsqueeze(2), out=self._e))
         total = self._e.sum(2)
         log_total = total.log().add_(top)
         # the softmax weights over all ranks are e_ij share_i
