@@ -28,9 +28,9 @@ import compopt
 from benchmarks.contenders import (
     BIMODAL,
     CROSS_ENTROPY,
+    LOW,
     PRODUCTS,
     SAMPLES_PER_BATCH,
-    LOW,
     SMALL,
     SPREAD,
     SUITES,
@@ -44,12 +44,13 @@ from benchmarks.contenders import (
 from benchmarks.machine import status
 from benchmarks.report import ROOT, environment, finish, quartiles, spread, table
 
-ABOUT = """A call computes a loss and both feature gradients. Each cell is the median (first to third quartile) over the
-rounds; ratios are taken between calls of the same round. Features are float32, random, normalised, and new in every
-round; every loss normalises them again. *Spread similarities*: features that vary in 16 dimensions only, so that
-similarities lie between -0.9 and 0.9 as those of trained encoders do. Peak memory is the resident memory that one call adds to a new process, without
-inputs and BLAS workspace, including its two B x d gradients. The last column is the peak without these gradients, in
-units of a float32 B x B matrix. A load average well above 0 before the run means that other programs were running."""
+ABOUT = """A call computes a loss and both feature gradients. Each cell is the median (first to third quartile) over
+the rounds; ratios are taken between calls of the same round. Features are float32, random, normalised, and new in
+every round; every loss normalises them again. *Spread similarities*: features that vary in 16 dimensions only, so
+that similarities lie between -0.9 and 0.9 as those of trained encoders do. Peak memory is the resident memory that
+one call adds to a new process, without inputs and BLAS workspace, including its two B x d gradients. The last column
+is the peak without these gradients, in units of a float32 B x B matrix. A load average well above 0 before the run
+means that other programs were running."""
 
 
 RANK = 16  # dimension of features with spread similarities
