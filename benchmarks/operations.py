@@ -55,7 +55,8 @@ GOALS = {
 ABOUT = f"""Number of operations that torch dispatches in one training step of the estimator alone: a call, its backward
 pass and `est.step()`. B = {B}, d = {DIM}, n = {N}, float32, both directions, step number {STEPS}; networks have
 {PROTOTYPES} prototypes. Allocations are counted. Views are not counted, because they compute nothing.
-{REFERENCE} includes the normalization of the features."""
+{REFERENCE} includes the normalization of the features. Four operations of iSogCLR and FastCLIP v3, which set very
+small exponentials to zero, run on a CPU only."""
 
 
 class Operations(TorchDispatchMode):
