@@ -66,6 +66,7 @@ ACCELERATOR, EQUAL = "runs on accelerators only", "changes no result"
 BY_READING = {
     ("compopt/kernel/features.py", "_ClosedForm.backward", "constant"): f"{EQUAL}: zip over lists that are as long",
     ("compopt/kernel/distributed.py", "RowBlock.__init__", "branches"): f"{EQUAL}: size of the blocks",
+    ("compopt/kernel/distributed.py", "GatheredPairs.gradients", "function"): f"{EQUAL}: momentum features have none",
     ("compopt/normalizers/network.py", "FunctionalOptimizer._made", "and/or"): ACCELERATOR,
     ("compopt/negatives/walk.py", "move", "statement"): ACCELERATOR,
     ("compopt/stores/deposits.py", "Deposit.of", "branches"): ACCELERATOR,
