@@ -132,3 +132,12 @@ def test_float32_rows_with_float64_features():
     near(g1, w1, 1e-5)
     est.step()
     assert est.read(index)["log_u"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_predictions_of_a_network_are_in_single_precision_under_autocast(enabled):
+    net = compopt.NeuralNormalizer(8, prototypes=9, seed=1)
+    z = torch.nn.functional.normalize(features(6, 8, seed=2)[0], dim=1)
+    exact = net.predict(z, 0.1)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        near(net.predict(z.float(), 0.1), exact, 1e-5)
