@@ -94,6 +94,22 @@ def test_an_operation_on_one_rank_alone(operation, ranks, tmp_path):
         assert t == 3 and rows == found[0][3]
 
 
+def keys_on_one_rank(group):
+    """Return the error of a call in which rank 0 alone passes labels; the next call has them on both ranks."""
+    est, rank = build(group), dist.get_rank(group)
+    index = torch.arange(OWN) + rank * OWN
+    z = [side[:OWN] for side in features(OWN, 3, rank)]
+    said = outcome(lambda: est(*z, index, **({} if rank else {"labels": index})))
+    est(*z, index, labels=index)
+    return said
+
+
+def test_keys_that_one_rank_alone_passes_are_named():
+    for said in the_pool().run(keys_on_one_rank, 2):
+        assert said.startswith("ValueError: all ranks must pass the same arguments")
+        assert said.endswith("got by rank [['index', 'labels'], ['index']]")
+
+
 def prefetch_on_one_rank(group):
     """Prefetch on rank 1, the only one that offloads its shard, while rank 0 calls; then call on both."""
     alone = dist.get_rank(group) == 1
