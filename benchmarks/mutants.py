@@ -146,10 +146,12 @@ def copy_of_checkout(folder: Path) -> Path:
     return folder
 
 
-def run_tests(folder: Path, stage: str, *arguments: str, python: Path = Path(sys.executable)) -> str | None:
-    """Return the test that failed first, or None."""
-    expression = {"rest": selection("REST"), "triton": ""}.get(stage, selection("DAILY"))
-    command = [str(python), "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", f"--timeout={HANGS}"]
+def run_tests(folder: Path, stage: str, *arguments: str) -> str | None:
+    """Return the test that failed first, or None; the stage ``"triton"`` runs in the environment with Triton."""
+    python, expression = sys.executable, selection("REST" if stage == "rest" else "DAILY")
+    if stage == "triton":
+        python, expression, arguments = str(TRITON), "", ("tests/triton", *arguments)
+    command = [python, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", f"--timeout={HANGS}"]
     command += ["-p", "no:cacheprovider", "-p", "no:xdist", "-m", expression, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -200,20 +202,23 @@ def measured(folder: Path) -> Callable[[Mutation], list[str]]:
     return tests_of
 
 
-def rest(folder: Path, _: Mutation) -> dict:
-    """Return the verdict of the other tests on a mutant that the daily ones did not notice."""
-    failed = run_tests(folder, "rest")
-    return {"noticed": "test-full" if failed else "nobody", "test": failed}
+def later(stage: str, missed: str) -> Verdict:
+    """Return the verdict of the tests of a stage on mutants that the daily ones did not notice.
 
+    Args:
+        stage: ``"triton"`` or ``"rest"``.
+        missed: what is recorded if no test fails.
+    """
 
-def in_triton(folder: Path, _: Mutation) -> dict:
-    """Return the verdict of the tests that need Triton, which `make test-full` runs in an environment of its own."""
-    failed = run_tests(folder, "triton", "tests/triton", python=TRITON)
-    return {"noticed": "test-full" if failed else LATER, "test": failed}
+    def ask(folder: Path, _: Mutation) -> dict:
+        failed = run_tests(folder, stage)
+        return {"noticed": "test-full" if failed else missed, "test": failed}
+
+    return ask
 
 
 def daily(tests_of: Callable[[Mutation], list[str]]) -> Verdict:
-    """Verdict of the daily tests: those that run the line first, then all of them."""
+    """Return the verdict of the daily tests: first of those that run the line, then of all."""
 
     def ask(folder: Path, mutant: Mutation) -> dict:
         tests, failed = tests_of(mutant), None
@@ -227,13 +232,13 @@ def daily(tests_of: Callable[[Mutation], list[str]]) -> Verdict:
 
 
 def waiting(mine: list[tuple[str, Mutation]], records: Path, noticed: str | None) -> list[tuple[str, Mutation]]:
-    """Mutants with this record: none yet, or that the daily tests let pass."""
+    """Return the mutants whose record is ``noticed``: ``None`` for no record, or :data:`LATER`."""
     known = {record["key"]: judged(record)["noticed"] for record in read_runs(records)}
     return [(room, mutant) for room, mutant in mine if known.get(mutant.key) == noticed]
 
 
 def run(todo: list[tuple[str, Mutation]], ask: Verdict, folders: list[Path], records: Path) -> None:
-    """Append the verdict on every mutant; each folder is a lane of its own."""
+    """Try every mutant and append its verdict to the records; one mutant at a time in each folder."""
     free: queue.SimpleQueue[Path] = queue.SimpleQueue()
     writing = threading.Lock()
     for folder in folders:
@@ -337,12 +342,10 @@ def main() -> None:
             if todo := waiting(mine, options.records, None)[: options.limit]:
                 run(todo, daily(measured(folders[0])), folders, options.records)
             fused = [(room, m) for room, m in mine if m.path == "compopt/kernel/fused.py" and TRITON.exists()]
-            if todo := waiting(fused, options.records, LATER)[: options.limit]:
-                must_pass(folders[0], "triton", "tests/triton")
-                run(todo, in_triton, folders, options.records)
-            if todo := waiting(mine, options.records, LATER)[: options.limit]:
-                must_pass(folders[0], "rest")
-                run(todo, rest, folders, options.records)
+            for stage, group, missed in (("triton", fused, LATER), ("rest", mine, "nobody")):
+                if todo := waiting(group, options.records, LATER)[: options.limit]:
+                    must_pass(folders[0], stage)
+                    run(todo, later(stage, missed), folders, options.records)
     known = {record["key"]: record for record in read_runs(options.records)}
     text, summary = report([known[mutant.key] for _, mutant in every if mutant.key in known], len(every))
     (options.records.with_suffix(".md")).write_text(text)
