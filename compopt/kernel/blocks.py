@@ -153,8 +153,8 @@ def exp_(x: Tensor) -> Tensor:
     """Exponentiate in place; in float32 on a CPU, set results of at most :data:`SMALLEST` to zero.
 
     On a CPU an exponential that underflows, also one of :data:`MASKED`, takes up to 90 times as long as another one,
-    and products with subnormal numbers are as slow. Next to the largest term of a sum, which is 1, terms this small
-    change neither the sum nor a gradient.
+    and products with subnormal numbers are as slow. The arguments are logarithms of terms relative to the largest of
+    their sum, or of pair weights, which add up to about 1: terms this small are below the rounding of their sum.
     """
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return x.exp_()
