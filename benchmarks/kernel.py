@@ -46,21 +46,21 @@ from benchmarks.report import ROOT, environment, finish, quartiles, spread, tabl
 
 ABOUT = """A call computes a loss and both feature gradients. Each cell is the median (first to third quartile) over
 the rounds; ratios are taken between calls of the same round. Features are float32, random, normalised, and new in
-every round; every loss normalises them again. *Spread similarities*: features that vary in 16 dimensions only, so
-that similarities lie between -0.9 and 0.9 as those of trained encoders do. Peak memory is the resident memory that
+every round; every loss normalises them again. *Spread similarities*: features in a random subspace of 16 dimensions,
+so that similarities lie between -0.9 and 0.9 as those of trained encoders do. Peak memory is the resident memory that
 one call adds to a new process, without inputs and BLAS workspace, including its two B x d gradients. The last column
 is the peak without these gradients, in units of a float32 B x B matrix. A load average well above 0 before the run
 means that other programs were running."""
-
-
 RANK = 16  # dimension of features with spread similarities
 
 
 def batch(B: int, d: int, seed: int, rank: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random features of a dimension ``rank``, padded to ``d``, and an index."""
+    """Return two matrices of random features, in a random subspace of dimension ``rank`` if it is given; an index."""
     generator = torch.Generator().manual_seed(seed)
     z1, z2 = (F.normalize(torch.randn(B, rank or d, generator=generator), dim=1) for _ in range(2))
-    z1, z2 = (F.pad(z, (0, d - z.shape[1])) for z in (z1, z2))
+    if rank:
+        basis = torch.linalg.qr(torch.randn(d, rank, generator=generator))[0].T
+        z1, z2 = z1 @ basis, z2 @ basis
     return z1, z2, torch.randperm(SAMPLES_PER_BATCH * B, generator=generator)[:B]
 
 
