@@ -317,7 +317,14 @@ class ZeRO2(ZeRO1):
 
 
 class ZeRO3(ZeRO1):
-    pass
+    """ZeRO 3 for models in double precision, which DeepSpeed rejects on CPUs that support float16, and only there."""
+
+    def wrap(self, module):
+        from deepspeed.accelerator import get_accelerator
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
+            return super().wrap(module)
 
 
 class AccelerateZeRO2(ZeRO1):
@@ -338,7 +345,7 @@ class AccelerateZeRO2(ZeRO1):
         return engine
 
 
-class AccelerateZeRO3(AccelerateZeRO2):
+class AccelerateZeRO3(ZeRO3, AccelerateZeRO2):
     pass
 
 
