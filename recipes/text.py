@@ -14,7 +14,7 @@ import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +80,22 @@ def load(
     """
     names, documents = docstrings() if folder is None else wordnet(folder)
     queries = names if folder is None else [", ".join(words) for words in names]
+    pairs = split(queries, documents, held_out, seed)
+    if each:
+        words = [(word, documents[at]) for at in pairs.train for word in names[at]]
+        train = np.arange(len(queries), len(queries) + len(words))
+        queries, documents = [*queries, *(word for word, _ in words)], [*documents, *(text for _, text in words)]
+        pairs = replace(pairs, queries=queries, documents=documents, train=train)
+    return replace(pairs, train=pairs.train[:limit])
+
+
+def split(queries: list[str], documents: list[str], held_out: int, seed: int = 0) -> TextPairs:
+    """Hold out pairs at random, see :func:`load`; all others are training pairs, in random order."""
     order = np.random.default_rng(seed).permutation(len(queries))
     counts = Counter([*queries, *documents])
     alone = [at for at in order if counts[queries[at]] == 1 and counts[documents[at]] == 1]
     out = np.array(alone[: 2 * held_out])
-    train = order[~np.isin(order, out)]
-    if each:
-        words = [(word, documents[at]) for at in train for word in names[at]]
-        train = np.arange(len(queries), len(queries) + len(words))
-        queries, documents = [*queries, *(word for word, _ in words)], [*documents, *(text for _, text in words)]
-    return TextPairs(queries, documents, train[:limit], out[:held_out], out[held_out:])
+    return TextPairs(queries, documents, order[~np.isin(order, out)], out[:held_out], out[held_out:])
 
 
 def tokenizer_of(texts: Iterable[str], words: int = 8192, length: int = 32) -> Any:

@@ -1,13 +1,14 @@
-"""Comparison of methods: every contender on four data sets at five batch sizes, some also on two small data sets.
+"""Comparison of methods: every contender on four data sets at five batch sizes, some also on four further data sets.
 
-    python -m benchmarks.studies.default tune  --wordnet FOLDER [--arms ARM ...]   # learning rate, then temperature
-    python -m benchmarks.studies.default final --wordnet FOLDER [--arms ARM ...]   # three other seeds, test half
-    python -m benchmarks.studies.default report                                    # results/default.md
+    python -m benchmarks.studies.default tune  --texts FOLDER [--arms ARM ...]   # learning rate, then temperature
+    python -m benchmarks.studies.default final --texts FOLDER [--arms ARM ...]   # three other seeds, test half
+    python -m benchmarks.studies.default report                                  # results/default.md
 
-FOLDER contains WordNet 3.0's files, as in Debian's package wordnet-base.  ``--arms`` takes patterns:
-``"glyphs: *, 16"``.  ``recommended`` is :func:`compopt.recommended`, which is not tuned; its learning rate is always
-``1e-3 sqrt(samples per update)``, at most 0.016.  Each finished run is a line of ``results/default.jsonl`` and is not
-run again.
+FOLDER contains the files of WordNet 3.0, as in Debian's package wordnet-base, for words, and for packages the file
+Translation-en of Debian 12 (bookworm), which ``apt-get update -o Acquire::Languages=en`` downloads and
+``/usr/lib/apt/apt-helper cat-file`` decompresses.  ``--arms`` takes patterns: ``"glyphs: *, 16"``.  ``recommended`` is
+:func:`compopt.recommended`, which is not tuned; its learning rate is always ``1e-3 sqrt(samples per update)``, at most
+0.016.  Each finished run is a line of ``results/default.jsonl`` and is not run again.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from benchmarks.studies.default import mining
 from benchmarks.studies.default.arms import ARMS, MINED, MINED_GRIDS, STUDY
 from benchmarks.studies.default.losses import loss_of
 from benchmarks.studies.default.report import page
-from benchmarks.studies.default.tasks import load
+from benchmarks.studies.default.tasks import READ_FOLDER, load
 from benchmarks.studies.default.training import Setting, train
 from benchmarks.studies.search import Job, main
 
 
-def run_one(job: Job, wordnet: Path | None) -> dict[str, Any]:
+def run_one(job: Job, texts: Path | None) -> dict[str, Any]:
     """Train and evaluate, in this process."""
     cell, part = ARMS[job.arm], "test" if job.final else "validation"
-    task = load(cell.task, part, wordnet)
+    task = load(cell.task, part, texts)
     where = {name: getattr(cell, name) for name in ("batch", "accumulate", "forward", "batches", "samples")}
     setting = Setting(lr=job.options["lr"], seed=job.seed, **where)
     mined = {name: int(job.options[name]) for name in MINED_GRIDS} if cell.batches == MINED else {}
@@ -38,5 +39,5 @@ def run_one(job: Job, wordnet: Path | None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    module, needs = "benchmarks.studies.default", lambda arm: ARMS[arm].task == "words"
-    main(STUDY, module, __doc__, run_one, page, needs_data=needs)
+    module, needs = "benchmarks.studies.default", lambda arm: ARMS[arm].task in READ_FOLDER
+    main(STUDY, module, __doc__, run_one, page, "--texts", needs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -15,6 +15,7 @@ from recipes.batches import ORDERED, RANDOM, SPECTRAL
 DEFAULT = "recommended"
 SETS = ("glyphs", "icons", "words", "faces")
 SMALL_SETS, SMALL_BATCHES = ("few", "digits"), (16, 64)  # with about a thousand samples, each seen some fifty times
+UNSEEN_SETS, UNSEEN_BATCHES = ("packages", "emoji"), (16, 64)  # first used when the default was finished
 RATES, TAUS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.07, 0.1)
 LARGE_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)  # for batches of 256 and more
 LARGEST_RATE = 1.6e-2  # of the default: InfoNCE at batch 1,024 is worse with more, on all four sets (validation data)
@@ -56,8 +57,8 @@ CHOSEN = {
 } | {f"{loss}, {MINED} batches": (loss, MINED) for loss in ("InfoNCE", "DCL")}
 ROWS = (*FIRST, *CHOSEN)
 # the default with one change, not tuned either
-MOMENTUM, VARIED = "momentum features", 16
-VARIANTS = ("features as they were", "forces out of balance", "32 features", "512 features", MOMENTUM)
+MOMENTUM, MOMENTUM_BATCHES, VARIED = "momentum features", (8, 16, 64), 16
+VARIANTS = ("features as they were", "forces out of balance", "32 features", "512 features")
 # arms that explain the gap between accumulated micro-batches and a gradient cache, on the data sets with such a gap
 MICRO, WINDOW, HALF, GAPPED = 16, "256 features", "half the rate", ("glyphs", "icons")
 IDEAL = ("DCL, micro-batches", "DCL, micro-batches, balanced")
@@ -116,6 +117,7 @@ def _arms(task: str) -> dict[str, Cell]:
     cells = {f"{loss}, {batch}": _cell(task, loss, batch) for batch in BATCHES for loss in losses}
     cells |= {f"{DEFAULT}, {batch}": _default(task, batch) for batch in BATCHES}
     cells |= {f"{DEFAULT}, {change}, {VARIED}": _default(task, VARIED, loss=change) for change in VARIANTS}
+    cells |= _with_momentum(task, MOMENTUM_BATCHES)
     cells |= {f"{loss}, 16 x 16": _cell(task, loss, 16, 16) for loss in ("InfoNCE", "DCL", "Residual")}
     cells |= {f"{DEFAULT}, 16 x 16": _default(task, 16, 16)}
     cells |= {f"{loss}, 256 cached": _cell(task, loss, 256, forward=16) for loss in ("InfoNCE", "DCL")}
@@ -148,6 +150,17 @@ def _small_arms(task: str) -> dict[str, Cell]:
     return cells
 
 
+def _unseen_arms(task: str) -> dict[str, Cell]:
+    losses = ("InfoNCE", "DCL", *QUEUES)
+    cells = {f"{loss}, {batch}": _cell(task, loss, batch) for batch in UNSEEN_BATCHES for loss in losses}
+    cells |= {f"{DEFAULT}, {batch}": _default(task, batch) for batch in UNSEEN_BATCHES}
+    return cells | _with_momentum(task, UNSEEN_BATCHES)
+
+
+def _with_momentum(task: str, batches: Sequence[int]) -> dict[str, Cell]:
+    return {f"{DEFAULT}, {MOMENTUM}, {batch}": _default(task, batch, loss=MOMENTUM) for batch in batches}
+
+
 @cache
 def _times(task: str) -> dict[str, float]:
     """Return the measured seconds per sample of the arms compared at equal time; empty before the measurement."""
@@ -163,7 +176,7 @@ def _in_time(task: str, name: str, cell: Cell) -> Cell:
 
 ARMS: Mapping[str, Cell] = {
     f"{task}: {name}": cell
-    for sets, arms in ((SETS, _arms), (SMALL_SETS, _small_arms))
+    for sets, arms in ((SETS, _arms), (SMALL_SETS, _small_arms), (UNSEEN_SETS, _unseen_arms))
     for task in sets
     for name, cell in arms(task).items()
 }

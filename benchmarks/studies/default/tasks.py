@@ -7,6 +7,8 @@ words    the words of a WordNet synset, its definition   R@1 in both directions,
 faces    a character in two faces (one modality)         R@1 between faces, other characters among all
 few      1,024 of the glyphs                             as glyphs
 digits   left and right halves of 1,285 written digits   R@1 in both directions, 256 other digits
+packages short and long descriptions of Debian packages  as words
+emoji    one emoji in two designs (one modality)         nearest image in another design, other emoji
 =======  ==============================================  ==========================================
 
 Held-out samples are divided into two halves: settings are chosen on ``validation``, results are those of ``test``.
@@ -28,12 +30,13 @@ from recipes import glyphs, icons, text
 from recipes.icon_task import IconNames
 from recipes.methods import BIMODAL, UNIMODAL
 from recipes.models import ImageTower, TextTower, Tokenizer
-from recipes.tasks import GlyphFaces, NamedImages, in_chunks, limited
+from recipes.tasks import GlyphFaces, ImageViews, Labelled, NamedImages, in_chunks, limited
 
 PARTS = ("validation", "test")
 SAMPLES = 65_536  # training samples seen in a run, for every batch size
 PAIRS = 32_768  # training pairs of glyphs, icons and words
 DIM, WIDTH = 64, 16  # dimension of the features, and width of the first convolution
+TONES = {"tone", "light", "medium", "dark"}  # words in the names of emoji that differ from others in the skin tone
 POOL = 1024  # held-out words among which each query searches
 
 
@@ -136,6 +139,17 @@ class Words:
         return {name: mean(score[name] for score in scores) for name in scores[0]}
 
 
+def packages(folder: Path) -> text.TextPairs:
+    """Return short descriptions and first paragraphs of long ones of Debian packages, from the file Translation-en."""
+    found: dict[str, str] = {}  # paragraph -> short description; related packages repeat their first paragraph
+    for entry in (folder / "Translation-en").read_text(encoding="utf-8").split("\n\n"):
+        short, _, long = entry.partition("Description-en: ")[2].partition("\n")
+        paragraph = " ".join(long.split("\n .\n")[0].split())
+        if len(paragraph.split()) >= 5:
+            found.setdefault(paragraph, short)
+    return text.split([*found.values()], [*found], held_out=4096)
+
+
 def plain(line: str) -> str:
     """Reduce a text to lower-case letters, digits and spaces."""
     return re.sub("[^a-z0-9]+", " ", line.lower()).strip()
@@ -178,6 +192,48 @@ def between(one: Tensor, two: Tensor, *others: Tensor) -> dict[str, float]:
 
 def both(forward: float, backward: float) -> dict[str, float]:
     return {"recall": (forward + backward) / 2, "forward": forward, "backward": backward}
+
+
+class Emoji(ImageViews):
+    """Emoji without skin tones, each in several designs, of which two are the views of a sample.
+
+    Designs are families of icons that draw the emoji. The measure is the share of held-out images whose nearest image
+    in another family is the same emoji.
+    """
+
+    mode, augment = UNIMODAL, ("shift",)
+    sources = GlyphFaces.sources  # two different designs
+
+    def __init__(self, part: str) -> None:
+        data = icons.load(progress=False)
+        toned = torch.tensor([not TONES.isdisjoint(name.split()) for name in data.names])
+        at = ((data.kind == icons.KINDS.index("emoji")) & ~toned[data.caption]).nonzero().flatten()
+        at = at[(data.caption[at] * len(data.families) + data.family[at]).argsort(stable=True)]
+        pairs = torch.stack([data.caption[at], data.family[at]], 1)
+        at = at[torch.cat([torch.ones(1, dtype=torch.bool), (pairs[1:] != pairs[:-1]).any(1)])]  # one image per design
+        emoji, where, count = data.caption[at].unique(return_inverse=True, return_counts=True)
+        order = (count > 1).nonzero().flatten()
+        order = order[torch.randperm(len(order), generator=torch.Generator().manual_seed(0))]
+        fifth = len(order) // 5
+        *held_out, train = order.split([fifth, fifth, len(order) - 2 * fifth])
+        ours, theirs = (at[torch.isin(where, part)] for part in (train, held_out[PARTS.index(part)]))
+        self.count = count[train.sort().values]
+        self.first = self.count.cumsum(0) - self.count
+        shown = Labelled(data.images[theirs], data.caption[theirs])
+        super().__init__(data.images[ours], shown, shown, f"emoji, n = {len(train)}")
+        self.n, self.family = len(train), data.family[theirs]
+
+    def model(self) -> nn.Module:
+        return Towers()
+
+    def training_features(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        return in_chunks(model.image, self.images[self.first]), in_chunks(model.image, self.images[self.first + 1])
+
+    def score(self, model: nn.Module) -> dict[str, float]:
+        features = F.normalize(in_chunks(model.image, self.queries.images))
+        elsewhere = self.family[:, None] != self.family
+        nearest = (features @ features.T).masked_fill(~elsewhere, -torch.inf).argmax(1)
+        return {"recall": (self.queries.labels[nearest] == self.queries.labels).float().mean().item()}
 
 
 class Digits:
@@ -235,9 +291,12 @@ TASKS: dict[str, Callable[..., Task]] = {
     "faces": Faces,
     "few": lambda part: Glyphs(part, limit=1024),
     "digits": Digits,
+    "packages": lambda part, folder: Words(part, pairs=packages(folder)),
+    "emoji": Emoji,
 }
+READ_FOLDER = ("words", "packages")  # data sets that are read from a folder of the user
 
 
-def load(name: str, part: str, wordnet: Path | None) -> Task:
-    """Return a data set with one half of its held-out samples; only words need the folder of WordNet's files."""
-    return TASKS[name](part, *([wordnet] if name == "words" else []))
+def load(name: str, part: str, folder: Path | None) -> Task:
+    """Return a data set with one half of its held-out samples; ``folder`` has the files of words and packages."""
+    return TASKS[name](part, *([folder] if name in READ_FOLDER else []))
