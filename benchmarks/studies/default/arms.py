@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 from benchmarks.report import RESULTS, stored
@@ -58,6 +59,7 @@ CHOSEN = {
 ROWS = (*FIRST, *CHOSEN)
 # the default with one change, not tuned either
 MOMENTUM, MOMENTUM_BATCHES, VARIED = "momentum features", (8, 16, 64), 16
+MOMENTUM_RATES = {MOMENTUM: 1.0, f"{MOMENTUM}, twice the rate": 2.0}  # multiples of the rule's learning rate
 VARIANTS = ("features as they were", "forces out of balance", "32 features", "512 features")
 # arms that explain the gap between accumulated micro-batches and a gradient cache, on the data sets with such a gap
 MICRO, WINDOW, HALF, GAPPED = 16, "256 features", "half the rate", ("glyphs", "icons")
@@ -158,7 +160,11 @@ def _unseen_arms(task: str) -> dict[str, Cell]:
 
 
 def _with_momentum(task: str, batches: Sequence[int]) -> dict[str, Cell]:
-    return {f"{DEFAULT}, {MOMENTUM}, {batch}": _default(task, batch, loss=MOMENTUM) for batch in batches}
+    cells = {}
+    for batch, (name, factor) in product(batches, MOMENTUM_RATES.items()):
+        first = {"lr": factor * default_rate(batch)}
+        cells[f"{DEFAULT}, {name}, {batch}"] = replace(_default(task, batch, loss=MOMENTUM), first=first)
+    return cells
 
 
 @cache
