@@ -63,6 +63,7 @@ ARMS = {
     "SogCLR": _arm("sogclr", first={"gamma": 0.8}, gamma=(0.6, 0.8, 0.95)),
     "iSogCLR": _arm("isogclr", "tau_init", {"gamma": 0.8, "rho": 2.0}),
     "Residual": _arm("residual"),
+    "recommended": IconArm(trainer="recipe", estimator="recommended", first={"lr": 1e-3}, grids={"lr": RATES}),
     "CLIP": IconArm(trainer="recipe", estimator="clip", after="open_clip"),
 }
 
@@ -116,7 +117,7 @@ def _recipe(job: Job, shards: Path, out: Path) -> Path:
 
     options = {name: value for name, value in job.options.items() if name not in ("lr", "scale")}
     settings = [f"{name}={value}" for name, value in options.items()]
-    learn = ["--learn-scale"] if "tau" not in options and "tau_init" not in options else []
+    learn = ["--learn-scale"] if ARMS[job.arm].estimator == "clip" else []
     main(
         [
             *("--shards", str(shards), "--model", str(MODEL), "--estimator", ARMS[job.arm].estimator, *learn),
@@ -212,7 +213,8 @@ def page(results: Results) -> str:
         f"cent: mean ± standard deviation of the seeds {', '.join(map(str, SEEDS))}. `open_clip` is the trainer of "
         "that package with its own loss, `open_clip, adapter` is the same command with `--estimator clip`, and the "
         "other methods use `recipes/clip_trainer.py`. `CLIP` and both runs of open_clip learn one temperature, "
-        "iSogCLR learns one per sample, and the other methods use a fixed temperature."
+        "iSogCLR learns one per sample, and the other methods use a fixed temperature. `recommended` is "
+        "`compopt.recommended` at this batch size; only its learning rate is tuned."
     )
     parts = [
         "# CLIP on icons",
