@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 import compopt
 from benchmarks.studies.default import mining
 from benchmarks.studies.default.arms import ARMS, VARIANTS
-from benchmarks.studies.default.losses import Followed, MovedQueue, loss_of
+from benchmarks.studies.default.losses import DualMemory, Followed, MovedQueue, loss_of
+from benchmarks.studies.default.tasks import packages
 from tests.training import Encoders, micro_batches
 
 TAU, DIM, B = 0.1, 8, 6
@@ -75,3 +77,35 @@ def test_what_is_compared_with_is_built_for_every_arm() -> None:
     assert isinstance(loss_of(ARMS["glyphs: recommended, 16"], {}, task), compopt.MemoryEstimator)
     with pytest.raises(ValueError, match="commit 2310a77"):
         loss_of(ARMS[f"glyphs: recommended, {VARIANTS[0]}, 16"], {}, task)
+
+
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+def test_contaccum_is_the_cross_entropy_of_batch_and_queue(mode: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    loss, queue = DualMemory(TAU, 2 * B, mode == "unimodal"), torch.zeros(2, 0, DIM, dtype=torch.float64)
+    for _ in range(4):
+        z = torch.randn(2, B, DIM, generator=g, dtype=torch.float64, requires_grad=True)
+        one, two = torch.cat([queue, F.normalize(z, dim=-1)], 1)
+        queue = torch.stack([one, two]).detach()[:, -2 * B :]
+        expected = (_cross_entropy(one, two, mode) + _cross_entropy(two, one, mode)) / 2
+        found = loss(z[0], z[1], torch.arange(B))
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(value, z)[0] for value in (found, expected)))
+
+
+def _cross_entropy(anchors: torch.Tensor, candidates: torch.Tensor, mode: str) -> torch.Tensor:
+    """Return tau times the mean cross-entropy of all anchors, with the other anchors as candidates if unimodal."""
+    logits = anchors @ candidates.T
+    if mode == "unimodal":
+        logits = torch.cat([logits, (anchors @ anchors.T).fill_diagonal_(-torch.inf)], 1)
+    return TAU * F.cross_entropy(logits / TAU, torch.arange(len(anchors)))
+
+
+def test_packages_pair_short_and_long_descriptions_without_repeated_paragraphs(tmp_path: Path) -> None:
+    entries = [
+        f"Package: p{n}\nDescription-md5: {n}\nDescription-en: {short}\n {long}\n of the package.\n .\n More."
+        for n, (short, long) in enumerate([("one", "first words"), ("one (data)", "first words"), ("two", "others")])
+    ]
+    (tmp_path / "Translation-en").write_text("\n\n".join(entries) + "\n")
+    pairs = packages(tmp_path)
+    assert pairs.queries == ["one"] and pairs.documents == ["first words of the package."]

@@ -35,6 +35,7 @@ FIRST: dict[str, dict[str, Any]] = {
     "DCLW": {},
     "XBM": {"length": 128, "warmup": 100},
     "XBM, DCL": {"length": 128, "warmup": 100},
+    "ContAccum": {"length": 128},
     "MoCo": {"length": 1024, "momentum": 0.99},
     "MoCo, DCL": {"length": 1024, "momentum": 0.99},
     "MoCo, DCL, moved": {"length": 1024, "momentum": 0.99},

@@ -109,9 +109,11 @@ class CrossBatchMemory(nn.Module):
         keys = self._keys(z)
         past, new = self._past(keys), [side.detach() for side in self._kept(keys)]
         loss = (self._direction(z, keys, past, 0) + self._direction(z, keys, past, 1)) / 2
-        pairs = zip(self.queue, new, strict=True)
-        self.queue = [torch.cat(pair)[-self.length :] for pair in pairs] if self.queue else new
+        self._append(new)
         return loss
+
+    def _append(self, new: list[Tensor]) -> None:
+        self.queue = [side[-self.length :] for side in _joined(self.queue, new)]
 
     def _keys(self, z: list[Tensor]) -> list[Tensor]:
         """Return the candidates of the anchors, of both sides."""
@@ -138,6 +140,28 @@ class CrossBatchMemory(nn.Module):
     def step(self) -> None:
         """Count updates."""
         self.updates += 1
+
+
+class DualMemory(CrossBatchMemory):
+    """Queue of past pairs that are anchors as well as candidates (ContAccum, Kim et al., NeurIPS 2024).
+
+    The loss is InfoNCE of the pairs of the batch and of the queue together. Only the features of the batch have a
+    gradient.
+    """
+
+    def __init__(self, tau: float, length: int, unimodal: bool) -> None:
+        super().__init__(tau, length, True, 0, unimodal)
+
+    def forward(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+        z = [F.normalize(z1), F.normalize(z2)]
+        pairs = _joined(self.queue, z)
+        loss = (self._direction(pairs, pairs, [], 0) + self._direction(pairs, pairs, [], 1)) / 2
+        self._append([side.detach() for side in z])
+        return loss
+
+
+def _joined(queue: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+    return [torch.cat(pair) for pair in zip(queue, new, strict=True)] if queue else new
 
 
 class MomentumQueue(CrossBatchMemory):
@@ -234,6 +258,7 @@ LOSSES: dict[str, Build] = {
     "DCLW": lambda task, o: DCLW(o["tau"], task.mode == "unimodal"),
     "XBM": _queue(positive=True),
     "XBM, DCL": _queue(positive=False),
+    "ContAccum": lambda task, o: DualMemory(o["tau"], int(o["length"]), task.mode == "unimodal"),
     "MoCo": _momentum_queue(positive=True),
     "MoCo, DCL": _momentum_queue(positive=False),
     "MoCo, DCL, moved": _momentum_queue(positive=False, kind=MovedQueue),
