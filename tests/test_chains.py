@@ -253,10 +253,11 @@ class Kept(Component):
         chain = Column("chain", directions, torch.int64, reduce="one")
         return [chain, Column("score", directions, dtype, reduce="one")]
 
-    def put(self, sample, score):
+    def put(self, sample, score, valid=None):
         rows = torch.arange(self.n)
         batch = self._read({"index": rows}, {"x": torch.zeros(self.n)})
-        self._deposit(batch, {"chain": torch.full((self.n, 1), sample), "score": torch.full((self.n, 1), score)})
+        proposals = {"chain": torch.full((self.n, 1), sample), "score": torch.full((self.n, 1), score)}
+        self._deposit(batch, proposals, None if valid is None else torch.full((self.n, 1), valid))
 
 
 def test_every_proposal_of_a_chain_is_as_likely_as_any_other():
@@ -275,3 +276,14 @@ def test_every_proposal_of_a_chain_is_as_likely_as_any_other():
     known = torch.tensor([[sample, score] for sample, score in proposals])
     pairs = torch.stack([kept[0]["chain"].float(), kept[0]["score"]], dim=1)
     assert (pairs[:, None] == known).all(2).any(1).all()  # sample and score are of the same deposit
+
+
+def test_an_invalid_proposal_of_a_chain_is_never_chosen():
+    """Valid proposals with the smallest and the largest value among invalid ones are each chosen in some rows."""
+    est = Kept(200, {})
+    for sample, valid in ((9, False), (3, True), (1, False), (5, False), (12, True), (15, False)):
+        est.put(sample, sample / 10, valid)
+    est.step()
+    found = est.read(torch.arange(200))
+    assert set(found["chain"].flatten().tolist()) == {3, 12}
+    assert found["count"].eq(1).all()

@@ -17,10 +17,11 @@ ROOT = Path(__file__).parent.parent
 
 
 def hold(seconds):
-    """Start a thread that refers to a collective's tensor for some time, as threads of gloo do."""
-    held = [collectives._lend(torch.zeros(3))]
+    """Start a thread that refers to two tensors of a collective, to the second one longer, as threads of gloo do."""
+    held = [collectives._lend(torch.zeros(3)) for _ in range(2)]
 
     def drop():
+        del held[0]
         time.sleep(seconds)
         held.clear()
 
