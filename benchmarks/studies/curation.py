@@ -20,6 +20,7 @@ see the same number of samples. They train DCL or the default (``compopt.recomme
 - ``similarity``: the same number of pairs, those with the lowest cosine similarity by the trained model, which needs
   a further pass over the data.
 - ``oracle``: without the wrong pairs.
+- ``iSogCLR``: iSogCLR on all pairs, whose rows have a log-normalizer and a temperature per sample.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from scipy.stats import spearmanr
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
+from sklearn.model_selection import cross_val_predict
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 import compopt
@@ -44,7 +50,7 @@ from benchmarks.studies.default.tasks import DIM, Faces, Icons, Words
 from benchmarks.studies.search import SEEDS, provenance, stamp
 from compopt import curation
 from compopt.samplers import ScoredSampler
-from recipes import glyphs
+from recipes import glyphs, methods
 from recipes.tasks import GlyphNames
 
 PAIRS, BATCH, EPOCHS = 16_384, 64, 4
@@ -54,7 +60,9 @@ READ_EVERY = 64  # steps after which weights are made anew
 WARM_UP = 2  # epochs on all pairs, after which the rows say how many are wrong
 NOTHING = torch.zeros(0, dtype=torch.int64)
 WEIGHED = {"weights": WARM_UP, "weights, early": 1}  # arms in one run, and the epoch from which weights are used
-ARMS = ("DCL", "default", "during", *WEIGHED, "rows, 1 epoch", "rows", "similarity", "oracle")
+TEMPERATURES = "iSogCLR"
+ARMS = ("DCL", "default", "during", *WEIGHED, "rows, 1 epoch", "rows", "similarity", "oracle", TEMPERATURES)
+ONLY_WITH_WRONG = ("oracle", TEMPERATURES)  # arms of data with wrong pairs
 PATH = RESULTS / "curation.jsonl"
 
 
@@ -101,7 +109,8 @@ class Mispaired:
         self.data = DATA[case.data]
         self.task = self.data.load(wordnet)
         self.n, self.mode = self.task.n, self.task.mode
-        chosen = torch.randperm(self.n, generator=torch.Generator().manual_seed(case.seed))
+        # another seed than that of the samplers, which would draw the chosen samples first in the first epoch
+        chosen = torch.randperm(self.n, generator=torch.Generator().manual_seed(1000 + case.seed))
         chosen = chosen[: round(case.share * self.n)]
         self.partner = torch.arange(self.n)
         others = chosen.roll(1)
@@ -121,6 +130,10 @@ class Mispaired:
     def score(self, model: torch.nn.Module) -> dict[str, float]:
         """Return measures on held-out samples, whose pairs are all right."""
         return self.task.evaluate(model) if isinstance(self.task, GlyphNames) else self.task.score(model)
+
+    def with_temperatures(self) -> compopt.ContrastiveEstimator:
+        options = methods.METHODS["isogclr"].options(self.mode, {"reference": "positive"})
+        return methods.build("isogclr", self.n, self.mode, options)
 
     def default(self, keep_scores: bool = False) -> compopt.ContrastiveEstimator:
         return compopt.recommended(self.data.dim, self.n, BATCH, mode=self.mode, keep_scores=keep_scores)
@@ -230,7 +243,7 @@ def run(case: Case, arms: tuple[str, ...], wordnet: Path | None) -> None:
     first: FirstRun | None = None
     for arm in arms:
         started, facts = time.perf_counter(), {}
-        if arm not in ("DCL", "during", *WEIGHED):
+        if arm not in ("DCL", "during", *WEIGHED, TEMPERATURES):
             first = first or FirstRun(task, seed)
         if arm == "default":
             assert first is not None
@@ -244,6 +257,9 @@ def run(case: Case, arms: tuple[str, ...], wordnet: Path | None) -> None:
             model = train(task, est, seed, Rest(task.n, NOTHING, seed), weights)
             less = 1 - weights.values
             facts = {"left_out": float(less.sum()), "wrong_left_out": float(less[task.wrong].sum())}
+        elif arm == TEMPERATURES:
+            model = train(task, est := task.with_temperatures(), seed, Rest(task.n, NOTHING, seed))
+            facts = of_temperatures(est.read(torch.arange(task.n)), task.wrong)
         else:
             est = compopt.DCLEstimator(0.07, mode=task.mode) if arm == "DCL" else task.default()
             out = NOTHING if first is None or arm == "DCL" else first.suspects(arm)
@@ -252,6 +268,20 @@ def run(case: Case, arms: tuple[str, ...], wordnet: Path | None) -> None:
         result = {**asdict(case), "arm": arm, "n": task.n, "metrics": task.score(model), **facts}
         append_run(PATH, result | {"seconds": round(time.perf_counter() - started, 1), **stamp()})
         print(json.dumps(result), flush=True)
+
+
+def of_temperatures(rows: dict[str, Tensor], wrong: Tensor) -> dict[str, float]:
+    """Return how well log-normalizers, temperatures and both separate wrong pairs, and their rank correlation."""
+    log_u, tau = (rows[name].double().mean(1) for name in ("log_u", "tau"))
+    both = torch.stack([log_u, tau, tau.log(), log_u * tau], 1).numpy()
+    model = make_pipeline(StandardScaler(), LogisticRegression())
+    joint = cross_val_predict(model, both, wrong.numpy(), cv=5, method="decision_function")
+    return {
+        "auroc_log_u": auroc(-log_u, wrong),
+        "auroc_tau": auroc(-tau, wrong),
+        "auroc_both": auroc(-torch.from_numpy(joint), wrong),
+        "correlation": float(spearmanr(log_u.numpy(), tau.numpy()).statistic),
+    }
 
 
 def _left_out(task: Mispaired, out: Tensor) -> dict[str, int]:
@@ -268,6 +298,11 @@ ABOUT = (
     "error; *recovered* is the gain as a share of what the noise costs the default. The share of a pair that a "
     "weight w leaves out is 1 - w, for the last weights. Nothing was tuned."
 )
+WITH_TEMPERATURES = (
+    'iSogCLR with `reference="positive"`, after the last epoch: AUROC of the log-normalizers, of the temperatures '
+    "(below 0.5: wrong pairs have lower ones), and of a logistic regression on both, with their product and the "
+    "logarithm of the temperature, by five-fold cross-validation; rank correlation of log-normalizer and temperature."
+)
 COLUMNS = ["wrong", "arm", "recall", "gain", "recovered, %", "left out, %", "of these wrong, %", "seeds"]
 
 
@@ -278,6 +313,7 @@ def page() -> str:
         for noise in NOISES:
             if any((Case.of(run).data, Case.of(run).noise) == (data, noise) for run in runs):
                 parts += section(runs, data, noise)
+    parts += ["## Temperatures per sample", WITH_TEMPERATURES, temperatures(runs)]
     return "\n\n".join(parts)
 
 
@@ -298,6 +334,18 @@ def section(runs: list[dict[str, Any]], data: str, noise: str) -> list[str]:
         table(["wrong", "", *epochs, "trained model's similarity"], told, "llrrrrr"),
         table(COLUMNS, gains, "llrrrrrr"),
     ]
+
+
+def temperatures(runs: list[dict[str, Any]]) -> str:
+    """Return the table of what the temperatures of iSogCLR say about wrong pairs."""
+    names, body = ("auroc_log_u", "auroc_tau", "auroc_both", "correlation"), []
+    for data, noise, share in product(DATA, NOISES, SHARES):
+        found = of(runs, Case(data, noise, share), TEMPERATURES).values()
+        if found:
+            values = [mean_spread([run[name] for run in found], digits=3) for name in names]
+            body.append([data, noise, f"{share:.0%}", *values, str(len(found))])
+    head = ["data", "noise", "wrong", "log-normalizers", "temperatures", "both", "correlation", "seeds"]
+    return table(head, body, "lll" + "r" * 5)
 
 
 def of(runs: list[dict[str, Any]], case: Case, arm: str) -> dict[int, dict[str, Any]]:
@@ -357,7 +405,8 @@ def main() -> None:
     for seed, share, data in product(options.seeds, options.shares, options.data):
         case = Case(data, options.noise if share else NOISES[0], share, seed)
         done = {each["arm"] for each in read_runs(PATH) if Case.of(each) == case}
-        run(case, tuple(arm for arm in options.arms if arm not in done and (share or arm != "oracle")), options.wordnet)
+        arms = [arm for arm in options.arms if arm not in done and (share or arm not in ONLY_WITH_WRONG)]
+        run(case, tuple(arms), options.wordnet)
 
 
 if __name__ == "__main__":
