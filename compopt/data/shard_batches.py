@@ -48,7 +48,7 @@ class Spans:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Lanes:
     """Division of an epoch between ranks and workers.
 
     A *lane* is the share of one worker of one rank: consecutive positions in blocks of ``shuffle``, each of which is
@@ -206,7 +206,7 @@ class ShardBatches(IterableDataset[Any]):
         grouped = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if grouped else 0
         ranks = ranks if ranks is not None else dist.get_world_size() if grouped else 1
-        self.layout = Layout(
+        self.layout = Lanes(
             checks.count("ranks", ranks),
             max(1, checks.whole("num_workers", num_workers)),
             checks.count("batch_size", batch_size),
@@ -226,7 +226,7 @@ class ShardBatches(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Begin epoch ``epoch`` >= 0, with an order of its own. Call it on every rank, with the same number."""
         self.epoch, self.done = checks.whole("epoch", epoch), 0
-        self._earlier: list[tuple[Layout, int]] = []  # former layouts of this epoch, and batches per rank read in them
+        self._earlier: list[tuple[Lanes, int]] = []  # former layouts of this epoch, and batches per rank read in them
         self._spans = Spans(np.array([[0, self.n]]))
 
     def advance(self, batches: int = 1) -> None:
@@ -274,7 +274,7 @@ class ShardBatches(IterableDataset[Any]):
             )
         earlier, spans = [], Spans(np.array([[0, self.n]]))
         for stage, options in enumerate(state_dict["read"]):
-            layout = Layout(**{name: checks.count(name, options[name]) for name in asdict(self.layout)})
+            layout = Lanes(**{name: checks.count(name, options[name]) for name in asdict(self.layout)})
             done = checks.count("done", options["done"])
             if done > layout.batches(len(spans)):
                 raise ValueError(f"the state says {done} batches, and there were {layout.batches(len(spans))}")

@@ -17,7 +17,7 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import Ranks
 from compopt.gradient_cache.fitting import fit, with_trials
-from compopt.gradient_cache.towers import BOUNDARY, SYNC, Column, Encode, Sizes, Tower, kept, lengths, new_towers
+from compopt.gradient_cache.towers import BOUNDARY, SYNC, Encode, Output, Sizes, Tower, kept, lengths, new_towers
 from compopt.kernel.features import with_gradients
 from compopt.pairs import PairPolicy
 
@@ -139,8 +139,8 @@ def gradient_cache(
         fit(est._engine.ranks, towers, tried)
     with doing("compopt.gradient_cache()", est.t):
         _pad(est._engine.ranks, towers)
-    columns = [column for tower in towers for column in tower.encode_all()]
-    z1, z2, extra, tau = _arguments(columns, extra, tau)
+    outputs = [output for tower in towers for output in tower.encode_all()]
+    z1, z2, extra, tau = _arguments(outputs, extra, tau)
     _check_samples(towers[0], z1)
     torch.clear_autocast_cache()  # weights that were cast without a graph would have none in the second pass
     call = functools.partial(est, z1, z2, index, index2, group, tau=tau, labels=labels, anchors=anchors)
@@ -149,7 +149,7 @@ def gradient_cache(
     loss: Tensor = call(extra=extra, extra_index=extra_index)
     if torch.is_grad_enabled():
         others = [x for x in (tau, extra, *est.parameters()) if isinstance(x, Tensor)]
-        shared = _differentiate(loss, columns, others)
+        shared = _differentiate(loss, outputs, others)
         with kept(buffer for tower in towers for buffer in tower.statistics):
             _back_propagate(loss.detach(), towers, shared, backward, reduce)
     return loss.detach()
@@ -163,12 +163,12 @@ def _pad(ranks: Ranks, towers: list[Tower]) -> None:
             tower.count = max(counts)
 
 
-def _arguments(columns: list[Column], extra: Tensor | None, tau: Any) -> tuple[Tensor, Tensor | None, Any, Any]:
+def _arguments(outputs: list[Output], extra: Tensor | None, tau: Any) -> tuple[Tensor, Tensor | None, Any, Any]:
     """Return ``z1, z2, extra, tau`` of the call, from the outputs in order and from the arguments."""
-    features = [column.leaf for column in columns if not column.is_tau]
-    temperatures = [column.leaf for column in columns if column.is_tau]
+    features = [output.leaf for output in outputs if not output.is_tau]
+    temperatures = [output.leaf for output in outputs if output.is_tau]
     if not 1 <= len(features) <= 3 or len(temperatures) > 1:
-        raise ValueError(f"model must return z1, z2 and perhaps extra and tau, got {len(columns)} outputs")
+        raise ValueError(f"model must return z1, z2 and perhaps extra and tau, got {len(outputs)} outputs")
     for name, made, given in (("tau", temperatures, tau), ("extra", features[2:], extra)):
         if made and given is not None:
             raise ValueError(f"{name} comes from model and as {name}=; give one of them")
@@ -185,13 +185,13 @@ def _check_samples(tower: Tower, z1: Tensor) -> None:
         )
 
 
-def _differentiate(loss: Tensor, columns: list[Column], others: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Set the gradients of the columns; return pairs of the other tensors and their gradients."""
-    leaves = {id(x): x for x in (*(column.leaf for column in columns), *others) if x.requires_grad}
+def _differentiate(loss: Tensor, outputs: list[Output], others: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Set the gradients of the outputs; return pairs of the other tensors and their gradients."""
+    leaves = {id(x): x for x in (*(output.leaf for output in outputs), *others) if x.requires_grad}
     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True) if leaves else ()
     gradients = dict(zip(leaves, found, strict=True))
-    for column in columns:
-        column.gradient = gradients.pop(id(column.leaf), None)
+    for output in outputs:
+        output.gradient = gradients.pop(id(output.leaf), None)
     return [(leaves[key], gradient) for key, gradient in gradients.items() if gradient is not None]
 
 

@@ -23,7 +23,7 @@ BOUNDARY = "set_gradient_accumulation_boundary"  # of DeepSpeed's engine
 SYNC = "set_requires_gradient_sync"  # of FSDP2
 
 
-class Column:
+class Output:
     """One output of a tower over all micro-batches: features ``(..., b, d)``, or a 0-d temperature."""
 
     def __init__(self, pieces: Sequence[Tensor], trained: bool) -> None:
@@ -72,7 +72,7 @@ class Tower:
         here = accelerator.available()
         found = {p.device for p in parameters if p.device.type not in ("cpu", "meta")}
         self.devices = sorted(found or ({accelerator.here(here)} if here else ()), key=str)
-        self.columns: list[Column] = []
+        self.encoded: list[Output] = []
         modules = () if self.module is None else self.module.modules()
         self.normalising = [module for module in modules if _uses_statistics(module)]
         self.statistics = [buffer for layer in self.normalising for buffer in layer.buffers()]
@@ -99,7 +99,7 @@ class Tower:
             if made and learned:
                 torch.autograd.grad(made, learned, [torch.zeros_like(z) for z in made], allow_unused=True)
 
-    def encode_all(self) -> list[Column]:
+    def encode_all(self) -> list[Output]:
         """Encode all micro-batches without a graph, and store the random state of each."""
         self._states, made = [], []
         # a tower without trainable parameters makes a graph only for inputs, or prompts, that require a gradient
@@ -111,14 +111,14 @@ class Tower:
                 outputs = self.outputs(number)
             self.trained |= any(z.requires_grad for z in outputs)
             made.append([z.detach() for z in outputs])
-        self.columns = [Column(pieces, self.trained) for pieces in zip(*made[: len(self.parts)], strict=True)]
-        return self.columns
+        self.encoded = [Output(pieces, self.trained) for pieces in zip(*made[: len(self.parts)], strict=True)]
+        return self.encoded
 
     def encode_again(self, number: int) -> list[tuple[Tensor, Tensor]]:
         """Encode a micro-batch with a graph; return pairs of its outputs and their gradients."""
         with replayed(self._states[number], self.devices):
             outputs = self.outputs(number)
-        return [(z, column.gradient_of(number, z)) for z, column in zip(outputs, self.columns, strict=True)]
+        return [(z, output.gradient_of(number, z)) for z, output in zip(outputs, self.encoded, strict=True)]
 
 
 def new_towers(model: Any, batch: Any, sizes: Any, encode: Encode | None, update_once: bool) -> list[Tower]:

@@ -135,7 +135,7 @@ class Prototypes:
 
 
 @dataclass(frozen=True)
-class Layout:
+class AnchorLayout:
     """Conversion between the shape ``(B, A)`` of samples and the shape ``(D, P)`` of the networks' anchors.
 
     ``shared``: one network for all views (unimodal mode). ``unit_features``: the estimator normalises features.
@@ -197,7 +197,7 @@ class NetworkBatch:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: AnchorLayout,
         features: tuple[Tensor, ...],
         positive: Tensor,
         tau: Scalar,

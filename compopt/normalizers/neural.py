@@ -23,8 +23,8 @@ from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.normalizers.network import (
     PREFIX,
+    AnchorLayout,
     FunctionalOptimizer,
-    Layout,
     NetworkBatch,
     Prediction,
     empty_ring,
@@ -158,7 +158,7 @@ class NeuralNormalizer(Normalizer):
             raise ValueError(
                 f"prototypes={self.prototypes} cannot be split over {ranks.size} ranks; give at least one to each"
             )
-        self.layout = Layout(shared, setting.directions, setting.dtype, setting.normalize, ranks)
+        self.layout = AnchorLayout(shared, setting.directions, setting.dtype, setting.normalize, ranks)
         self.state = empty_ring(self.layout.networks, self.prototypes, self.dim, self.part, setting.dtype)
         self.state["prototypes"] = self.state["queue"].clone()
         if setting.owner is None:  # used before any features: uniform on the sphere, equal for any number of ranks
