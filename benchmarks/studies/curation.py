@@ -6,10 +6,11 @@
 Each run of ``run`` that results/curation.jsonl lacks is trained, in 20 to 60 s of one core. ``FOLDER`` contains
 WordNet's files; ``words`` needs it. A share of the training pairs is made wrong: ``shuffled`` pairs have the second
 side (caption, definition, second face) of each other, ``boilerplate`` pairs all have one of four captions. All arms
-see the same number of samples. They train DCL or the default (``compopt.recommended``), the latter with a
+but one see the same number of samples. They train DCL or the default (``compopt.recommended``), the latter with a
 ``ScoreKeeper``:
 
 - ``DCL``, ``default``: all pairs.
+- ``twice as long``: the default on all pairs for twice as many epochs, the cost of the arms with a second training.
 - ``during``: from the third epoch on, ``ScoredSampler`` leaves out the suspects of the rows. The rows of two epochs
   give their number; one in 20 of them is drawn again.
 - ``weights`` and ``weights, early``: all pairs, with ``est.weights("robust")`` as ``sample_weight=`` from the third
@@ -61,7 +62,8 @@ WARM_UP = 2  # epochs on all pairs, after which the rows say how many are wrong
 NOTHING = torch.zeros(0, dtype=torch.int64)
 WEIGHED = {"weights": WARM_UP, "weights, early": 1}  # arms in one run, and the epoch from which weights are used
 TEMPERATURES = "iSogCLR"
-ARMS = ("DCL", "default", "during", *WEIGHED, "rows, 1 epoch", "rows", "similarity", "oracle", TEMPERATURES)
+LONGER = "twice as long"
+ARMS = ("DCL", "default", LONGER, "during", *WEIGHED, "rows, 1 epoch", "rows", "similarity", "oracle", TEMPERATURES)
 ONLY_WITH_WRONG = ("oracle", TEMPERATURES)  # arms of data with wrong pairs
 PATH = RESULTS / "curation.jsonl"
 
@@ -145,11 +147,12 @@ def train(
     seed: int,
     sampler: Iterable[int],
     weigh: Callable[[Tensor], Tensor | None] = lambda index: None,
+    epochs: int = EPOCHS,
 ) -> torch.nn.Module:
-    """Train on as many batches as four passes over all samples make; the sampler gives one pass after another."""
+    """Train on as many batches as ``epochs`` passes over all samples; the sampler gives one pass after another."""
     torch.manual_seed(seed)
     model, draws = task.task.model(), torch.Generator().manual_seed(seed)
-    steps = EPOCHS * (task.n // BATCH)
+    steps = epochs * (task.n // BATCH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.data.lr, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.data.lr, steps)
     est.attach(optimizer)
@@ -243,11 +246,14 @@ def run(case: Case, arms: tuple[str, ...], wordnet: Path | None) -> None:
     first: FirstRun | None = None
     for arm in arms:
         started, facts = time.perf_counter(), {}
-        if arm not in ("DCL", "during", *WEIGHED, TEMPERATURES):
+        if arm not in ("DCL", LONGER, "during", *WEIGHED, TEMPERATURES):
             first = first or FirstRun(task, seed)
         if arm == "default":
             assert first is not None
             model, facts = first.model, first.facts()
+        elif arm == LONGER:
+            every = Rest(task.n, NOTHING, seed)
+            model = train(task, task.default(), seed, every, epochs=2 * EPOCHS)
         elif arm == "during":
             sampler = ScoredSampler(est := task.default(keep_scores=True), WARM_UP, seed=seed)
             model = train(task, est, seed, sampler)
@@ -296,7 +302,7 @@ ABOUT = (
     "cent: glyphs R@1 from image to name, words and faces R@1, icons accuracy among 500 names. Mean ± standard "
     f"deviation of the seeds {', '.join(map(str, SEEDS))}; the gain over the default, paired by seed, ± its standard "
     "error; *recovered* is the gain as a share of what the noise costs the default. The share of a pair that a "
-    "weight w leaves out is 1 - w, for the last weights. Nothing was tuned."
+    f"weight w leaves out is 1 - w, for the last weights; `{LONGER}` trains for {2 * EPOCHS} epochs. Nothing was tuned."
 )
 WITH_TEMPERATURES = (
     'iSogCLR with `reference="positive"`, after the last epoch: AUROC of the log-normalizers, of the temperatures '
