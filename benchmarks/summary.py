@@ -12,7 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.report import ROOT, stored, table
-from benchmarks.studies.default.report import first, overview, small_batch, small_sets, variants
+from benchmarks.studies.default.report import (
+    first,
+    momentum_variants,
+    overview,
+    small_batch,
+    small_sets,
+    variants,
+)
 
 BEGIN, END = "<!-- python -m benchmarks.summary -->", "<!-- end -->"
 COMPARED = ("peers_speed", "peers_quality", "peers_twins", "peers_ranks", "peers_resume", "peers_rows", "scaling")
@@ -42,7 +49,7 @@ def provenance() -> str:
 
 PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
     ROOT / "README.md": (first,),
-    ROOT / "docs" / "evidence.md": (overview, small_batch, variants, small_sets),
+    ROOT / "docs" / "evidence.md": (overview, small_batch, variants, momentum_variants, small_sets),
     ROOT / "docs" / "guides" / "checkpoints.md": (sparse_saves,),
     ROOT / "benchmarks" / "README.md": (provenance,),
 }

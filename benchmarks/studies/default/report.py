@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -158,7 +158,16 @@ def small_batch() -> str:
 
 def variants() -> str:
     """Return a table of recall of the default with one change."""
-    return _beside_default({DEFAULT: DEFAULT, **{change: f"{DEFAULT}, {change}" for change in arms.VARIANTS}}, VARIED)
+    return _variants(arms.VARIANTS)
+
+
+def momentum_variants() -> str:
+    """Return a table of recall of the default with momentum features."""
+    return _variants(arms.MOMENTUM_RATES)
+
+
+def _variants(changes: Iterable[str]) -> str:
+    return _beside_default({DEFAULT: DEFAULT, **{change: f"{DEFAULT}, {change}" for change in changes}}, VARIED)
 
 
 def _beside_default(rows: Mapping[str, str], batch: int) -> str:
