@@ -97,25 +97,26 @@ def test_a_run_learns_that_its_disk_is_full_and_goes_on_from_a_checkpoint(tmp_pa
 PAGES = """
 import sys, torch
 from compopt.stores import DiskStore
-store = DiskStore(sys.argv[1], "rows", 1 << 20, 1)
-for number in range(1 << 12):
+n, words, count, apart = map(int, sys.argv[2:])
+store = DiskStore(sys.argv[1], "rows", n, words)
+for number in range(n // (count * apart)):
     try:
-        store.scatter(torch.arange(0, 256 * 64, 256) + 64 * 256 * number, torch.ones(64, 2, dtype=torch.int64))
+        store.scatter((torch.arange(count) + count * number) * apart, torch.ones(count, 2 * words, dtype=torch.int64))
     except OSError as error:
-        store.block(0, store.n)
         print(number, error.errno, int(store.block(0, store.n)[:, 0].sum()), flush=True)
         break
 """
 
 
 @pytest.mark.launch
-def test_a_disk_that_really_fills_is_an_error_not_a_crash(tmp_path):
-    """A table of 16 MiB on a disk of 2 MiB: every page that is written is new."""
+@pytest.mark.parametrize("rows", [(1 << 20, 1, 64, 256), (1 << 10, 700, 16, 1)], ids=["short rows", "long rows"])
+def test_a_disk_that_really_fills_is_an_error_not_a_crash(rows, tmp_path):
+    """Write new pages to a table that is larger than a disk of 2 MiB; long rows are on three or four pages each."""
     with small_disk(tmp_path / "disk", 2 << 20) as disk:
-        done = run_code(PAGES, disk / "rows")
+        done = run_code(PAGES, disk / "rows", *rows)
     assert done.returncode == 0, (done.returncode, done.stderr)  # with writes through the mapping: -SIGBUS
     number, code, written = map(int, done.stdout.split())
-    assert code == errno.ENOSPC and 0 < number < 10 and written == 64 * number
+    assert code == errno.ENOSPC and 0 < number < 12 and written == rows[2] * number
 
 
 READS = """

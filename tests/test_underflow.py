@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn.functional import normalize
 
 import compopt
 from compopt.kernel.blocks import MASKED, SMALLEST, exp_
@@ -122,3 +123,72 @@ def test_gradients_of_spread_similarities(name, mode):
         gradients.append(torch.stack([view.grad.double() for view in views]))
     scale = gradients[1].abs().max()
     torch.testing.assert_close(gradients[0] / scale, gradients[1] / scale, rtol=0, atol=2e-4)
+
+
+def test_prototypes_far_from_every_anchor_learn_as_in_float64():
+    """AdaGrad turns gradients of 1e-10 into steps of about 1, so that the network must not drop small terms."""
+    g = torch.Generator().manual_seed(0)
+    centres, cluster = unit(32, 16, g), torch.randint(0, 32, (512,), generator=g)
+    z1 = normalize(centres[cluster] + 0.6 * unit(512, 16, g), dim=1)
+    z2 = normalize(z1 + 0.5 * unit(512, 16, g), dim=1)
+    batches = [torch.randperm(512, generator=g)[:32] for _ in range(12)]
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        est = compopt.NeuCLIPEstimator(16, tau=TAU, tau_min=TAU, prototypes=256, dtype=dtype)
+        for index in batches:
+            views = [z[index].float().to(dtype).requires_grad_() for z in (z1, z2)]
+            gradients.append(torch.autograd.grad(est(*views, index), views)[0].double())
+            est.step()
+    for one, two in zip(gradients[:12], gradients[12:], strict=True):
+        assert (one - two).norm() < 0.02 * two.norm()
+
+
+def unit(n, d, generator):
+    return normalize(torch.randn(n, d, generator=generator, dtype=torch.float64), dim=1)
+
+
+POLICIES = {
+    "prior and mises_fisher": (compopt.PairPolicy(prior=0.1, mises_fisher=0.5, within=True), compopt.DCLEstimator),
+    "network": (
+        compopt.PairPolicy(within=True),
+        lambda **o: compopt.NeuCLIPEstimator(32, tau_min=TAU, prototypes=64, **o),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_anchor_without_negatives_has_a_finite_gradient(name):
+    """At tau = 0.005 the exponential of minus its log-normalizer overflows, and its factor is 0."""
+    policy, preset = POLICIES[name]
+    est = preset(tau=TAU, pairs=policy)
+    g = torch.Generator().manual_seed(0)
+    for step in range(6):
+        z1 = unit(16, 32, g)
+        z2 = z1 + torch.linspace(0.1, 2, 16)[:, None] * unit(16, 32, g)  # sample 0 is the most similar to its positive
+        within = torch.zeros(16, dtype=torch.int64)
+        within[0] = step == 5
+        views = [z.float().requires_grad_() for z in (z1, z2)]
+        loss = est(*views, torch.arange(16), within=within)
+        assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, views)), step
+        est.step()
+
+
+@pytest.mark.parametrize("policy", [compopt.PairPolicy(hardness=60.0), compopt.PairPolicy(mises_fisher=0.5)])
+@pytest.mark.parametrize("tau", [0.05, 0.07])
+def test_a_network_stays_finite_with_a_policy_that_moves_its_targets(policy, tau):
+    """The targets exceed every prediction by more than an exponential in float32 can hold."""
+    g = torch.Generator().manual_seed(0)
+    narrow = torch.randn(1, 32, generator=g)
+    z1, z2 = narrow + 0.2 * torch.randn(2, 64, 32, generator=g)
+    if policy.mises_fisher is not None:
+        z1, z2 = torch.randn(2, 64, 32, generator=g)
+        z2 = torch.cat([z1[:1], z2[1:]])
+    est = compopt.NeuCLIPEstimator(32, tau=tau, prototypes=64, pairs=policy)
+    est(z1, z2, torch.arange(64))
+    est.step()
+    state = est.state_dict()
+    before = state["extra"]["normalizer"]["prototypes"].clone()
+    compopt.NeuCLIPEstimator(32, tau=tau, prototypes=64, pairs=policy).load_state_dict(state)
+    est(z1, z2, torch.arange(64))
+    est.step()
+    assert (est.state_dict()["extra"]["normalizer"]["prototypes"] != before).any()

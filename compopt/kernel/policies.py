@@ -108,7 +108,7 @@ def debiased(pairs: PairStatistics, prior: Scalar, scale: Scalar) -> CorrectedPa
         mean_h = torch.where(bound, -1 - pairs.positive, pairs.mean_h * ratio)
 
     def through(_: PairStatistics, alpha: Tensor, positive_weight: Scalar) -> tuple[Tensor, Scalar]:
-        own = prior / (1 - prior) * (-alpha).exp()  # weight of the positive's term, which has h = 0
+        own = pairs.real(prior / (1 - prior) * (-alpha).exp())  # weight of the positive's term, which has h = 0
         return torch.where(bound, torch.inf, alpha + log_rest), positive_weight + torch.where(bound, 0, own)
 
     return CorrectedPairs(pairs, log_ghat, mean_h, through)

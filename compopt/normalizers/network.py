@@ -24,13 +24,14 @@ from torch.nn.functional import normalize
 from compopt import functional as F
 from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar
-from compopt.kernel.blocks import MASKED, exp_
+from compopt.kernel.blocks import MASKED
 from compopt.kernel.features import NORM_MIN, through_normalization
 from compopt.kernel.pairs import MAX_UNSHIFTED_SCALE, pull_positives
 
 PREFIX = "optimizer.prototypes."  # prefix of the names of the optimizer's tensors in a state
 # The square of exp of a larger number overflows float32 in the optimizer's sums.
 MAX_EXPONENT = 40.0
+FINITE_EXPONENT = 85.0  # its exponential is finite in float32
 # Optimizers create step counters on the default device; reading a counter on the CPU needs no synchronisation.
 HOST = torch.device("cpu")
 
@@ -71,7 +72,8 @@ class Prototypes:
             return self.partition(weights).log()
         logits = self._compare(weights)
         top = logits.amax(2)
-        self._e = exp_(torch.sub(logits, top.unsqueeze(2), out=self._e))
+        # not blocks.exp_, which drops small terms: an adaptive optimizer amplifies the gradient of a distant prototype
+        self._e = torch.sub(logits, top.unsqueeze(2), out=self._e).exp_()
         total = self._e.sum(2)
         log_total = total.log().add_(top)
         # the softmax weights over all ranks are e_ij share_i
@@ -189,6 +191,7 @@ class NetworkBatch:
         positive: ``s_ii``, ``(B, A)``; results have this shape and dtype.
         tau, eps: numbers, or broadcastable to ``(B, A)``.
         log_ghat: targets of the network, ``(B, A)``; ``None``: predict only.
+        plain: ``log_ghat`` is a log-mean-exp of ``(s_ij - s_ii) / tau``, which no policy of pairs has changed.
         weight: weight of each anchor in the mean, a number or broadcastable to ``(B, A)``.
     """
 
@@ -204,6 +207,7 @@ class NetworkBatch:
         eps: Scalar,
         log_ghat: Tensor | None = None,
         weight: Scalar = 1.0,
+        plain: bool = True,
     ) -> None:
         self.layout, self.features, self.like = layout, features, positive
         self.positives = len(features) - 1  # of each anchor
@@ -216,8 +220,9 @@ class NetworkBatch:
             self.target = F.add_eps(log_ghat, self.eps)
         # without eps, alpha is the log-partition minus a shift
         self.exact = not isinstance(self.eps, Tensor) and self.eps == 0
-        # bound of target - alpha, known on the host, since both are log-mean-exps of cosines over tau
-        self.most = 2 / self.tau if layout.unit_features and isinstance(self.tau, float) else math.inf
+        # bound of target - alpha, known on the host, if both are log-mean-exps of cosines over tau
+        known = plain and layout.unit_features and isinstance(self.tau, float)
+        self.most = 2 / self.tau if known else math.inf
 
     def per_anchor(self, value: Scalar) -> Any:
         """Rearrange ``(B, 1)`` or ``(B, A)`` -> ``(D, P)``, or ``(positives, P)``; a number stays a number."""
@@ -312,8 +317,10 @@ class Prediction:
     def _through_alpha(self, alpha: Tensor, slope: Scalar) -> Tensor:
         """Return the derivative of ``slope (exp(-alpha)(eps + ghat) + alpha)`` by the log-partition, ``(D, P)``."""
         # the derivative by alpha is slope (1 - exp(-alpha)(eps + ghat)) = slope (1 - sum_j w_ij)
-        batch = self._batch
-        rest = batch.per_anchor((self.target - alpha).expm1_().neg_())
+        batch, gap = self._batch, self.target - alpha
+        if batch.most > FINITE_EXPONENT:  # the slope of an anchor without negatives is 0, and 0 * inf is NaN
+            gap = gap.clamp_(max=FINITE_EXPONENT)
+        rest = batch.per_anchor(gap.expm1_().neg_())
         return batch.through_eps(batch.per_anchor(slope) * rest, self._relative)
 
 

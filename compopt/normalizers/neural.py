@@ -31,6 +31,7 @@ from compopt.normalizers.network import (
     on_host,
     push,
 )
+from compopt.pairs import NO_POLICY
 
 STORED_CHUNK = 1024  # anchors per chunk when stored() computes a whole data set
 
@@ -196,7 +197,10 @@ class NeuralNormalizer(Normalizer):
         self._check_dim(call.batch.features[0])
         pairs, layout, features = call.pairs, self.layout, call.batch.features
         weight = pairs.factor(layout.networks / pairs.positive.numel())
-        batch = NetworkBatch(layout, features, pairs.positive, call.tau, call.hyper("eps"), pairs.log_ghat, weight)
+        plain = call.policy is None or call.policy == NO_POLICY
+        batch = NetworkBatch(
+            layout, features, pairs.positive, call.tau, call.hyper("eps"), pairs.log_ghat, weight, plain
+        )
         return self._learn(batch, call.hyper.of_first_group(), call.t, call.training, predict_first)
 
     def _learn(

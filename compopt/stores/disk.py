@@ -168,11 +168,11 @@ class DiskStore(RowStore):
         return self._pid == os.getpid()
 
     def _pages(self, rows: Tensor) -> npt.NDArray[np.int64]:
-        """Return the first and the last page of each row, ``(2, R)``; ``(1, R)`` if no row can cross a boundary."""
+        """Return the pages of each row, ``(pages, R)``, with repetitions; ``(1, R)`` if no row can cross a boundary."""
         if PAGE % self._row_bytes == 0:
             return (rows.numpy() // (PAGE // self._row_bytes))[None]  # not np.stack, which takes longer than the reads
-        start = rows.numpy() * self._row_bytes
-        return np.stack([start, start + self._row_bytes - 1]) >> _PAGE_BITS
+        within = np.minimum(np.arange(0, self._row_bytes + PAGE - 1, PAGE), self._row_bytes - 1)
+        return (rows.numpy() * self._row_bytes + within[:, None]) >> _PAGE_BITS
 
     def gather(self, rows: Tensor) -> Tensor:
         self.ready()
