@@ -18,6 +18,7 @@ from benchmarks.studies.default.report import (
     overview,
     small_batch,
     small_sets,
+    unseen_sets,
     variants,
 )
 
@@ -49,7 +50,7 @@ def provenance() -> str:
 
 PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
     ROOT / "README.md": (first,),
-    ROOT / "docs" / "evidence.md": (overview, small_batch, variants, momentum_variants, small_sets),
+    ROOT / "docs" / "evidence.md": (overview, small_batch, variants, momentum_variants, small_sets, unseen_sets),
     ROOT / "docs" / "guides" / "checkpoints.md": (sparse_saves,),
     ROOT / "benchmarks" / "README.md": (provenance,),
 }

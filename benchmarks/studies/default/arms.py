@@ -16,7 +16,7 @@ from recipes.batches import ORDERED, RANDOM, SPECTRAL
 DEFAULT = "recommended"
 SETS = ("glyphs", "icons", "words", "faces")
 SMALL_SETS, SMALL_BATCHES = ("few", "digits"), (16, 64)  # with about a thousand samples, each seen some fifty times
-UNSEEN_SETS, UNSEEN_BATCHES = ("packages", "emoji"), (16, 64)  # first used when the default was finished
+UNSEEN_SETS, UNSEEN_BATCHES = ("packages", "emoji"), (16,)  # first used when the default was finished
 RATES, TAUS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.07, 0.1)
 LARGE_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)  # for batches of 256 and more
 LARGEST_RATE = 1.6e-2  # of the default: InfoNCE at batch 1,024 is worse with more, on all four sets (validation data)

@@ -192,7 +192,7 @@ def _by_set(sets: Sequence[str], batches: Sequence[int], losses: Sequence[str]) 
         cells = [_with_gap(finals, task, loss, batch) for batch in batches]
         if any(cells):
             body.append([task, loss, *cells])
-    return table(["", "", *(f"batch {batch}" for batch in batches)], body, "llrr")
+    return table(["", "", *(f"batch {batch}" for batch in batches)], body, "ll" + "r" * len(batches))
 
 
 def momentum() -> str:
