@@ -80,6 +80,8 @@ BY_READING = {
     ("compopt/stores/disk.py", "DiskStore.scatter", "function"): f"{EQUAL}: a row on a hole was never written",
     ("compopt/kernel/fused.py", "FusedPairs._sweep", "statement"): f"{EQUAL}: two products instead of one",
     ("compopt/stores/prefetch.py", "Prefetcher.start", "statement"): f"{EQUAL}: creating the group detects them too",
+    ("compopt/stores/prefetch.py", "Prefetcher.start", "keyword"): f"{EQUAL}: name of a thread",
+    ("compopt/stores/table.py", "RowTable.state_dict", "sign"): ACCELERATOR,
     ("compopt/distributed/ranks.py", "Ranks.blank", "function"): f"{EQUAL}: integers that nobody reads",
 }
 LIMITS = {"first": 600, "daily": 1500, "triton": 1500, "rest": 3600}  # seconds, after which a stage hangs
