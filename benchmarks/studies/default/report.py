@@ -212,8 +212,8 @@ def momentum() -> str:
 
 def unseen_sets() -> str:
     """Return a table of recall on the data sets that were not used before, with the advantage of the default."""
-    momentum = (f"{DEFAULT}, {name}" for name in arms.MOMENTUM_RATES)
-    return _by_set(arms.UNSEEN_SETS, arms.UNSEEN_BATCHES, ("InfoNCE", "DCL", *QUEUES, *momentum, DEFAULT))
+    changed = (f"{DEFAULT}, {name}" for name in arms.MOMENTUM_RATES)
+    return _by_set(arms.UNSEEN_SETS, arms.UNSEEN_BATCHES, ("InfoNCE", "DCL", *QUEUES, *changed, DEFAULT))
 
 
 def _with_gap(finals: Finals, task: str, loss: str, batch: int) -> str:

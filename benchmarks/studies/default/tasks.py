@@ -194,15 +194,12 @@ def both(forward: float, backward: float) -> dict[str, float]:
     return {"recall": (forward + backward) / 2, "forward": forward, "backward": backward}
 
 
-class Emoji(ImageViews):
+class Emoji(Faces):
     """Emoji without skin tones, each in several designs, of which two are the views of a sample.
 
     Designs are families of icons that draw the emoji. The measure is the share of held-out images whose nearest image
     in another family is the same emoji.
     """
-
-    mode, augment = UNIMODAL, ("shift",)
-    sources = GlyphFaces.sources  # two different designs
 
     def __init__(self, part: str) -> None:
         data = icons.load(progress=False)
@@ -220,14 +217,8 @@ class Emoji(ImageViews):
         self.count = count[train.sort().values]
         self.first = self.count.cumsum(0) - self.count
         shown = Labelled(data.images[theirs], data.caption[theirs])
-        super().__init__(data.images[ours], shown, shown, f"emoji, n = {len(train)}")
+        ImageViews.__init__(self, data.images[ours], shown, shown, f"emoji, n = {len(train)}")  # not of glyphs
         self.n, self.family = len(train), data.family[theirs]
-
-    def model(self) -> nn.Module:
-        return Towers()
-
-    def training_features(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        return in_chunks(model.image, self.images[self.first]), in_chunks(model.image, self.images[self.first + 1])
 
     def score(self, model: nn.Module) -> dict[str, float]:
         features = F.normalize(in_chunks(model.image, self.queries.images))
