@@ -1,7 +1,7 @@
 """Studies: arms whose settings are tuned one after another, their runs, and the command line that runs them.
 
 The command of a study is ``python -m MODULE tune``, ``final`` or ``report``. ``tune`` chooses the settings of each arm
-on validation data, ``final`` trains with the chosen settings on three other seeds, and ``report`` writes the page. Each
+on validation data, ``final`` trains with the chosen settings on other seeds, and ``report`` writes the page. Each
 run is made by ``MODULE run-one JOB`` in a separate process and stored as a line of the study's file; stored runs are
 not repeated.
 """
@@ -46,7 +46,7 @@ class Job:
     @property
     def final(self) -> bool:
         """Return whether the run is evaluated on test data."""
-        return self.seed in SEEDS
+        return self.seed != TUNE_SEED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +78,17 @@ class Search(Generic[A]):
         arms: arms by name.
         path: file of the finished runs, one line of JSON each.
         score: function from a run's result to its score; the settings with the highest score are chosen.
+        seeds: seeds of the final runs.
     """
 
-    def __init__(self, arms: Mapping[str, A], path: Path, score: Callable[[dict[str, Any]], float]) -> None:
-        self.arms, self.path, self.score = arms, path, score
+    def __init__(
+        self,
+        arms: Mapping[str, A],
+        path: Path,
+        score: Callable[[dict[str, Any]], float],
+        seeds: Sequence[int] = SEEDS,
+    ) -> None:
+        self.arms, self.path, self.score, self.seeds = arms, path, score, seeds
 
     def finished(self) -> Results:
         """Return the results by the keys of their jobs."""
@@ -97,14 +104,14 @@ class Search(Generic[A]):
         chosen, missing = self._search(arm, results)
         if missing:
             return missing
-        return [job for seed in SEEDS if final and (job := Job(arm, chosen, seed)).key not in results]
+        return [job for seed in self.seeds if final and (job := Job(arm, chosen, seed)).key not in results]
 
     def finals(self, results: Results) -> dict[str, list[dict[str, Any]]]:
         """Return the finished final runs of every arm that has any."""
         found = {}
         for arm in self.arms:
             chosen = self.best(arm, results)
-            jobs = [Job(arm, chosen, seed) for seed in SEEDS] if chosen is not None else []
+            jobs = [Job(arm, chosen, seed) for seed in self.seeds] if chosen is not None else []
             if runs := [results[job.key] for job in jobs if job.key in results]:
                 found[arm] = runs
         return found
@@ -263,7 +270,7 @@ def settings(study: Search[Any], results: Results, about: str, title: str, digit
         best = study.best(arm, results)
         for run in results.values():
             job = run["job"]
-            if job["arm"] == arm and job["seed"] not in SEEDS:
+            if job["arm"] == arm and job["seed"] == TUNE_SEED:
                 options = ", ".join(f"{name} {value:g}" for name, value in job["options"].items())
                 score = f"{100 * study.score(run):.{digits}f}"
                 body.append([arm, f"**{options}**" if job["options"] == best else options, score])

@@ -71,7 +71,7 @@ class Towers(nn.Module):
     def forward(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
         if self.image and self.text:
             return self.image(one), self.text(two)
-        first, second = (self.image or self.text)(torch.cat([one, two])).chunk(2)
+        first, second = (self.image or self.text)(torch.cat([one, two])).split([len(one), len(two)])
         return first, second
 
 
