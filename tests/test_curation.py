@@ -391,31 +391,80 @@ def test_the_sampler_leaves_suspects_out_after_the_warm_up():
     assert set(second) != set(third) or second != third
 
 
-def test_a_loaded_sampler_repeats_its_epoch():
-    sampler = compopt.samplers.ScoredSampler(trained(), warm_up=1, share=0.25)
+@pytest.mark.parametrize("drawn", [1.0, 0.5])
+def test_a_loaded_sampler_repeats_its_epoch(drawn):
+    sampler = compopt.samplers.ScoredSampler(trained(), warm_up=1, share=0.25, drawn=drawn)
     list(sampler)
     under_way = iter(sampler)
     begun = [next(under_way) for _ in range(5)]
     state = sampler.state_dict()
-    again = compopt.samplers.ScoredSampler(trained(wrong=3), warm_up=1, share=0.25)  # with other rows
+    again = compopt.samplers.ScoredSampler(trained(wrong=3), warm_up=1, share=0.25, drawn=drawn)  # with other rows
     again.load_state_dict(state)
     order = list(again)
     assert order == begun + list(under_way) and list(again) != order and again.epoch == 3
 
 
-def divided(group, shard):
+def divided(group, shard, drawn):
     torch.manual_seed(0)
     est = trained(process_group=group, shard=shard)
-    sampler = compopt.samplers.ScoredSampler(est, warm_up=0, share=0.2, process_group=group)
+    sampler = compopt.samplers.ScoredSampler(est, warm_up=0, share=0.2, process_group=group, drawn=drawn)
     return list(sampler), sampler.left_out
 
 
 @pytest.mark.distributed
-def test_ranks_divide_an_epoch():
-    parts = the_pool().run(divided, 3, True)
+@pytest.mark.parametrize("drawn", [1.0, 0.5])
+def test_ranks_divide_an_epoch(drawn):
+    parts = the_pool().run(divided, 3, True, drawn)
     samples = sum((part for part, _ in parts), [])
-    assert {len(part) for part, _ in parts} == {10} and len(set(samples)) == 30
+    each = int(drawn * 10)
+    assert {len(part) for part, _ in parts} == {each} and len(set(samples)) == 3 * each
     assert all(torch.equal(out, parts[0][1]) for _, out in parts) and not set(samples) & set(parts[0][1].tolist())
+
+
+def scored(score, rank=0.2, visits=1):
+    """Return scores of samples that were all visited, with the same rank."""
+    score = torch.as_tensor(score, dtype=torch.float64)
+    seen = torch.full((len(score),), visits)
+    return curation.Scores(score, seen, rank=torch.full_like(score, rank))
+
+
+def draws(monkeypatch, found, epochs, **options):
+    """Return the drawn samples of each epoch, ``(epochs, n)`` bool, of a sampler that reads these scores."""
+    monkeypatch.setattr(curation, "scores", lambda est: found)
+    est = compopt.DCLEstimator(scores=compopt.ScoreKeeper(len(found.score)))
+    sampler = compopt.samplers.ScoredSampler(est, warm_up=0, share=0.0, **options)
+    drawn = torch.zeros(epochs, len(found.score), dtype=torch.bool)
+    for row in drawn:
+        row[list(sampler)] = True
+    return drawn
+
+
+@pytest.mark.parametrize("of_reference", [False, True])
+def test_the_sampler_draws_by_the_difference_to_the_reference(monkeypatch, of_reference):
+    odds = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)  # weights; one of four samples is drawn
+    score, reference = torch.randn(4, dtype=torch.float64), None
+    if of_reference:
+        reference = scored(score + odds.log())
+    else:
+        score = -odds.log()
+    drawn = draws(monkeypatch, scored(score), 4000, drawn=0.25, reference=reference)
+    assert (drawn.sum(1) == 1).all()
+    assert torch.allclose(drawn.double().mean(0), odds / 15, atol=0.025), "three standard errors"
+
+
+def test_the_sampler_draws_samples_without_a_score_first_and_suspects_never(monkeypatch):
+    score = torch.linspace(-1, 1, 40, dtype=torch.float64)
+    score[30:] = torch.nan
+    found = scored(score)
+    found.visits[30:] = 0
+    monkeypatch.setattr(curation, "scores", lambda est: found)
+    est = compopt.DCLEstimator(scores=compopt.ScoreKeeper(40))
+    sampler = compopt.samplers.ScoredSampler(est, warm_up=0, share=0.2, returning=0.0, drawn=0.5)
+    for _ in range(20):
+        drawn = set(sampler)
+        assert set(range(30, 40)) < drawn and not drawn & set(range(6)), "a fifth of the visited samples is suspect"
+        assert len(drawn) == len(sampler) == 17 and sampler.left_out[:6].tolist() == list(range(6))
+        assert sorted([*drawn, *sampler.left_out.tolist()]) == list(range(40))
 
 
 def test_the_sampler_refuses():
@@ -425,6 +474,13 @@ def test_the_sampler_refuses():
         compopt.samplers.ScoredSampler(trained(), warm_up=0)
     with pytest.raises(ValueError, match="ranks"):
         compopt.samplers.ScoredSampler(compopt.ISogCLREstimator(N))
-    for name, value in (("share", 1.0), ("share", -0.1), ("returning", 2.0)):
+    for name, value in (("share", 1.0), ("share", -0.1), ("returning", 2.0), ("drawn", 0.0), ("drawn", 1.1)):
         with pytest.raises(ValueError, match=name):
             compopt.samplers.ScoredSampler(trained(), **{name: value})
+    for reference, options, kind, message in (
+        (scored(torch.zeros(40)), {}, ValueError, "no effect with drawn=1"),
+        (scored(torch.zeros(39)), {"drawn": 0.5}, ValueError, "the scores of 39 samples, the estimator 40"),
+        (torch.zeros(40), {"drawn": 0.5}, TypeError, "curation.scores, got Tensor"),
+    ):
+        with pytest.raises(kind, match=message):
+            compopt.samplers.ScoredSampler(trained(), reference=reference, **options)

@@ -15,6 +15,8 @@ but one see the same number of samples. They train DCL or the default (``compopt
   give their number; one in 20 of them is drawn again.
 - ``weights`` and ``weights, early``: all pairs, with ``est.weights("robust")`` as ``sample_weight=`` from the third
   or the second epoch on, computed four times per epoch; the rows of two epochs give the share of wrong pairs.
+- ``informative``: as ``during``, but each epoch from the third on contains only half of the other samples, drawn with
+  a preference for low scores; ``informative, reference``: for scores below those of the first run's last rows.
 - ``rows, 1 epoch`` and ``rows``: a second training without the suspects of the first run's rows after one epoch (as
   many as there are wrong pairs, since one epoch is too short to estimate the number) or after the last (as many as
   the rows gave after two epochs).
@@ -63,7 +65,9 @@ NOTHING = torch.zeros(0, dtype=torch.int64)
 WEIGHED = {"weights": WARM_UP, "weights, early": 1}  # arms in one run, and the epoch from which weights are used
 TEMPERATURES = "iSogCLR"
 LONGER = "twice as long"
-ARMS = ("DCL", "default", LONGER, "during", *WEIGHED, "rows, 1 epoch", "rows", "similarity", "oracle", TEMPERATURES)
+INFORMATIVE, REFERENCE, DRAWN = "informative", "informative, reference", 0.5
+FILTERED = ("rows, 1 epoch", "rows", "similarity", "oracle")  # arms with a second training
+ARMS = ("DCL", "default", LONGER, "during", INFORMATIVE, REFERENCE, *WEIGHED, *FILTERED, TEMPERATURES)
 ONLY_WITH_WRONG = ("oracle", TEMPERATURES)  # arms of data with wrong pairs
 PATH = RESULTS / "curation.jsonl"
 
@@ -246,7 +250,7 @@ def run(case: Case, arms: tuple[str, ...], wordnet: Path | None) -> None:
     first: FirstRun | None = None
     for arm in arms:
         started, facts = time.perf_counter(), {}
-        if arm not in ("DCL", LONGER, "during", *WEIGHED, TEMPERATURES):
+        if arm in ("default", REFERENCE, *FILTERED):
             first = first or FirstRun(task, seed)
         if arm == "default":
             assert first is not None
@@ -254,8 +258,11 @@ def run(case: Case, arms: tuple[str, ...], wordnet: Path | None) -> None:
         elif arm == LONGER:
             every = Rest(task.n, NOTHING, seed)
             model = train(task, task.default(), seed, every, epochs=2 * EPOCHS)
-        elif arm == "during":
-            sampler = ScoredSampler(est := task.default(keep_scores=True), WARM_UP, seed=seed)
+        elif arm in ("during", INFORMATIVE, REFERENCE):
+            drawn = {} if arm == "during" else {"drawn": DRAWN}
+            if arm == REFERENCE:
+                drawn["reference"] = first.rows[-1]
+            sampler = ScoredSampler(est := task.default(keep_scores=True), WARM_UP, seed=seed, **drawn)
             model = train(task, est, seed, sampler)
             facts = _left_out(task, sampler.left_out)
         elif arm in WEIGHED:

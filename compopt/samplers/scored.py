@@ -1,4 +1,4 @@
-"""Sampler that omits samples with probably wrong pairs, according to their rows."""
+"""Sampler that omits samples with probably wrong pairs, and prefers informative ones, according to their rows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from compopt import checks, curation, rng
+from compopt.curation import Scores
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator.base import Estimator
+
+NEVER_SEEN = 1e6  # logarithm of the weight of samples without a score
 
 
 class ScoredSampler(Sampler[int]):
@@ -21,6 +24,16 @@ class ScoredSampler(Sampler[int]):
     wrong pairs is estimated. Each later epoch omits that share of the samples, those with the lowest scores at the
     beginning of the epoch, except for a random part of them, so that scores of omitted samples can improve.
 
+    With ``drawn`` below 1, each later epoch contains only this part of the other samples, drawn without replacement
+    with weights
+
+    .. math:: w_i = \exp(a^{\text{ref}}_i - a_i),
+
+    where :math:`a_i` is the score, a sample's negative loss up to a constant, and :math:`a^{\text{ref}}_i` its score in
+    ``reference``. Preferred are thus samples on which the loss of the present model is larger than that of the
+    reference model: these can be learned, but have not been. Without ``reference`` it is 0, and hard samples are
+    preferred.
+
     Args:
         est: estimator with ``scores=ScoreKeeper(n)``, or with rows of ``reference="positive"`` (then with ``share``).
         warm_up: epochs with all samples. After one epoch the share of wrong pairs cannot be estimated from the rows
@@ -28,6 +41,10 @@ class ScoredSampler(Sampler[int]):
         share: share of the visited samples to omit, in [0, 1); ``None``: :func:`compopt.curation.wrong_share` at the
             end of the warm-up.
         returning: part of the suspects that is not omitted, in [0, 1].
+        drawn: part of the other samples in an epoch after the warm-up, in (0, 1]. Samples that were never visited are
+            drawn first.
+        reference: scores of another model on the same samples, such as those of an earlier run
+            (:func:`compopt.curation.scores`). Only with ``drawn`` below 1.
         seed: seed of the orders, together with the epoch.
         process_group: the ranks that divide each epoch; ``None``: the default group, if ``torch.distributed`` is
             initialised. Each rank uses every K-th sample of one order, which is truncated to a multiple of K.
@@ -37,18 +54,27 @@ class ScoredSampler(Sampler[int]):
     Attributes:
         epoch: number of the next epoch.
         share: the argument, or the estimated share.
-        left_out: positions that the latest epoch omitted, ``(m,)`` int64, in ascending order of the score.
+        left_out: positions that the latest epoch omitted, ``(m,)`` int64: suspects in ascending order of the score,
+            then samples that were not drawn.
 
-    State: the epoch, the share and the omitted samples of the epoch. The order is a function of these, so that a run
-    that stopped within an epoch repeats its order and skips the samples that were used, as with
+    State: the epoch, the share and the omitted samples of the epoch, not ``reference``. The order is a function of
+    these, so that a run that stopped within an epoch repeats its order and skips the samples that were used, as with
     ``torch.utils.data.DistributedSampler`` (for example by ``accelerate.skip_first_batches``).
 
     Communicates: with ``shard=True`` each iteration after the warm-up reads the rows of all ranks; otherwise nothing.
 
     Raises:
-        ValueError: ``share`` or ``returning`` is outside its range; the rows contain no scores, see
-            :func:`compopt.curation.scores`; ``share=None`` without ranks or with ``warm_up=0``.
+        ValueError: ``share``, ``returning`` or ``drawn`` is outside its range; the rows contain no scores, see
+            :func:`compopt.curation.scores`; ``share=None`` without ranks or with ``warm_up=0``; ``reference`` has
+            another number of samples, or ``drawn`` is 1.
+        TypeError: ``reference`` is not an instance of :class:`~compopt.curation.Scores`.
         RuntimeError: in an iteration, if the estimated share is 1.
+
+    References:
+        Mindermann et al., Prioritized training on points that are learnable, worth learning, and not yet learnt, ICML
+        2022, eq. 3, and for pairs Evans et al., Data curation via joint example selection further accelerates
+        multimodal learning, NeurIPS 2024 (they select from a larger batch, which needs its forward passes; rows give
+        the scores without these). Efraimidis and Spirakis, Information Processing Letters 2006 (the draws).
 
     Example:
         >>> import compopt
@@ -67,6 +93,8 @@ class ScoredSampler(Sampler[int]):
         seed: int = 0,
         process_group: ProcessGroup | None = None,
         divide: bool = True,
+        drawn: float = 1.0,
+        reference: Scores | None = None,
     ) -> None:
         self.est, self.warm_up, self.seed = est, checks.whole("warm_up", warm_up), checks.whole("seed", seed)
         for name, value in (("share", share), ("returning", returning)):
@@ -76,9 +104,13 @@ class ScoredSampler(Sampler[int]):
             raise ValueError("share=1 leaves out all samples; give less")
         curation.check_rows(est)
         checks.flag("divide", divide)
+        if not 0 < checks.number("drawn", drawn) <= 1:
+            raise ValueError(f"drawn must be in (0, 1], got {drawn!r}")
         if share is None:
             self._check_estimate()
         self.share, self.returning, self.divide = share, returning, divide
+        self.drawn = drawn
+        self._reference = self._checked(reference)
         self._ranks = Ranks(process_group)
         self.epoch = 0
         self.left_out = torch.zeros(0, dtype=torch.int64)
@@ -94,6 +126,18 @@ class ScoredSampler(Sampler[int]):
             )
         if not self.warm_up:
             raise ValueError("warm_up=0 leaves no epoch to estimate the share from: give share=, or warm_up >= 1")
+
+    def _checked(self, reference: Scores | None) -> Tensor:
+        """Return the scores of the reference."""
+        if reference is None:
+            return torch.zeros(())
+        if not isinstance(reference, Scores):
+            raise TypeError(f"reference must be the result of compopt.curation.scores, got {type(reference).__name__}")
+        if self.drawn == 1:
+            raise ValueError("reference= has no effect with drawn=1, which keeps all samples: give less")
+        if len(reference.score) != self._n:
+            raise ValueError(f"reference has the scores of {len(reference.score)} samples, the estimator {self._n}")
+        return reference.score
 
     def __len__(self) -> int:
         """Return the number of samples of the latest epoch on this rank; the next epoch may differ."""
@@ -128,7 +172,21 @@ class ScoredSampler(Sampler[int]):
             )
         suspects = curation.suspects(found, self.share)
         order = rng.permutation(len(suspects), self.seed, epoch, 1)
-        return suspects[order[round(self.returning * len(suspects)) :].sort().values]
+        out = suspects[order[round(self.returning * len(suspects)) :].sort().values]
+        return torch.cat([out, self._not_drawn(found, out, epoch)]) if self.drawn < 1 else out
+
+    def _not_drawn(self, found: Scores, out: Tensor, epoch: int) -> Tensor:
+        """Return the samples that are neither in ``out`` nor drawn.
+
+        The samples with the largest ``log(w) + g``, with ``g`` of the Gumbel distribution, are drawn with weights ``w``
+        without replacement.
+        """
+        words = rng.bits(rng.streams((self.seed, epoch, 2), torch.arange(self._n)), 0, 1)[0]
+        gumbel = -rng.uniform(words, torch.float64).log().neg().log()
+        key = (self._reference - found.score).nan_to_num(NEVER_SEEN) + gumbel
+        key[out] = -torch.inf
+        rest = self._n - len(out)
+        return key.argsort(descending=True, stable=True)[round(self.drawn * rest) : rest]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the current epoch; the next iteration of a loaded sampler repeats its order.
