@@ -262,7 +262,7 @@ def _check_extra(
     est.normalizer.check_extra()
     _, positions = inputs.check_extra(extra, extra_index, like)
     if positions is not None and "index2" not in keys:
-        inputs.check_range("extra_index", positions, est._engine.groups.n)
+        inputs.check_range("extra_index", positions, est._engine.groups.n, remedy=inputs.EXTRA_REMEDY)
     return positions
 
 

@@ -243,7 +243,8 @@ class ContrastiveEstimator(Estimator):
             tau: temperature that overrides a :class:`~compopt.FixedTemperature` for this call: a number or a tensor,
                 0-d, ``(B,)`` or ``(B, 2)``; if it requires grad, it receives the derivative of the returned objective.
             labels: ``(B,)`` integers (classes, duplicates). Samples with equal labels are not each other's negatives;
-                with ``PairPolicy(positives="labels")`` they are each other's positives.
+                with ``PairPolicy(positives="labels")`` they are each other's positives. A label must have the same
+                meaning in all batches, since a memory compares labels with those of earlier batches.
             extra: further candidates of the anchors of direction 1 in addition to the batch, ``(M, d)``, optionally
                 with a graph, for example mined hard negatives. ``|N_i|`` counts them. Normalizers, weights and rows
                 refer to the larger set, so that the estimate is that of the mixture of both sets. ``M`` may differ

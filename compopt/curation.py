@@ -41,6 +41,7 @@ from compopt.stores.layout import Column
 READ_ROWS = 1 << 20  # rows per read
 Kind = Literal["robust"]
 RANK_ROWS = 512  # anchors per block of similarities
+ROUNDING = 8  # largest error of a cosine similarity, in units of the last place
 CHANCE = 0.5  # mean rank of a positive that is unrelated to its anchor
 
 
@@ -232,8 +233,8 @@ def scores(est: Estimator, since: Scores | None = None) -> Scores:
     uncertainty = None
     if kept:
         groups = part.sample_groups
-        rate = torch.tensor([group["rate"] for group in groups], dtype=torch.float64)
-        rate = rate.repeat_interleave(torch.tensor([group["n"] for group in groups]))
+        rate = torch.tensor([group["rate"] for group in groups], dtype=torch.float64, device="cpu")
+        rate = rate.repeat_interleave(torch.tensor([group["n"] for group in groups], device="cpu"))
         # n equal weights have n effective visits, weights that decay at rate r converge to 2 / r - 1. The variance
         # about a mean of n values has n - 1 degrees of freedom: the result is NaN for one visit (or rate=1).
         effective = torch.minimum(visits.double(), 2 / rate - 1)
@@ -412,7 +413,7 @@ def weights(est: Estimator | Scores, kind: Kind = "robust", share: float | None 
         raise ValueError(
             "the share of wrong pairs is 1, which leaves no pair a weight: ask later in training, or give share="
         )
-    seen, result = found.visits > 0, torch.ones(len(found.score))
+    seen, result = found.visits > 0, torch.ones(len(found.score), dtype=torch.float32, device="cpu")
     x, above = found.similarity[seen].double(), found.rank[seen] > CHANCE
     if share and above.sum() > 1:
         result[seen] = _right(x, x[above], share).float()
@@ -447,7 +448,7 @@ def duplicates(features: Tensor, least: float = 0.95, chunk_size: int = 1024) ->
 
     Args:
         features: features of all samples from a trained encoder, ``(n, d)``, on any device.
-        least: smallest cosine similarity of duplicates, in (-1, 1].
+        least: smallest cosine similarity of duplicates, in (-1, 1], up to rounding.
         chunk_size: samples per block of similarities. Memory: ``chunk_size * n`` numbers; time: half of the product of
             all features with each other.
 
@@ -469,7 +470,7 @@ def duplicates(features: Tensor, least: float = 0.95, chunk_size: int = 1024) ->
     labels = torch.arange(len(z), device=z.device)
     for start in range(0, len(z), checks.count("chunk_size", chunk_size)):
         stop = min(start + chunk_size, len(z))
-        alike = z[start:stop] @ z[:stop].T >= least
+        alike = z[start:stop] @ z[:stop].T >= least - ROUNDING * torch.finfo(z.dtype).eps
         alike.diagonal(start).fill_(True)
         labels[start:stop] = alike.to(torch.uint8).argmax(1)  # the first match
     while not torch.equal(labels, labels[labels]):  # the first match may itself be a duplicate of an earlier sample

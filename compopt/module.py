@@ -103,6 +103,10 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
     *Large tables.* ``state_dict()`` and ``deepcopy`` copy all rows. With ``state=False`` the ``state_dict()`` of the
     module contains the parameters only; save the rest with :func:`compopt.save`.
 
+    *safetensors* stores tensors only, so that ``save_pretrained``, ``accelerator.save_model`` and the Trainer of
+    transformers cannot save the state of a module: use ``state=False``, and save the estimator with
+    ``est.attach(optimizer, checkpoint=True)``, :func:`compopt.save` or the callback of that framework.
+
     *DDP.* Call the module inside the wrapped model's ``forward``. ``state_dict()`` may be called on one rank. Omit
     ``device_ids``: DDP would move ``index`` to the device, and the call would have to wait for it.
 

@@ -7,7 +7,9 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +60,8 @@ class MomentumEncoder:
             also :meth:`update`.
 
     Warns:
-        UserWarning: at the 256th call, if there was no update before.
+        UserWarning: at the 256th call, if there was no update before; or at construction, if the ``forward`` of a
+            module was replaced by a function, which a copy shares.
 
     References:
         He et al., MoCo, CVPR 2020, eq. 2.
@@ -110,7 +113,9 @@ class MomentumEncoder:
 
         A skipped optimizer step commits nothing and does not move the copy. Exception: with fused AMP on an accelerator
         the host does not read the flag of a skipped step, and the copy moves towards the unchanged weights. Attaching
-        again replaces the previous hook. Copies of the estimator have no hooks.
+        again replaces the previous hook. The estimator does not keep the encoder alive. Copies of the estimator have no
+        hooks. If several optimizers update the model, attach the estimator to the one that steps last: a commit, and
+        with it the update, follows the first step of an attached optimizer.
 
         Returns:
             A handle with a method ``remove()``, which removes the hook.
@@ -127,7 +132,14 @@ class MomentumEncoder:
         _ = est._engine  # raises for a part of another estimator
         if self._handle is not None:
             self._handle.remove()
-        self._handle = est.register_step_post_hook(lambda *_: self.update())
+        encoder = ref(self)
+
+        def follow(*_: Any) -> None:
+            alive = encoder()
+            if alive is not None:
+                alive.update()
+
+        self._handle = est.register_step_post_hook(follow)
         return self._handle
 
     def _check_begin(self) -> None:
@@ -268,9 +280,22 @@ def _check_plain(model: nn.Module) -> None:
     if sharded or wrapped or hasattr(model, ENGINE):
         remedy = "before fully_shard, and shard encoder.module alike" if sharded else "of what it wraps, model.module"
         raise ValueError(f"model is a {type(model).__name__}, which takes no copies; make the copy {remedy}")
+    closure = next((name for name, module in model.named_modules() if _is_replaced(module)), None)
+    if closure is not None:
+        warnings.warn(
+            f"the forward of {closure or 'the model'} was replaced by a function, which the copy shares: if it uses "
+            f"the weights of the original module, the copy is never used. Make the copy before forward is replaced",
+            stacklevel=3,
+        )
     lazy = next((name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)), None)
     if lazy is not None:
         raise ValueError(f"parameter {lazy} is not initialised yet; run a forward pass of the model first")
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Return whether a module has a ``forward`` with a closure; ``deepcopy`` copies methods, but no functions."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, FunctionType) and forward.__closure__ is not None
 
 
 def _describe(p: Tensor) -> str:

@@ -58,8 +58,19 @@ def test_groups_that_differ_say_how_to_get_there(saved, own, tmp_path):
     writer, reader = (compopt.SogCLREstimator([{"n": n} for n in sizes]) for sizes in (saved, own))
     compopt.save(writer, tmp_path)
     for attempt in (lambda: reader.load_state_dict(writer.state_dict()), lambda: compopt.load(reader, tmp_path)):
-        with pytest.raises(ValueError, match=r"n differs: the checkpoint has \[.* with n=\[.*add_sample_group"):
+        added = r", add_sample_group for each of \[5\]" if len(saved) > 1 else ""
+        with pytest.raises(ValueError, match=rf"n differs: the checkpoint has \[.* with n=12{added}, load, and append"):
             attempt()
+
+
+@pytest.mark.parametrize("option", [{"n": 80}, {"momentum": True}, {"keep_scores": True}], ids=str)
+def test_options_that_differ_say_which_arguments_to_use(option):
+    usual = {"dim": 4, "n": 64, "batch_size": 8}
+    state = compopt.recommended(**usual).state_dict()
+    with pytest.raises(
+        ValueError, match=r"differs: .*the arguments of the run that saved it \(for compopt.recommended"
+    ):
+        compopt.recommended(**usual | option).load_state_dict(state)
 
 
 def test_the_remedies_for_other_groups_work():

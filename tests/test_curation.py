@@ -346,6 +346,12 @@ def test_duplicates_and_rare_samples_equal_their_definitions(chunk_size):
     assert curation.rare(z, share=0.2, neighbours=4, chunk_size=chunk_size).tolist() == want
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_features_are_duplicates_at_any_threshold(dtype):
+    z = torch.randn(300, 64, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    assert curation.duplicates(torch.cat([z, 3 * z]), 1.0).tolist() == 2 * list(range(300))
+
+
 def test_duplicates_are_chained():
     angles = torch.tensor([0.0, 0.1, 0.2, 0.3])  # cos(0.1) = 0.995, cos(0.2) = 0.98
     z = torch.stack([angles.cos(), angles.sin()], dim=1)
@@ -452,6 +458,15 @@ def test_the_sampler_draws_by_the_difference_to_the_reference(monkeypatch, of_re
     assert torch.allclose(drawn.double().mean(0), odds / 15, atol=0.025), "three standard errors"
 
 
+def test_samples_that_the_reference_lacks_have_the_median_of_the_differences(monkeypatch):
+    odds = torch.tensor([1.0, 4.0, 8.0, 0.0, 0.0], dtype=torch.float64)
+    reference = scored(torch.cat([odds[:3].log(), torch.tensor([torch.nan])]))  # one was excluded, one added later
+    reference.visits[3] = 0
+    drawn = draws(monkeypatch, scored(torch.zeros(5)), 4000, drawn=0.2, reference=reference)
+    expected = torch.tensor([1.0, 4.0, 8.0, 4.0, 4.0], dtype=torch.float64) / 21
+    assert torch.allclose(drawn.double().mean(0), expected, atol=0.025), "three standard errors"
+
+
 def test_the_sampler_draws_samples_without_a_score_first_and_suspects_never(monkeypatch):
     score = torch.linspace(-1, 1, 40, dtype=torch.float64)
     score[30:] = torch.nan
@@ -479,7 +494,7 @@ def test_the_sampler_refuses():
             compopt.samplers.ScoredSampler(trained(), **{name: value})
     for reference, options, kind, message in (
         (scored(torch.zeros(40)), {}, ValueError, "no effect with drawn=1"),
-        (scored(torch.zeros(39)), {"drawn": 0.5}, ValueError, "the scores of 39 samples, the estimator 40"),
+        (scored(torch.zeros(41)), {"drawn": 0.5}, ValueError, "the scores of 41 samples, the estimator 40"),
         (torch.zeros(40), {"drawn": 0.5}, TypeError, "curation.scores, got Tensor"),
     ):
         with pytest.raises(kind, match=message):

@@ -98,6 +98,27 @@ def test_objects_alone(kind, context):
 
 
 @elsewhere
+def test_curation(context):
+    z1, z2 = features(50, 5, 0, dtype=torch.float32)
+
+    def curated():
+        est = compopt.DCLEstimator(scores=compopt.ScoreKeeper(50))
+        for _ in range(2):
+            est(z1, z2, torch.arange(50, device="cpu"))
+            est.step()
+        sampler = compopt.samplers.ScoredSampler(est, warm_up=1, drawn=0.5, reference=compopt.curation.scores(est))
+        found = compopt.curation.scores(est, since=compopt.curation.scores(est))
+        epochs = torch.tensor([*sampler, *sampler], device="cpu")
+        return {**found.columns(), "weights": est.weights(share=0.2), "epochs": epochs}
+
+    usual = curated()
+    with context():
+        found = curated()
+    assert usual["weights"].dtype == torch.float32
+    assert_same_bits(usual, found)
+
+
+@elsewhere
 @both
 def test_samplers(make, context):
     z1, z2 = features(50, 5, 0, dtype=torch.float32)
@@ -158,3 +179,13 @@ def test_a_temperature_without_a_value_says_so():
     for attempt in (lambda: compopt.FixedTemperature(tau), lambda: est(*DATA[0], tau=tau)):
         with pytest.raises(ValueError, match="tau is on the meta device.*device='cpu'"):
             attempt()
+
+
+@pytest.mark.parametrize("kind", ["NeuCLIPEstimator", "ResidualEstimator"])
+def test_networks_with_a_default_dtype_of_half_precision(kind):
+    torch.set_default_dtype(torch.float16)
+    try:
+        loss = getattr(compopt, kind)(5)(*features(8, 5, 0, dtype=torch.float32), torch.arange(8))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert loss.dtype == torch.float32 and loss.isfinite()

@@ -335,6 +335,41 @@ def test_normalisation_without_running_statistics_is_refused():
         cached((normalised, second), (torch.randn(16, 5).double(), torch.randn(16, 4).double()))
 
 
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_an_error_in_the_second_pass_leaves_no_deposit(earlier):
+    *inputs, index = data(0, SHARES[1], torch.float64)
+    est, model, passes = compopt.SogCLREstimator(N), Encoders(torch.float64), []
+
+    def encode(model, part):
+        passes.append(len(part[0]))
+        if len(passes) == fails:
+            raise torch.OutOfMemoryError
+        return two(model, part)
+
+    def call():
+        passes.clear()
+        return compopt.gradient_cache(est, model, tuple(inputs[:2]), index, encode=encode, micro_batch_size=4)
+
+    fails = 0
+    usual = call()
+    est.discard()
+    for _ in range(earlier):
+        call()
+    fails = 6  # of eight passes
+    with pytest.raises(torch.OutOfMemoryError):
+        call()
+    assert est.pending == 0
+    fails = 0
+    assert torch.equal(call(), usual) and est.pending == 1
+
+
+def test_a_list_of_columns_is_no_batch():
+    first, second = linear_towers()
+    model = nn.ModuleList([first, second])
+    with pytest.raises(TypeError, match=r"a list of 2 tensors of 16 samples.*tuple\(batch\)"):
+        cached(model, [torch.randn(16, 5).double(), torch.randn(16, 4).double()])
+
+
 def test_a_list_of_inputs_is_no_batch():
     first, second = linear_towers()
 
@@ -342,7 +377,8 @@ def test_a_list_of_inputs_is_no_batch():
         return first(part[0]), second(part[1])
 
     with pytest.raises(ValueError, match="must be a tuple"):
-        cached(first, [torch.randn(16, 5).double(), torch.randn(16, 4).double()], encode=encode)
+        est, batch = compopt.DCLEstimator(0.3), [torch.randn(16, 5).double(), torch.randn(16, 4).double()]
+        compopt.gradient_cache(est, first, batch, micro_batch_size=4, encode=encode)
 
 
 def test_a_prompt_beside_a_frozen_tower_learns():

@@ -100,6 +100,21 @@ def test_attaching_again_updates_once():
     assert all(torch.equal(p, before[name]) for name, p in parameters(run.encoder.module).items())
 
 
+def test_an_encoder_that_is_replaced_is_forgotten():
+    """After weights were unfrozen the former copy cannot be updated; it must not raise in the steps of the new one."""
+    run = Run()
+    run.model.first.weight.requires_grad_(False)
+    run.encoder = compopt.MomentumEncoder(run.model, DECAY)
+    run.encoder.attach(run.est)
+    run.train(0, 1)
+    run.model.first.weight.requires_grad_(True)
+    run.encoder = compopt.MomentumEncoder(run.model, DECAY)
+    run.encoder.attach(run.est)
+    run.average = parameters(run.model)
+    run.train(1, 3)
+    run.assert_follows()
+
+
 def test_a_skipped_step_moves_nothing():
     run, scaler = Run(), torch.amp.GradScaler("cpu", init_scale=4.0)
     handle = amp.attach(run.est, run.optimizer, scaler)
@@ -256,6 +271,17 @@ def test_weights_that_changed_before_the_first_update_are_noticed():
             encoder(x)
         assert len(caught) == (0 if known else 1)
         assert all("weights of the model have changed" in str(w.message) and w.filename == __file__ for w in caught)
+
+
+def test_a_replaced_forward_is_noticed():
+    model = nn.Sequential(nn.Linear(4, 4))
+    usual = model[0].forward
+    model[0].forward = lambda x: usual(x)  # as wrappers for mixed precision or for offloading do
+    with pytest.warns(
+        UserWarning, match="the forward of 0 was replaced by a function, which the copy shares"
+    ) as caught:
+        compopt.MomentumEncoder(model)
+    assert caught[0].filename == __file__
 
 
 def test_one_that_is_never_updated_is_noticed():

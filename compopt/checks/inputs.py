@@ -20,6 +20,9 @@ INDEX_REMEDY = (
     "pass positions in the data set of n samples, from 0 on. Those of a part (Subset, random_split, train_test_split) "
     "are positions in the whole: give its n, or number the part by itself, compopt.data.Indexed(part)"
 )
+EXTRA_REMEDY = (
+    "candidates that are nobody's positive need index2=index too, beside which any integers are allowed, as -1"
+)
 SMALL = 512  # largest number of integers for which Python's functions are faster than NumPy's
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -72,7 +75,9 @@ def survey(value: Tensor) -> Survey | None:
     return Survey(int(ordered[0]), int(ordered[-1]), not bool((ordered[1:] == ordered[:-1]).any()))
 
 
-def check_range(name: str, value: Tensor, n: int | None, known: Survey | None = None) -> Tensor | None:
+def check_range(
+    name: str, value: Tensor, n: int | None, known: Survey | None = None, remedy: str = INDEX_REMEDY
+) -> Tensor | None:
     """Raise IndexError for an entry outside ``0 .. n - 1`` on the host; on a device, return a 0-d flag instead."""
     if n is None or value.shape[0] == 0:
         return None
@@ -81,7 +86,7 @@ def check_range(name: str, value: Tensor, n: int | None, known: Survey | None = 
         return ((value < 0) | (value >= n)).any()
     if known.low < 0 or known.high >= n:
         wrong = known.high if known.high >= n else known.low
-        raise IndexError(f"{name} {wrong} is outside n={n}; {INDEX_REMEDY}")
+        raise IndexError(f"{name} {wrong} is outside n={n}; {remedy}")
     return None
 
 

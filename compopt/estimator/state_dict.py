@@ -217,6 +217,12 @@ def _compare(where: str, expected: Any, given: Any) -> None:
     elif expected != given:
         remedy = ""
         if where == "n" and isinstance(given, list) and all(isinstance(n, int) for n in given):
-            groups = [{"n": n} for n in given]
-            remedy = f"; load it into an estimator with n={groups}, and append others with add_sample_group after that"
+            first, *others = given
+            added = f", add_sample_group for each of {others}" if others else ""
+            remedy = f"; build the estimator with n={first}{added}, load, and append further samples after that"
+        elif where.startswith(("options", "method")):
+            remedy = (
+                "; build the estimator with the arguments of the run that saved it (for compopt.recommended also the "
+                "same n and batch_size)"
+            )
         raise ValueError(f"{where} differs: the checkpoint has {given!r}, this estimator has {expected!r}{remedy}")

@@ -67,6 +67,9 @@ def gradient_cache(
     changed. The model's own generators, ``random`` and ``numpy`` are not replayed. A forward pass must not change its
     inputs; buffers that it changes, other than running statistics, are changed twice.
 
+    After an error in the second pass, gradients are incomplete. The deposits of this call and of other calls since the
+    last commit are then discarded: call ``optimizer.zero_grad()`` and repeat the whole window.
+
     *Frameworks* are detected from the modules of ``model``. ``DistributedDataParallel`` and FSDP2 reduce gradients in
     the last micro-batch only. For a DeepSpeed engine the call has one accumulation boundary; ZeRO 2 and 3 reduce in
     every micro-batch by design. Ranks with fewer micro-batches encode their last one again, with zero gradients, until
@@ -133,6 +136,7 @@ def gradient_cache(
     checks.one_of("batch_norm", batch_norm, ("refuse", "update_once"))
     checks.flag("reduce", reduce)
     with est._engine.handshake.guard():  # an error in the arguments is reported to the other ranks
+        _check_list(model, batch, index)
         towers = new_towers(model, batch, micro_batch_size, encode, batch_norm == "update_once")
         tried = with_trials(towers)
     with doing("a trial of compopt.FittingSize", est.t):
@@ -149,9 +153,13 @@ def gradient_cache(
     loss: Tensor = call(extra=extra, extra_index=extra_index)
     if torch.is_grad_enabled():
         others = [x for x in (tau, extra, *est.parameters()) if isinstance(x, Tensor)]
-        shared = _differentiate(loss, outputs, others)
-        with kept(buffer for tower in towers for buffer in tower.statistics):
-            _back_propagate(loss.detach(), towers, shared, backward, reduce)
+        try:
+            shared = _differentiate(loss, outputs, others)
+            with kept(buffer for tower in towers for buffer in tower.statistics):
+                _back_propagate(loss.detach(), towers, shared, backward, reduce)
+        except BaseException:
+            est.discard()  # the gradients of this window are incomplete
+            raise
     return loss.detach()
 
 
@@ -174,6 +182,17 @@ def _arguments(outputs: list[Output], extra: Tensor | None, tau: Any) -> tuple[T
             raise ValueError(f"{name} comes from model and as {name}=; give one of them")
     z2, further = [*features[1:], None, None][:2]
     return features[0], z2, extra if further is None else further, temperatures[0] if temperatures else tau
+
+
+def _check_list(model: Any, batch: Any, index: Tensor | None) -> None:
+    """Raise if the inputs of a model are a list of columns, as default data loaders return."""
+    if isinstance(model, tuple | list) or not isinstance(batch, list) or index is None:
+        return
+    if len(batch) != len(index) and all(isinstance(x, Tensor) and x.shape[:1] == index.shape for x in batch):
+        raise TypeError(
+            f"batch is a list of {len(batch)} tensors of {len(index)} samples, but a list has one entry per sample; "
+            f"pass several inputs of the model as a tuple, tuple(batch)"
+        )
 
 
 def _check_samples(tower: Tower, z1: Tensor) -> None:

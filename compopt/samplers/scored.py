@@ -44,7 +44,8 @@ class ScoredSampler(Sampler[int]):
         drawn: part of the other samples in an epoch after the warm-up, in (0, 1]. Samples that were never visited are
             drawn first.
         reference: scores of another model on the same samples, such as those of an earlier run
-            (:func:`compopt.curation.scores`). Only with ``drawn`` below 1.
+            (:func:`compopt.curation.scores`). Only with ``drawn`` below 1. Samples that it lacks have the median of the
+            differences.
         seed: seed of the orders, together with the epoch.
         process_group: the ranks that divide each epoch; ``None``: the default group, if ``torch.distributed`` is
             initialised. Each rank uses every K-th sample of one order, which is truncated to a multiple of K.
@@ -66,7 +67,7 @@ class ScoredSampler(Sampler[int]):
     Raises:
         ValueError: ``share``, ``returning`` or ``drawn`` is outside its range; the rows contain no scores, see
             :func:`compopt.curation.scores`; ``share=None`` without ranks or with ``warm_up=0``; ``reference`` has
-            another number of samples, or ``drawn`` is 1.
+            more samples than the estimator, or ``drawn`` is 1.
         TypeError: ``reference`` is not an instance of :class:`~compopt.curation.Scores`.
         RuntimeError: in an iteration, if the estimated share is 1.
 
@@ -113,7 +114,7 @@ class ScoredSampler(Sampler[int]):
         self._reference = self._checked(reference)
         self._ranks = Ranks(process_group)
         self.epoch = 0
-        self.left_out = torch.zeros(0, dtype=torch.int64)
+        self.left_out = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._known: int | None = None  # the epoch for which left_out has been computed
 
     def _check_estimate(self) -> None:
@@ -127,15 +128,15 @@ class ScoredSampler(Sampler[int]):
         if not self.warm_up:
             raise ValueError("warm_up=0 leaves no epoch to estimate the share from: give share=, or warm_up >= 1")
 
-    def _checked(self, reference: Scores | None) -> Tensor:
-        """Return the scores of the reference."""
+    def _checked(self, reference: Scores | None) -> Tensor | None:
+        """Return the scores of the reference, ``None`` without one."""
         if reference is None:
-            return torch.zeros(())
+            return None
         if not isinstance(reference, Scores):
             raise TypeError(f"reference must be the result of compopt.curation.scores, got {type(reference).__name__}")
         if self.drawn == 1:
             raise ValueError("reference= has no effect with drawn=1, which keeps all samples: give less")
-        if len(reference.score) != self._n:
+        if len(reference.score) > self._n:
             raise ValueError(f"reference has the scores of {len(reference.score)} samples, the estimator {self._n}")
         return reference.score
 
@@ -154,14 +155,14 @@ class ScoredSampler(Sampler[int]):
             self.left_out, self._known = self._choose(epoch), epoch
         self.epoch = epoch + 1
         order = rng.permutation(self._n, self.seed, epoch)
-        order = order[~torch.zeros(self._n, dtype=torch.bool).index_fill_(0, self.left_out, True)[order]]
+        order = order[~torch.zeros(self._n, dtype=torch.bool, device="cpu").index_fill_(0, self.left_out, True)[order]]
         size, rank = (self._ranks.size, self._ranks.rank) if self.divide else (1, 0)
         yield from order[: len(order) // size * size][rank::size].tolist()
 
     def _choose(self, epoch: int) -> Tensor:
         """Return the samples that an epoch omits."""
         if epoch < self.warm_up:
-            return torch.zeros(0, dtype=torch.int64)
+            return torch.zeros(0, dtype=torch.int64, device="cpu")
         found = curation.scores(self.est)
         if self.share is None:
             self.share = curation.wrong_share(found)
@@ -181,9 +182,14 @@ class ScoredSampler(Sampler[int]):
         The samples with the largest ``log(w) + g``, with ``g`` of the Gumbel distribution, are drawn with weights ``w``
         without replacement.
         """
-        words = rng.bits(rng.streams((self.seed, epoch, 2), torch.arange(self._n)), 0, 1)[0]
+        words = rng.bits(rng.streams((self.seed, epoch, 2), torch.arange(self._n, device="cpu")), 0, 1)[0]
         gumbel = -rng.uniform(words, torch.float64).log().neg().log()
-        key = (self._reference - found.score).nan_to_num(NEVER_SEEN) + gumbel
+        weight = -found.score
+        if self._reference is not None:
+            new = self._n - len(self._reference)
+            weight = weight + torch.nn.functional.pad(self._reference, (0, new), value=torch.nan)
+            weight = weight.nan_to_num(weight.nanmedian().nan_to_num().item())
+        key = weight.masked_fill(found.visits == 0, NEVER_SEEN) + gumbel
         key[out] = -torch.inf
         rest = self._n - len(out)
         return key.argsort(descending=True, stable=True)[round(self.drawn * rest) : rest]
@@ -191,8 +197,8 @@ class ScoredSampler(Sampler[int]):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the current epoch; the next iteration of a loaded sampler repeats its order.
 
-        For a state that is saved between two epochs, increase :attr:`epoch` of the loaded sampler by one, as with
-        ``DistributedSampler.set_epoch``.
+        For a state that is saved between two epochs, call ``sampler.set_epoch(epoch + 1)`` of the loaded sampler, as
+        with ``DistributedSampler``.
         """
         begun = self._known is not None and self._known == self.epoch - 1
         return {
