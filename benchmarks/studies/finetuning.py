@@ -14,7 +14,8 @@ once per data set. Fine-tuning sees 16,384 samples, in evaluation mode: the stat
   caption that are nearest to it by the start's features, apart from the 10 nearest of all.
 
 ``DCL, gradient cache`` is DCL at batch 256 with :func:`compopt.gradient_cache`, in micro-batches of the arm's batch
-size. It trains for the time of ``recommended``, not on as many samples: at its beginning each run measures both.
+size. It trains for the time of ``recommended``, not on as many samples: at its beginning each run measures the processor
+time of both.
 Each finished run is a line of ``results/finetuning.jsonl`` and is not run again.
 """
 
@@ -227,15 +228,18 @@ class FineTuning:
 
 
 def share_of_samples(ours: FineTuning, theirs: FineTuning) -> float:
-    """Return how many samples ``theirs`` sees in the time in which ``ours`` sees one; both make some updates."""
+    """Return how many samples ``theirs`` sees in the time in which ``ours`` sees one; both make some updates.
+
+    Time is that of the processor, with one thread, so that other processes have little influence.
+    """
     ratios = []
     for turn in range(1 + ROUNDS):
         seconds = []
         for each in (ours, theirs):
-            began, calls = time.perf_counter(), LARGE // each.size
+            began, calls = time.process_time(), LARGE // each.size
             for call in range(calls):
                 each.update(turn * calls + call)
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.process_time() - began)
         ratios.append(seconds[0] / seconds[1])
     return median(ratios[1:])  # the first turn warms up
 
@@ -263,9 +267,9 @@ def fine_tune(arm: TunedArm, job: Job, task: Half, model: nn.Module) -> dict[str
         )
         share = share_of_samples(ours, theirs)
     run = FineTuning(arm, job.options, task, model, negatives, job.seed)
-    began = time.perf_counter()
+    began = time.process_time()
     run.train(round(share * SAMPLES / run.size))
-    return {"share": round(share, 3), "seconds": round(time.perf_counter() - began, 1)}
+    return {"share": round(share, 3), "seconds": round(time.process_time() - began, 1)}
 
 
 # -- the page ------------------------------------------------------------------------------------------------------
