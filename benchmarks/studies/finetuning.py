@@ -14,9 +14,8 @@ once per data set. Fine-tuning sees 16,384 samples, in evaluation mode: the stat
   caption that are nearest to it by the start's features, apart from the 10 nearest of all.
 
 ``DCL, gradient cache`` is DCL at batch 256 with :func:`compopt.gradient_cache`, in micro-batches of the arm's batch
-size. It trains for the time of ``recommended``, not on as many samples: at its beginning each run measures the processor
-time of both.
-Each finished run is a line of ``results/finetuning.jsonl`` and is not run again.
+size. It trains for the time of ``recommended``, not on as many samples: at its beginning each run measures the time of
+both. Each finished run is a line of ``results/finetuning.jsonl`` and is not run again.
 """
 
 from __future__ import annotations
