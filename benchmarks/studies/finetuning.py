@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -158,7 +158,7 @@ def estimator(arm: TunedArm, options: Mapping[str, Any], n: int, mode: str) -> c
     return compopt.recommended(DIM, n, arm.batch, mode, momentum=arm.loss == MOMENTUM)
 
 
-def encode(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def encode(model: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the features of both sides and of the mined negatives, if any, which are further second sides."""
     one, *others = inputs
     z1, z2 = model(one, torch.cat(others))
@@ -201,11 +201,12 @@ class FineTuning:
         index, draws = self.order(number), seeded("augment", self.seed, number)
         inputs: tuple[Tensor, ...] = self.task.inputs(index, draws)
         given: dict[str, Any] = {}
-        if self.encoder is not None:
-            given["momentum_features"] = self.encoder(*inputs)
         if self.negatives is not None:
             drawn = self.negatives[index, torch.randint(NEAREST, (len(index),), generator=draws)]
             inputs, given["extra_index"] = (*inputs, self.task.inputs(drawn, draws)[1]), drawn
+        if self.encoder is not None:  # the copy encodes all candidates
+            k1, k2, *extra = encode(self.encoder, inputs)
+            inputs, given = inputs[:2], {**given, "momentum_features": (k1, k2), "extra": extra[0] if extra else None}
         self._backward(inputs, index, given)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -216,7 +217,7 @@ class FineTuning:
             compopt.gradient_cache(self.est, self.model, inputs, index, micro_batch_size=size, encode=encode, **given)
             return
         z1, z2, *extra = encode(self.model, inputs)
-        self.est(z1, z2, index, extra=extra[0] if extra else None, **given).backward()
+        self.est(z1, z2, index, **{"extra": extra[0] if extra else None, **given}).backward()
 
     def train(self, updates: int) -> None:
         rate = self.optimizer.param_groups[0]["lr"]
