@@ -265,7 +265,8 @@ class ContrastiveEstimator(Estimator):
             pairs: a :class:`~compopt.PairPolicy` that replaces the policy of the constructor for this call.
             momentum_features: with a :class:`~compopt.MemoryNormalizer`: features ``(k1, k2)`` of the same samples from
                 a slowly moving copy of the encoders (:class:`~compopt.MomentumEncoder`), ``(B, d)`` each; no graph.
-                They are the candidates and the positives of the anchors, and the memory stores them.
+                They are the candidates and the positives of the anchors, and the memory stores them. The copy should
+                encode ``extra`` too.
             sample_weight: weights ``v_i >= 0`` of the samples as anchors, ``(B,)`` floats, no graph; see below.
 
         *Weights of samples.* The value is ``sum_i v_i l_i / sum_i v_i`` instead of the mean of ``l_i``, with sums

@@ -62,8 +62,9 @@ class MemoryNormalizer(Normalizer):
         k_q = k_q^{then} - \bar k^{then} + \bar k^{now}
 
     Only anchors get a gradient, ``sum_j w_ij (k_j - k_i) + sum_q w_iq (k_q - k_i)``. With ``directions="forward"``
-    ``z2`` therefore gets none: use that only with one encoder for both sides. ``extra=`` are compared without a
-    momentum copy. Either all calls of a run should pass momentum features, or none.
+    ``z2`` therefore gets none: use that only with one encoder for both sides. Pass features of the copy as ``extra=``
+    too: features of the model would be the only candidates with a gradient, which pushes them away from the anchors and
+    is balanced by no positive. Either all calls of a run should pass momentum features, or none.
 
     State: features ``(2, m, dim)`` in the rows' dtype (``directions="forward"``: of the second modality only), three
     integers (four with ``within``) and a flag for each slot; nothing per sample. Every rank has the whole state. A call
