@@ -162,7 +162,8 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
         given = {"named": asked["index"], "encode": encode, "momentum": momentum, "weighted": weight}
         facts = {name: int(value is not None) for name, value in given.items()}
         facts |= {"extra": 0 if extra is None else 1 if positions is None else 2, **inputs.tau_facts(tau)}
-        facts |= {"views": views, "anchors": directions}
+        wants = tau.requires_grad if isinstance(tau, Tensor) else tau is None and est.temperature.wants_gradient
+        facts |= {"learning": int(wants and torch.is_grad_enabled()), "views": views, "anchors": directions}
         if policy is not None:  # a fingerprint, since facts are single integers
             widths = [value.shape[1:] for value in values.values()]
             facts["policy"] = zlib.crc32(repr((policy, widths)).encode())

@@ -329,11 +329,15 @@ class ContrastiveEstimator(Estimator):
                 used = used.detach() if isinstance(used, Tensor) else used
                 call = self._call(batch, self._pairs(batch, given, used, temperature), used, given)  # log-sum-exps
                 estimate = self.normalizer.estimate(call)  # alpha, proposed rows; a network learns here
-                objective = Objective(call, estimate, self.temperature.rho(hyper), self.multiply_tau)
-                value = self._value(objective, given)
-                if batch.depositing:
-                    self._propose(call, hyper, objective)  # new rows and temperatures, until step()
-                gradients = self._gradients(objective, given, temperature)
+                try:
+                    objective = Objective(call, estimate, self.temperature.rho(hyper), self.multiply_tau)
+                    value = self._value(objective, given)
+                    if batch.depositing:
+                        self._propose(call, hyper, objective)  # new rows and temperatures, until step()
+                    gradients = self._gradients(objective, given, temperature)
+                except BaseException:
+                    self.discard()  # for example for a call that is repeated with less memory
+                    raise
         self._last, self._shown = Summary.of(objective), estimate.metrics
         return with_gradients(batch.nan_if_bad(value), gradients)
 

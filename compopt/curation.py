@@ -255,14 +255,14 @@ def check_rows(est: Estimator) -> None:
 
 
 def _read(est: Estimator) -> dict[str, Tensor]:
-    """Return the columns of all samples on the CPU, means over the directions; NaN for unvisited samples."""
+    """Return the columns of all samples on the CPU, means over the visited directions; NaN for unvisited samples."""
     rows: list[dict[str, Tensor]] = []
     for start in range(0, est.n or 1, READ_ROWS):
         index = torch.arange(start, min(start + READ_ROWS, est.n or 1), device="cpu")
-        found = {name: x.cpu() for name, x in est.read(index).items()}
-        seen = found[COUNT] > 0
-        means = {name: torch.where(seen, x.double().mean(1), torch.nan) for name, x in found.items() if name != COUNT}
-        rows.append({**means, COUNT: found[COUNT]})
+        columns, count = est._read_rows(index)
+        seen = (count > 0).cpu()
+        means = {name: torch.where(seen, x.cpu().double(), 0).sum(1) / seen.sum(1) for name, x in columns.items()}
+        rows.append({**means, COUNT: count.amax(1).to("cpu", torch.int64)})
     return {name: torch.cat([part[name] for part in rows]) for name in rows[0]}
 
 

@@ -237,7 +237,9 @@ def normalizer_error(
                     f"{type(est.normalizer).__name__} stores {stored.shape[1]} values per sample, and averages_views="
                     f"{est.normalizer.averages_views} says that there are {exact.shape[1]}; override that property"
                 )
-            visited = seen.count > 0 if seen.block is not None else torch.ones_like(stored, dtype=torch.bool)
+            visited = torch.ones_like(stored, dtype=torch.bool)
+            if seen.block is not None:
+                visited = seen.seen(est._engine.columns()["normalizer"][0].name)
             return (stored[order] - exact)[visited.expand_as(stored)[order]].square().mean()
         if batch_size is None:
             raise ValueError(f"batch_size is None; {type(est.normalizer).__name__} is stateless and needs one")

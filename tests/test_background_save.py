@@ -539,3 +539,13 @@ def test_a_kill_leaves_the_earlier_one_or_the_new_one(offload, name, stop, after
     compopt.save(est, tmp_path / "c", keep=1, blocking=False).wait(WAIT)
     loads(tmp_path / "c", torch.load(tmp_path / "new"))
     assert [c.complete for c in manifest.checkpoints(tmp_path / "c")] == [True]
+
+
+def test_a_change_of_the_working_directory_does_not_matter(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    est = sogclr()
+    save = compopt.save(est, "run", blocking=False)
+    monkeypatch.chdir("elsewhere")
+    made = save.wait()
+    assert not made.is_absolute() and (tmp_path / made).exists() and not list((tmp_path / "elsewhere").iterdir())

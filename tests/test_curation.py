@@ -373,6 +373,26 @@ def test_features_that_tell_nothing():
             call()
 
 
+def test_directions_that_were_never_visited_do_not_count():
+    """An anchor whose negatives a policy excludes is not visited in that direction."""
+    est = compopt.DCLEstimator(0.1, scores=compopt.ScoreKeeper(3), pairs=compopt.PairPolicy(false_negatives=0.0))
+    z1 = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.8, -0.6]])
+    z2 = torch.tensor([[0.6, 0.8], [0.7, 0.7], [0.9, -0.3]])
+    run(est, z1, z2, torch.arange(3))
+    est.step()
+    count = est.scores._read_rows(torch.arange(3))[1]
+    assert (count == 0).any() and (count.amax(1) > 0).all()
+    found, rows = curation.scores(est), est.scores.read(torch.arange(3))
+    for row, seen in enumerate(count > 0):
+        assert found.similarity[row].item() == pytest.approx(rows["similarity"][row][seen].mean().item())
+        assert found.score[row].item() == pytest.approx(-rows["log_g"][row][seen].mean().item())
+
+
+def test_an_epoch_is_never_empty():
+    sampler = compopt.samplers.ScoredSampler(trained(), warm_up=0, share=0.0, drawn=0.001)
+    assert len(list(sampler)) == 1
+
+
 # -- the sampler ---------------------------------------------------------------------------------------------------
 
 

@@ -171,3 +171,12 @@ def test_a_diagnostic_leaves_metrics_and_gradients_alone():
     diagnostics.gradient_error(dual, *z, batch_size=4)
     assert torch.equal(parameter.grad, gradient)
     assert {name: value.item() for name, value in dual.metrics.items()} == metrics
+
+
+def test_rows_that_only_another_part_has_visited_are_left_out():
+    est, other = compopt.ISogCLREstimator(N), compopt.ISogCLREstimator(N)
+    z1, z2, index = batches(N, 1)[0]
+    run(other, z1, z2, index)
+    other.step()
+    est.temperature.load_state_dict(other.temperature.state_dict())
+    assert diagnostics.normalizer_error(est, *features(N, z1.shape[1], 3)).isnan()

@@ -335,3 +335,17 @@ def test_bad_features_from_outside_show_in_the_loss(directions, proposals):
         assert all(value.double().isfinite().all() for value in est.read(torch.arange(30)).values())
         seen += loss.isnan()
     assert seen
+
+
+def test_states_of_chains_over_other_candidates_than_rows_are_loaded():
+    """A pool may name any candidates, and index2 with directions="forward" any second modality."""
+    chains = compopt.MCMCNegativeSampler(n=5)
+    chains.sample(torch.randn(5, 20), torch.arange(5), torch.arange(100, 120))
+    chains.step()
+    again = compopt.MCMCNegativeSampler(n=5)
+    again.load_state_dict(through_a_file(chains.state_dict()))
+    assert torch.equal(again.read(torch.arange(5))["chain"], chains.read(torch.arange(5))["chain"])
+    est = compopt.EMC2Estimator(n=8, directions="forward")
+    run(est, *features(8, 4, 0), torch.arange(8), index2=torch.arange(8) - 1000)
+    est.step()
+    compopt.EMC2Estimator(n=8, directions="forward").load_state_dict(through_a_file(est.state_dict()))

@@ -275,3 +275,43 @@ def test_a_bad_sample_in_no_pair_reaches_no_later_call(name, side, mode):
     for step in range(2):
         assert est(*torch.randn(2, 6, 4), torch.arange(6) + 6 * step).isfinite()
         est.step()
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_save_refuses_what_no_load_accepts(tmp_path, blocking):
+    """Otherwise the next saves would remove the last checkpoint that can be loaded."""
+    est = compopt.InfoNCEEstimator(learn_tau=True, scores=compopt.ScoreKeeper(10))
+    good = compopt.save(est, tmp_path)
+    with torch.no_grad():
+        next(est.parameters()).fill_(torch.nan)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="log_inverse .*must be finite"):
+            compopt.save(est, tmp_path, blocking=blocking)
+    assert [path.name for path in tmp_path.iterdir()] == [good.name]
+    est = compopt.SogCLREstimator(10)
+    est.data_fingerprint = 123
+    with pytest.raises(TypeError, match="data_fingerprint must be a str or None, got 123"):
+        compopt.save(est, tmp_path / "other", blocking=blocking)
+
+
+@pytest.mark.parametrize("name", ["sogclr", "memory", "neural", "memory-global-dual"])
+def test_an_error_after_the_estimate_leaves_no_deposit(name, monkeypatch):
+    """A call that runs out of memory and is repeated must count once."""
+    from compopt.kernel.pairs import PairStatistics
+
+    one, two = (warmed(BY_NAME[name], "bimodal", N, 2) for _ in range(2))
+    batch = batches(N, 1, seed=9)[0]
+
+    def fails(*args, **options):
+        raise torch.OutOfMemoryError
+
+    for kind in {PairStatistics, *PairStatistics.__subclasses__()}:
+        if "gradients" in vars(kind):
+            monkeypatch.setattr(kind, "gradients", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(one, *batch)
+    monkeypatch.undo()
+    for est in (one, two):
+        run(est, *batch)
+        est.step()
+    assert_same_bits(snapshot(one, N), snapshot(two, N))

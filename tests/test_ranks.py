@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import compopt
 from tests.database import BY_NAME, DATABASE, MODES
-from tests.helpers import batches, make, near
+from tests.helpers import batches, features, make, near
 from tests.pool import the_pool
 
 pytestmark = pytest.mark.distributed
@@ -291,3 +291,24 @@ def test_the_encoder_s_gradients_after_ddp(name, mode, ranks, dtype):
                 close(a, b, dtype, "gradient")
         for a, b in zip(own, weights, strict=True):
             near(a, b, TOLERANCE[dtype], what="weights")
+
+
+def graph_on_one_rank(group, kind, frozen):
+    rank = dist.get_rank(group)
+    est = getattr(compopt, kind)(
+        0.1, **({"learn_tau": True} if kind == "InfoNCEEstimator" else {}), process_group=group
+    )
+    est.eval()
+    for parameter in est.parameters():
+        parameter.requires_grad_(not frozen or rank == 1)
+    z1, z2 = features(4, 8, rank, dtype=torch.float32)
+    wanted = "the ranks differ in a gradient for the temperature"
+    with torch.set_grad_enabled(frozen or rank == 1), pytest.raises(ValueError, match=wanted):
+        est(z1, z2, torch.arange(4) + 4 * rank)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["InfoNCEEstimator", "SigLIPEstimator"])
+def test_ranks_with_and_without_a_gradient_of_the_temperature_are_refused(kind, frozen):
+    """They would exchange messages of different lengths, which ends the process."""
+    the_pool().run(graph_on_one_rank, 2, kind, frozen)

@@ -140,3 +140,14 @@ def test_what_one_rank_refuses_stops_all(make, where):
     found = the_pool().run(refused, 2, KINDS.index(make), where)
     assert "RuntimeError: rank 1 refused its arguments" in found[0]
     assert found[1].startswith("IndexError: index" if where == "observe" else "ValueError: index has")
+
+
+def seeded_by_rank(group):
+    sampler = spectral(process_group=group, seed=dist.get_rank(group))
+    batch = next(iter(sampler))
+    with pytest.raises(ValueError, match="the ranks differ in the options of the sampler, seed= for example"):
+        sampler.observe(torch.tensor(batch), *moving(0, batch))
+
+
+def test_ranks_with_other_options_are_refused():
+    the_pool().run(seeded_by_rank, 2)

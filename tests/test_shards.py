@@ -254,3 +254,11 @@ def test_rows_of_other_data_are_refused(tmp_path, make):
     with pytest.raises(ValueError, match=r"keys 0..99.*keys 1..100"):
         compopt.load(other, path)
     compopt.load(other, untold)  # like checkpoints of versions without fingerprints
+
+
+def test_local_paths_may_contain_characters_of_queries(tmp_path):
+    urls = write_shards(tmp_path / "run#1?", SIZES)
+    index = ShardIndex.build(urls)
+    assert index.entry(str(urls[1]))[1:] == (SIZES[0], SIZES[1])
+    web = ShardIndex({"https://host/00000.tar": 3})
+    assert web.entry("https://host/00000.tar?token=1#part")[1:] == (0, 3)

@@ -26,10 +26,12 @@ class Directory:
     shared = True  # all ranks see the same files in ``local``
 
     def __init__(self, local: Path) -> None:
-        self.local = local
+        self.local, self._given = local.absolute(), local  # a background save must not depend on the working directory
 
     def at(self, local: Path) -> Path | str:
-        return local
+        """Return a path below ``local`` in the form that the user has passed."""
+        inside = local.is_relative_to(self.local)  # a link to a checkpoint leads elsewhere
+        return self._given / local.relative_to(self.local) if inside else local
 
     def listed(self) -> Path:
         """Update ``local`` with the names and manifests of the checkpoints, and return it."""

@@ -182,8 +182,15 @@ def _prepare(est: Estimator, root: Directory, keep: int, blocking: bool) -> _Job
 
 
 def _state(est: Estimator) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the manifest's entries of the estimator, and state that is not rows; collective if that is split."""
+    """Return the manifest's entries of the estimator, and state that is not rows; collective if that is split.
+
+    Raises for a state that no load would accept, before older checkpoints are removed.
+    """
     saved = states.rest(est._engine)
+    for role, state in saved["extra"].items():
+        est._engine.parts[role].check_state(state)
+    if not isinstance(est.data_fingerprint, str | None):
+        raise TypeError(f"data_fingerprint must be a str or None, got {est.data_fingerprint!r}; pass a hash as text")
     content = {key: saved[key] for key in ("config", "sample_groups")}
     if est.data_fingerprint is not None:
         content["data_fingerprint"] = est.data_fingerprint

@@ -96,7 +96,7 @@ class Lanes:
 
 def block_order(key: tuple[int, ...], size: int) -> list[int]:
     """Return the order of the samples of a block, a function of its key."""
-    return torch.randperm(size, generator=torch.Generator("cpu").manual_seed(fold(*key))).tolist()
+    return torch.randperm(size, generator=torch.Generator("cpu").manual_seed(fold(*key)), device="cpu").tolist()
 
 
 class ShardBatches(IterableDataset[Any]):
@@ -389,7 +389,7 @@ class ShardBatches(IterableDataset[Any]):
         generator = torch.Generator("cpu").manual_seed(fold(self.seed, self.epoch))
         drawn: list[int] = []
         while sum(self._counts[shard] for shard in drawn) < self.n:
-            drawn += torch.randint(len(self.shards), (len(self.shards),), generator=generator).tolist()
+            drawn += torch.randint(len(self.shards), (len(self.shards),), generator=generator, device="cpu").tolist()
         return drawn
 
     def _places(self, spans: Iterable[list[int]]) -> Iterator[tuple[int, int, int]]:

@@ -209,7 +209,8 @@ class ShardIndex:
             words = (word.strip("'\"") for word in url[5:].split())
             location = next((word for word in words if ".tar" in word), url)
         # try the longest suffix first: root/a/0.tar must not match 0.tar of another folder
-        parts = re.sub(r"[?#].*$", "", location).replace("\\", "/").split("/")
+        location = re.sub(r"[?#].*$", "", location) if "://" in location else location
+        parts = location.replace("\\", "/").split("/")
         for start in range(len(parts)):
             name = "/".join(parts[start:])
             if name in self._shards:

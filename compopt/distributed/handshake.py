@@ -26,11 +26,13 @@ FACTS = {
     "tau_kind": "tau= (0: none, 1: a number, 2: one per sample, 3: two per sample; 4 more: it requires grad; 8 more: "
     "float64)",
     "tau": "the value of tau= (its bits)",
+    "learning": "a gradient for the temperature (1: the graph is enabled and the temperature requires grad)",
     "views": "the number of views",
     "anchors": "the number of views that are anchors",
     "extra": "extra= (0: none, 1: given, 2: with extra_index=)",
     "momentum": "momentum_features= (0: none, 1: given)",
     "weighted": "sample_weight= (0: none, 1: given)",
+    "sampler": "the options of the sampler, seed= for example (fingerprints)",
     "policy": "pairs= of the call, or the dimensions of guide= or teacher= (fingerprints; 0: no policy)",
 }
 # Layout of a message: the operation, these five, FACTS, and blocks of equal length for the keys.

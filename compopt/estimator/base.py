@@ -267,6 +267,11 @@ class Estimator:
             TypeError, ValueError: the index is not a 1-D tensor of integers.
             RuntimeError: the estimator has no rows.
         """
+        columns, count = self._read_rows(index)
+        return {**columns, COUNT: count.amax(dim=1).to(torch.int64)}
+
+    def _read_rows(self, index: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the columns of :meth:`read` and the visits of each direction, ``(B, D)``."""
         engine, role = self._facts.open(), self._role
         own = None if role is None else [column.name for column in engine.columns()[role]]
         if engine.table is None or own == []:
@@ -276,8 +281,7 @@ class Estimator:
             like = torch.zeros((), dtype=engine.dtype, device=engine.table.store.device)
             batch = engine.reader.look(rows, like)
         columns = {name: value.clone() for name, value in batch.columns.items() if own is None or name in own}
-        count = batch.count if own is None else torch.where(batch.unseen(own[0]), 0, batch.count)
-        return {**columns, COUNT: count.amax(dim=1).to(torch.int64)}
+        return columns, batch.count if own is None else torch.where(batch.seen(own[0]), batch.count, 0)
 
     @overload
     def prefetch(self, source: Tensor, index: Any = -1, index2: Any = None) -> None: ...

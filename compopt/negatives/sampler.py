@@ -188,8 +188,10 @@ class MCMCNegativeSampler(Normalizer):
         self._ranks, self._groups = setting.ranks, groups
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
+        # with one direction, or alone, candidates may be any samples, also such without rows
+        candidates = Range(samples=True) if directions > 1 else None
         return [
-            Column("chain", directions, torch.int64, reduce="one", values=Range(samples=True)),
+            Column("chain", directions, torch.int64, reduce="one", values=candidates),
             Column("score", directions, dtype, reduce="one"),
         ]
 

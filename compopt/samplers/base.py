@@ -6,6 +6,7 @@ import hashlib
 import math
 import time
 import warnings
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypedDict
@@ -290,7 +291,8 @@ class BankSampler(Sampler[list[int]]):
     def _write(self, index: Tensor, z1: Tensor, z2: Tensor) -> Tensor:
         """Write features of this rank's samples to the banks of all ranks; return the samples of all ranks."""
         rows = self.bank.rounded(z1, z2)
-        samples = self._handshake.exchange({"index": index}, {"width": rows.shape[2]})
+        options = zlib.crc32(repr(sorted(self.config().items(), key=str)).encode())
+        samples = self._handshake.exchange({"index": index}, {"width": rows.shape[2], "sampler": options})
         self.bank.write(samples.keys["index"], self._ranks.gather([rows], samples.sizes)[0])
         return samples.keys["index"]
 

@@ -41,8 +41,8 @@ class ScoredSampler(Sampler[int]):
         share: share of the visited samples to omit, in [0, 1); ``None``: :func:`compopt.curation.wrong_share` at the
             end of the warm-up.
         returning: part of the suspects that is not omitted, in [0, 1].
-        drawn: part of the other samples in an epoch after the warm-up, in (0, 1]. Samples that were never visited are
-            drawn first.
+        drawn: part of the other samples in an epoch after the warm-up, in (0, 1], but at least one sample per rank.
+            Samples that were never visited are drawn first.
         reference: scores of another model on the same samples, such as those of an earlier run
             (:func:`compopt.curation.scores`). Only with ``drawn`` below 1. Samples that it lacks have the median of the
             differences.
@@ -192,7 +192,7 @@ class ScoredSampler(Sampler[int]):
         key = weight.masked_fill(found.visits == 0, NEVER_SEEN) + gumbel
         key[out] = -torch.inf
         rest = self._n - len(out)
-        return key.argsort(descending=True, stable=True)[round(self.drawn * rest) : rest]
+        return key.argsort(descending=True, stable=True)[max(round(self.drawn * rest), self._ranks.size) : rest]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the current epoch; the next iteration of a loaded sampler repeats its order.
