@@ -372,6 +372,12 @@ class ContrastiveEstimator(Estimator):
             loss.backward(inputs=[*leaves.values(), *(p for p in self.parameters() if p.requires_grad)])
         return loss.detach(), *(z.grad for z in leaves.values() if z.grad is not None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        last = self._last
+        if last is not None and last.count is not None:  # torch.save refuses views that change the dtype
+            last = replace(last, count=last.count.clone())
+        return {**super().__getstate__(), "_last": last}
+
     # -- the steps of a call -----------------------------------------------------------------------------------
 
     def _gather(self, given: Given) -> Batch:

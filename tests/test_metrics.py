@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import compopt
-from tests.helpers import features
+from tests.helpers import features, run
 from tests.pool import the_pool
 
 IN_NO_PAIR = {"index": torch.tensor([0, 0, 2, 3, 4, 5]), "labels": torch.tensor([7, 8, 7, 7, 7, 7])}  # sample 0
@@ -167,3 +167,12 @@ def test_a_flag_with_an_axis_leaves_numbers_numbers():
 def test_a_radius_below_zero_is_refused_where_it_is_not_used(build):
     with pytest.raises(ValueError, match="rho must be 0 or greater"):
         build()
+
+
+def test_metrics_keep_the_temperature_of_their_call():
+    tau = torch.tensor(0.1, requires_grad=True)
+    est = compopt.DCLEstimator(tau)
+    run(est, *features(8, 4, 0), torch.arange(8))
+    with torch.no_grad():
+        tau.fill_(0.5)
+    assert est.metrics["tau_median"].item() == pytest.approx(0.1)

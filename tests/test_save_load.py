@@ -644,3 +644,14 @@ def test_a_checkpoint_that_was_completed_stays_whatever_fails_after_it(tmp_path,
     loaded = sogclr()
     compopt.load(loaded, tmp_path)
     assert_same_bits(snapshot(loaded, N), snapshot(est, N))
+
+
+def test_a_whole_estimator_with_deposits_can_be_saved_by_torch(tmp_path):
+    est = compopt.SogCLREstimator(N)
+    run(est, *batches(N, 1, dtype=torch.float32)[0])
+    torch.save(est, tmp_path / "est.pt")
+    other = torch.load(tmp_path / "est.pt", weights_only=False)
+    for each in (est, other):
+        assert each.pending == 1 and each.metrics["new_rows"] > 0
+        each.step()
+    assert_same_bits(snapshot(other, N), snapshot(est, N))
