@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compopt import accelerator, checks
 from compopt.batch import Batch
@@ -107,10 +107,12 @@ class Called(Protocol):
     directions: Directions
     pairs: PairPolicy | None
     _anchors: int
+    _compared: bool
 
     @property
     def _engine(self) -> Engine: ...
     def _index(self, index: Tensor | None, count: int) -> Tensor: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, Any]) -> Given:
@@ -163,6 +165,9 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
         facts = {name: int(value is not None) for name, value in given.items()}
         facts |= {"extra": 0 if extra is None else 1 if positions is None else 2, **inputs.tau_facts(tau)}
         wants = tau.requires_grad if isinstance(tau, Tensor) else tau is None and est.temperature.wants_gradient
+        if not est._compared:
+            learned = [parameter.detach().cpu().tolist() for parameter in est.parameters()]
+            facts["parameters"] = 1 + zlib.crc32(repr((learned, est.temperature.constants())).encode())
         facts |= {"learning": int(wants and torch.is_grad_enabled()), "views": views, "anchors": directions}
         if policy is not None:  # a fingerprint, since facts are single integers
             widths = [value.shape[1:] for value in values.values()]

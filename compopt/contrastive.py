@@ -181,6 +181,7 @@ class ContrastiveEstimator(Estimator):
         if pairs is not None:
             normalizer.check_pairs(pairs)  # again, now that sample_groups are known
         self._anchors = count  # directions that have anchors
+        self._compared = False  # a call has compared the learned parameters of all ranks
         self._shown: Mapping[str, Tensor | Callable[[], Tensor]] = {}
         self._last: Summary | None = None
 
@@ -322,6 +323,7 @@ class ContrastiveEstimator(Estimator):
         given = check_call(self, z1, z2, asked)
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
+            self._compared = True
             hyper = self._hyper("temperature", batch)
             temperature = self._temperature(batch, given.tau, hyper)  # perhaps with a graph
             with torch.no_grad():

@@ -312,3 +312,24 @@ def graph_on_one_rank(group, kind, frozen):
 def test_ranks_with_and_without_a_gradient_of_the_temperature_are_refused(kind, frozen):
     """They would exchange messages of different lengths, which ends the process."""
     the_pool().run(graph_on_one_rank, 2, kind, frozen)
+
+
+def loaded_on_one_rank(group, kind, options):
+    rank = dist.get_rank(group)
+    est = getattr(compopt, kind)(0.1, **options, process_group=group)
+    inputs = *features(4, 8, rank, dtype=torch.float32), torch.arange(4) + 4 * rank
+    with torch.no_grad():
+        for parameter in est.parameters():
+            parameter.add_(rank)
+    with pytest.raises(ValueError, match="the ranks differ in learned parameters .* load the same state on all ranks"):
+        est(*inputs)
+    with torch.no_grad():
+        for parameter in est.parameters():
+            parameter.sub_(rank)
+    est(*inputs)
+    est.step()
+
+
+@pytest.mark.parametrize("kind, options", [("InfoNCEEstimator", {"learn_tau": True}), ("SigLIPEstimator", {})])
+def test_a_state_that_one_rank_has_loaded_is_refused(kind, options):
+    the_pool().run(loaded_on_one_rank, 2, kind, options)
