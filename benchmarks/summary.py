@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.report import ROOT, stored, table
+from benchmarks.studies import finetuning
 from benchmarks.studies.default.report import (
     first,
     momentum_variants,
@@ -50,7 +51,10 @@ def provenance() -> str:
 
 PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
     ROOT / "README.md": (first,),
-    ROOT / "docs" / "evidence.md": (overview, small_batch, variants, momentum_variants, small_sets, unseen_sets),
+    ROOT / "docs" / "evidence.md": (
+        *(overview, small_batch, variants, momentum_variants),
+        *(finetuning.summary, small_sets, unseen_sets),
+    ),
     ROOT / "docs" / "guides" / "checkpoints.md": (sparse_saves,),
     ROOT / "benchmarks" / "README.md": (provenance,),
 }

@@ -135,7 +135,7 @@ def _positive_ranks(call: Call, ranks: Ranks) -> Tensor:
     keys = list(batch.keys.values())
     sides = list(zip(z, k[1:] + k[:1], strict=True))
     columns = []
-    for anchors, others in sides[: call.pairs.directions]:
+    for anchors, others in sides[: len(z) if call.unimodal else call.pairs.directions]:
         candidates = k if call.unimodal else (others,)
         which = next(number for number, other in enumerate(candidates) if other is others)
         columns.append(_share_above(anchors[batch.own], candidates, which, keys, batch.own))

@@ -41,10 +41,7 @@ class Summary:
         """Return the summary of a call from its objective."""
         batch, pairs, alpha = objective.batch, objective.pairs, objective.alpha
         sums = pairs.sides, pairs.log_sum, pairs.count
-        tau = objective.tau
-        if isinstance(tau, Tensor) and tau.dim() == 0:
-            tau = tau.clone()  # a tensor of the user, which an optimizer may change
-        return cls(alpha, tau, *sums, batch.rows, batch.visits, pairs.whole)
+        return cls(alpha, objective.tau, *sums, batch.rows, batch.visits, pairs.whole)
 
     def metrics(self) -> dict[str, Tensor]:
         """Return the metrics as 0-d tensors, without waiting for the device."""

@@ -388,21 +388,6 @@ def test_directions_that_were_never_visited_do_not_count():
         assert found.score[row].item() == pytest.approx(-rows["log_g"][row][seen].mean().item())
 
 
-def test_ranks_are_those_of_the_anchors():
-    views = torch.randn(3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = []
-    for anchors in (1, 3):
-        est = compopt.DCLEstimator(0.1, mode="unimodal", scores=compopt.ScoreKeeper(6))
-        est(views.clone().requires_grad_(), index=torch.arange(6), anchors=anchors)
-        est.step()
-        found.append(curation.scores(est).rank)
-    unit = normalize(views, dim=2)
-    positive = torch.linalg.vecdot(unit[0], unit[1])[:, None]
-    others = ~torch.eye(6, dtype=torch.bool)
-    above = sum(((unit[0] @ z.T > positive) & others).sum(1) for z in unit) / 15
-    assert torch.allclose(found[0], above.double()) and not torch.allclose(found[0], found[1])
-
-
 def test_an_epoch_is_never_empty():
     sampler = compopt.samplers.ScoredSampler(trained(), warm_up=0, share=0.0, drawn=0.001)
     assert len(list(sampler)) == 1

@@ -299,16 +299,26 @@ def page(results: Results) -> str:
     return "\n\n".join([*parts, settings(STUDY, results, CHOSEN, "validation", 1)])
 
 
+def summary() -> str:
+    """Return the table of the default's differences to DCL and to the gradient cache on all data sets."""
+    finals = STUDY.finals(STUDY.finished())
+    body = [[f"{data}: {theirs}", *_against(finals, data, OURS, theirs)] for data in DATA for theirs in ("DCL", CACHED)]
+    return table([f"`{OURS}` minus", *(f"{way} {batch}" for way, batch in CASES)], body)
+
+
+def _against(finals: Mapping[str, list[dict[str, Any]]], data: str, ours: str, theirs: str) -> list[str]:
+    """Return the differences of two losses in all cases."""
+    cells = ([finals.get(f"{data}: {loss}, {way} {batch}", []) for loss in (ours, theirs)] for way, batch in CASES)
+    return [difference(*map(_recall, pair)) for pair in cells]
+
+
 def _of_data(finals: Mapping[str, list[dict[str, Any]]], data: str) -> list[str]:
     found = {case: {loss: finals.get(f"{data}: {loss}, {case[0]} {case[1]}", []) for loss in LOSSES} for case in CASES}
     start = [100 * run["metrics"]["test/recall"] for run in finals.get(f"{data}: {BEFORE}", [])][:1]
     heads = [f"{way} {batch}" for way, batch in CASES]
     body = [[loss, *(mean_spread(list(_recall(found[case][loss]).values())) for case in CASES)] for loss in LOSSES]
     against = [
-        [
-            f"{ours} - {theirs}",
-            *(difference(_recall(found[case][ours]), _recall(found[case][theirs])) for case in CASES),
-        ]
+        [f"{ours} - {theirs}", *_against(finals, data, ours, theirs)]
         for ours in (OURS, MOMENTUM)
         for theirs in ("DCL", CACHED)
     ]

@@ -60,7 +60,8 @@ class Prototypes:
         self.bounded = not isinstance(scale, Tensor) and scale <= MAX_UNSHIFTED_SCALE
         self.log_count = active.sum(dtype=features.dtype).log_()
         self._queries = features * (scale.unsqueeze(2) if isinstance(scale, Tensor) else scale)
-        self._bias = ranks.own(active).to(features.dtype).log_().clamp_(min=MASKED).expand(len(features), 1, -1)
+        own = ranks.own(active)
+        self._bias = features.new_full(own.shape, MASKED).masked_fill_(own, 0).expand(len(features), 1, -1)
         # work space, allocated by the first operation that writes to it
         self._logits: Tensor | None = None
         self._e: Tensor | None = None

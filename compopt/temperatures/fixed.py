@@ -88,7 +88,7 @@ class FixedTemperature(Temperature):
 
     def _shared(self) -> Tensor | None:
         if self.log_inverse is None:
-            return self.tensor
+            return None if self.tensor is None else self.tensor.clone()  # an optimizer may change the user's tensor
         return lower_bound(torch.exp(-self.log_inverse), LEARNED_TAU_MIN)
 
     def temperatures(self, rows: Mapping[str, Tensor], hyper: Hyper, training: bool) -> float | Tensor:
