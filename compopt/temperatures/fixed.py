@@ -100,7 +100,7 @@ class FixedTemperature(Temperature):
 
     def constants(self) -> list[float] | None:
         shared = self._shared()
-        return [group["tau"] if shared is None else shared.item() for group in self.sample_groups]
+        return [float(group["tau"]) if shared is None else shared.item() for group in self.sample_groups]
 
 
 class _LowerBound(torch.autograd.Function):
