@@ -292,16 +292,21 @@ CHOSEN = "Settings are chosen on seed 100 by recall on the validation half, in p
 
 def page(results: Results) -> str:
     """Return the page of the finished runs."""
-    finals, runs = STUDY.finals(results), list(results.values())
+    finals, runs = complete(results), list(results.values())
     parts = ["# Fine-tuning in small batches", provenance(runs, "benchmarks/studies/finetuning.py"), ABOUT]
     for data in DATA:
         parts += [f"## {data.capitalize()}", *_of_data(finals, data)]
     return "\n\n".join([*parts, settings(STUDY, results, CHOSEN, "validation", 1)])
 
 
+def complete(results: Results) -> dict[str, list[dict[str, Any]]]:
+    """Return the final runs of the arms that have one for every seed."""
+    return {arm: runs for arm, runs in STUDY.finals(results).items() if len(runs) == len(STUDY.seeds)}
+
+
 def summary() -> str:
     """Return the table of the default's differences to DCL and to the gradient cache on all data sets."""
-    finals = STUDY.finals(STUDY.finished())
+    finals = complete(STUDY.finished())
     body = [[f"{data}: {theirs}", *_against(finals, data, OURS, theirs)] for data in DATA for theirs in ("DCL", CACHED)]
     return table([f"`{OURS}` minus", *(f"{way} {batch}" for way, batch in CASES)], body)
 
@@ -336,11 +341,10 @@ def _recall(runs: Sequence[dict[str, Any]]) -> dict[int, float]:
 
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
-    """Format the difference over common seeds with its p-value; empty for fewer than two common seeds."""
-    common = [seed for seed in ours if seed in theirs]
-    if len(common) < 2:
+    """Format the difference by seed with its p-value; empty if one of the losses has not been run."""
+    if not ours or not theirs:
         return ""
-    one, two = ([values[seed] for seed in common] for values in (ours, theirs))
+    one, two = ([values[seed] for seed in sorted(ours)] for values in (ours, theirs))
     p = float(ttest_rel(one, two).pvalue)
     told = f"{paired([a - b for a, b in zip(one, two, strict=True)])}, p = {p:.2g}"
     return f"**{told}**" if p < LEVEL else told
