@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from compopt import accelerator, checks
 from compopt.batch import Batch
 from compopt.checks import Directions, inputs
 from compopt.checks.context import refuse_tangents, refuse_transforms
-from compopt.distributed.handshake import NOTHING
+from compopt.distributed.handshake import NOTHING, fingerprint
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.engine import Engine
@@ -107,7 +106,7 @@ class Called(Protocol):
     directions: Directions
     pairs: PairPolicy | None
     _anchors: int
-    _compared: bool
+    _at_first: int | None
 
     @property
     def _engine(self) -> Engine: ...
@@ -165,13 +164,14 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
         facts = {name: int(value is not None) for name, value in given.items()}
         facts |= {"extra": 0 if extra is None else 1 if positions is None else 2, **inputs.tau_facts(tau)}
         wants = tau.requires_grad if isinstance(tau, Tensor) else tau is None and est.temperature.wants_gradient
-        if not est._compared:
+        if (first := est._at_first) is None:
             learned = [parameter.detach().cpu().tolist() for parameter in est.parameters()]
-            facts["parameters"] = 1 + zlib.crc32(repr((learned, est.temperature.constants())).encode())
+            first = fingerprint((learned, est.temperature.constants()))
+        facts["parameters"] = first
         facts |= {"learning": int(wants and torch.is_grad_enabled()), "views": views, "anchors": directions}
         if policy is not None:  # a fingerprint, since facts are single integers
             widths = [value.shape[1:] for value in values.values()]
-            facts["policy"] = zlib.crc32(repr((policy, widths)).encode())
+            facts["policy"] = fingerprint((policy, widths))
     encoder = None if encode is None else Encoder(encode, one, est.normalize, est.mode == "unimodal")
     with full_precision(z1.device):  # autocast cannot stack tensors of the other half-precision dtype
         own = Features.of(*features, normalize=est.normalize)

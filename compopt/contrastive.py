@@ -181,7 +181,7 @@ class ContrastiveEstimator(Estimator):
         if pairs is not None:
             normalizer.check_pairs(pairs)  # again, now that sample_groups are known
         self._anchors = count  # directions that have anchors
-        self._compared = False  # a call has compared the learned parameters of all ranks
+        self._at_first: int | None = None  # fingerprint of the learned parameters at the first call of several ranks
         self._shown: Mapping[str, Tensor | Callable[[], Tensor]] = {}
         self._last: Summary | None = None
 
@@ -323,7 +323,7 @@ class ContrastiveEstimator(Estimator):
         given = check_call(self, z1, z2, asked)
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
-            self._compared = True
+            self._at_first = given.facts.get("parameters")
             hyper = self._hyper("temperature", batch)
             temperature = self._temperature(batch, given.tau, hyper)  # perhaps with a graph
             with torch.no_grad():
@@ -378,7 +378,7 @@ class ContrastiveEstimator(Estimator):
         last = self._last
         if last is not None and last.count is not None:  # torch.save refuses views that change the dtype
             last = replace(last, count=last.count.clone())
-        return {**super().__getstate__(), "_last": last}
+        return {**super().__getstate__(), "_last": last, "_at_first": None}
 
     # -- the steps of a call -----------------------------------------------------------------------------------
 

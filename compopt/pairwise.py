@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from itertools import combinations
 
@@ -13,6 +12,7 @@ from compopt import accelerator
 from compopt.checks.inputs import check_vector
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.collectives import doing
+from compopt.distributed.handshake import fingerprint
 from compopt.distributed.ranks import Ranks
 
 Pair = tuple[str, str]
@@ -91,7 +91,7 @@ def _refuse_different(ranks: Ranks, pairs: list[Pair]) -> None:
     if ranks.size == 1:
         return
     message = ranks.blank()
-    message[1] = zlib.crc32(repr(pairs).encode())
+    message[1] = fingerprint(pairs)
     if len(set(ranks.open(message)[:, 1].tolist())) > 1:
         raise ValueError(
             f"the ranks have different pairs of modalities, {ranks.gather_objects(pairs)}; pass the same in the same "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,3 +43,14 @@ def write(path: Path, key: str, arrays: Mapping[str, np.ndarray]) -> None:
             os.unlink(target.name)
             raise
     os.replace(target.name, path)
+
+
+def read_or_make(
+    path: Path, key: str, names: Sequence[str], make: Callable[[], Mapping[str, np.ndarray]]
+) -> Mapping[str, np.ndarray]:
+    """Return the arrays of a cache file; if :func:`read` returns None, make them and write the file."""
+    arrays: Mapping[str, np.ndarray] | None = read(path, key, names)
+    if arrays is None:
+        arrays = make()
+        write(path, key, arrays)
+    return arrays

@@ -30,10 +30,7 @@ def load(folder: Path, cache: str | os.PathLike[str] | None = None) -> tuple[tor
     told = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     key = hashlib.sha256(repr((FORMAT, SIZE, told)).encode()).hexdigest()
     file = cached.file(cache, f"folder-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}.npz")
-    arrays = cached.read(file, key, ("images", "labels"))
-    if arrays is None:
-        arrays = _read(paths, folder)
-        cached.write(file, key, arrays)
+    arrays = cached.read_or_make(file, key, ("images", "labels"), lambda: _read(paths, folder))
     return torch.from_numpy(arrays["images"]).movedim(3, 1).contiguous(), torch.from_numpy(arrays["labels"])
 
 

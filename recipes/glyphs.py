@@ -104,11 +104,8 @@ def _split(unit: Tensor, units: int, seed: int, fraction: float) -> Split:
 
 def load(cache: str | os.PathLike[str] | None = None) -> Glyphs:
     """Return the data set, from the cache file if it matches the installed fonts and libraries, else newly rendered."""
-    path, key = cached.file(cache, "glyphs.npz"), cache_key()
-    arrays = cached.read(path, key, ("images", "codepoint", "face"))
-    if arrays is None:
-        arrays = render()
-        cached.write(path, key, arrays)
+    path, names = cached.file(cache, "glyphs.npz"), ("images", "codepoint", "face")
+    arrays = cached.read_or_make(path, cache_key(), names, render)
     return Glyphs(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 

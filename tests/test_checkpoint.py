@@ -58,6 +58,8 @@ def test_groups_that_differ_say_how_to_get_there(saved, own, tmp_path):
     writer, reader = (compopt.SogCLREstimator([{"n": n} for n in sizes]) for sizes in (saved, own))
     compopt.save(writer, tmp_path)
     for attempt in (lambda: reader.load_state_dict(writer.state_dict()), lambda: compopt.load(reader, tmp_path)):
+        with pytest.raises(ValueError, match=r"n differs: the checkpoint has \[.* with n=\[.*add_sample_group"):
+            attempt()
         added = r", add_sample_group for each of \[5\]" if len(saved) > 1 else ""
         with pytest.raises(ValueError, match=rf"n differs: the checkpoint has \[.* with n=12{added}, load, and append"):
             attempt()

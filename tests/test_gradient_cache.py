@@ -366,11 +366,21 @@ def test_an_error_in_the_second_pass_leaves_no_deposit(earlier):
 def test_a_list_of_columns_is_no_batch():
     first, second = linear_towers()
     model = nn.ModuleList([first, second])
-    with pytest.raises(TypeError, match=r"a list of 2 tensors of 16 samples.*tuple\(batch\)"):
+    with pytest.raises(ValueError, match=r"a list of 2 tensors of 16 samples.*tuple\(batch\)"):
         cached(model, [torch.randn(16, 5).double(), torch.randn(16, 4).double()])
 
 
 def test_a_list_of_inputs_is_no_batch():
+    first, second = linear_towers()
+
+    def encode(model, part):
+        return first(part[0]), second(part[1])
+
+    with pytest.raises(ValueError, match="must be a tuple"):
+        cached(first, [torch.randn(16, 5).double(), torch.randn(16, 4).double()], encode=encode)
+
+
+def test_a_list_of_inputs_is_no_batch_without_an_index_either():
     first, second = linear_towers()
 
     def encode(model, part):

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.stats import ttest_rel
@@ -38,7 +39,7 @@ from benchmarks.report import RESULTS, mean_spread, paired, table
 from benchmarks.studies.default.mining import neighbours
 from benchmarks.studies.default.tasks import DIM, Task, load
 from benchmarks.studies.default.training import DECAY, WARMUP, Setting, trained
-from benchmarks.studies.search import Arm, Job, Results, Search, by_seed, main, provenance, settings
+from benchmarks.studies.search import Arm, Job, Results, Runs, Search, by_seed, main, provenance, settings
 from recipes import cache
 from recipes.batches import Shuffled, seeded
 
@@ -46,12 +47,14 @@ DATA, SAMPLES = ("glyphs", "icons", "words", "faces"), 16_384
 START = Setting(batch=256, lr=1.6e-2, samples=131_072)
 FULL, LORA, MINED = WAYS = ("full", "LoRA", "mined")
 CASES = ((FULL, 8), (FULL, 16), (FULL, 64), (LORA, 16), (MINED, 16))
+HEADS = [f"{way} {batch}" for way, batch in CASES]
 OURS, MOMENTUM, CACHED = "recommended", "recommended, momentum features", "DCL, gradient cache"
 LOSSES, TUNED_TAU = ("DCL", CACHED, OURS, MOMENTUM), ("DCL", CACHED)
 BEFORE = "before"  # an arm without training
 LARGE, RANK, SKIP, NEAREST, LOOKED_AT = 256, 8, 10, 8, 50
 RATES, LORA_RATES, TAUS = (5e-4, 1e-3, 2e-3), (2e-3, 4e-3, 8e-3), (0.05, 0.07, 0.1)
 SEEDS, ROUNDS, LEVEL = (0, 1, 2, 3, 4), 8, 0.01
+Finals = Mapping[str, Runs]  # final runs by arm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,16 +132,15 @@ def begun(data: str, task: Task) -> nn.Module:
 def mined(data: str, task: Half, model: nn.Module) -> Tensor:
     """Return the negatives of each sample, ``(n, NEAREST)``: neighbours of its first side with another caption."""
     path, key = cache.file(None, f"finetuning_{data}_mined.npz"), f"{START} {SKIP} {NEAREST} {torch.__version__}"
-    known = cache.read(path, key, ["mined"])
-    if known is None:
+
+    def make() -> dict[str, np.ndarray]:
         with torch.no_grad():
             sides = [F.normalize(side) for side in task.training_features(model)]
         found = neighbours(sides, SKIP, LOOKED_AT)[0]
         same = task.group[found] == task.group[:, None]
-        found = found.gather(1, same.int().argsort(dim=1, stable=True)[:, :NEAREST])
-        known = {"mined": found.numpy()}
-        cache.write(path, key, known)
-    return torch.from_numpy(known["mined"])
+        return {"mined": found.gather(1, same.int().argsort(dim=1, stable=True)[:, :NEAREST]).numpy()}
+
+    return torch.from_numpy(cache.read_or_make(path, key, ["mined"], make)["mined"])
 
 
 def with_adapters(model: nn.Module) -> nn.Module:
@@ -299,7 +301,7 @@ def page(results: Results) -> str:
     return "\n\n".join([*parts, settings(STUDY, results, CHOSEN, "validation", 1)])
 
 
-def complete(results: Results) -> dict[str, list[dict[str, Any]]]:
+def complete(results: Results) -> Finals:
     """Return the final runs of the arms that have one for every seed."""
     return {arm: runs for arm, runs in STUDY.finals(results).items() if len(runs) == len(STUDY.seeds)}
 
@@ -308,35 +310,40 @@ def summary() -> str:
     """Return the table of the default's differences to DCL and to the gradient cache on all data sets."""
     finals = complete(STUDY.finished())
     body = [[f"{data}: {theirs}", *_against(finals, data, OURS, theirs)] for data in DATA for theirs in ("DCL", CACHED)]
-    return table([f"`{OURS}` minus", *(f"{way} {batch}" for way, batch in CASES)], body)
+    return table([f"`{OURS}` minus", *HEADS], body)
 
 
-def _against(finals: Mapping[str, list[dict[str, Any]]], data: str, ours: str, theirs: str) -> list[str]:
-    """Return the differences of two losses in all cases."""
-    cells = ([finals.get(f"{data}: {loss}, {way} {batch}", []) for loss in (ours, theirs)] for way, batch in CASES)
-    return [difference(*map(_recall, pair)) for pair in cells]
-
-
-def _of_data(finals: Mapping[str, list[dict[str, Any]]], data: str) -> list[str]:
-    found = {case: {loss: finals.get(f"{data}: {loss}, {case[0]} {case[1]}", []) for loss in LOSSES} for case in CASES}
-    start = [100 * run["metrics"]["test/recall"] for run in finals.get(f"{data}: {BEFORE}", [])][:1]
-    heads = [f"{way} {batch}" for way, batch in CASES]
-    body = [[loss, *(mean_spread(list(_recall(found[case][loss]).values())) for case in CASES)] for loss in LOSSES]
+def _of_data(finals: Finals, data: str) -> list[str]:
+    before = _recall(finals.get(f"{data}: {BEFORE}", []))
+    recall = [
+        [loss, *(mean_spread([*_recall(runs).values()]) for runs in _runs(finals, data, loss))] for loss in LOSSES
+    ]
     against = [
         [f"{ours} - {theirs}", *_against(finals, data, ours, theirs)]
         for ours in (OURS, MOMENTUM)
         for theirs in ("DCL", CACHED)
     ]
-    shares = [mean_spread([run["share"] for run in found[case][CACHED]][:1], digits=2) for case in CASES]
+    shares = [mean_spread([run["share"] for run in runs][:1], digits=2) for runs in _runs(finals, data, CACHED)]
     return [
-        f"Before fine-tuning: {mean_spread(start)}.",
-        table(["", *heads], body),
+        f"Before fine-tuning: {mean_spread([*before.values()][:1])}.",
+        table(["", *HEADS], recall),
         AGAINST,
-        table(["", *heads], [*against, ["samples", *shares]]),
+        table(["", *HEADS], [*against, ["samples", *shares]]),
     ]
 
 
-def _recall(runs: Sequence[dict[str, Any]]) -> dict[int, float]:
+def _runs(finals: Finals, data: str, loss: str) -> list[Runs]:
+    """Return the runs of a loss in each case, none for cases that have not been run."""
+    return [finals.get(f"{data}: {loss}, {head}", []) for head in HEADS]
+
+
+def _against(finals: Finals, data: str, ours: str, theirs: str) -> list[str]:
+    """Return the differences of two losses in all cases."""
+    pairs = zip(_runs(finals, data, ours), _runs(finals, data, theirs), strict=True)
+    return [difference(*map(_recall, pair)) for pair in pairs]
+
+
+def _recall(runs: Runs) -> dict[int, float]:
     return by_seed(runs, "test/recall")
 
 

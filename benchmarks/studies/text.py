@@ -150,11 +150,13 @@ def training_data(arm: TextArm, pairs: TextPairs) -> Any:
 
 def mined(texts: list[str]) -> np.ndarray:
     """Return, for each text, the position of the most similar different text (tf-idf)."""
+    path, key = cache.file(None, "text_negatives.npz"), str(len(texts)) + texts[0] + texts[-1]
+    return cache.read_or_make(path, key, ["nearest"], lambda: {"nearest": _nearest(texts)})["nearest"]
+
+
+def _nearest(texts: list[str]) -> np.ndarray:
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    path, key = cache.file(None, "text_negatives.npz"), str(len(texts)) + texts[0] + texts[-1]
-    if (stored := cache.read(path, key, ["nearest"])) is not None:
-        return stored["nearest"]
     vectors = TfidfVectorizer(sublinear_tf=True, stop_words="english").fit_transform(texts)
     number = {text: at for at, text in enumerate(dict.fromkeys(texts))}
     same = np.array([number[text] for text in texts])
@@ -163,7 +165,6 @@ def mined(texts: list[str]) -> np.ndarray:
         similar = (vectors[first : first + 1024] @ vectors.T).toarray()
         similar[same[first : first + 1024, None] == same] = -1.0
         nearest.append(similar.argmax(axis=1))
-    cache.write(path, key, {"nearest": np.concatenate(nearest)})
     return np.concatenate(nearest)
 
 

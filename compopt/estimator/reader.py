@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from compopt import accelerator
 from compopt.batch import Batch
 from compopt.checks.inputs import INDEX_REMEDY, Survey, check_range, survey
-from compopt.distributed.handshake import KEYS, Agreement, Handshake
+from compopt.distributed.handshake import KEYS, Agreement, Handshake, fingerprint
 from compopt.estimator.groups import SampleGroups
 from compopt.kernel.features import working_dtype
 from compopt.stores import WriteBehind
@@ -219,7 +218,7 @@ class BatchReader:
         # Computed again only after a change of a sample group, which replaces the list `checked`.
         if self._described is not self.groups.checked:
             values = [{k: v for k, v in g.items() if not isinstance(v, Tensor)} for g in self.groups.checked]
-            self._crc = zlib.crc32(repr((identity(), values)).encode())
+            self._crc = fingerprint((identity(), values))
             self._described = self.groups.checked
         return self._crc
 

@@ -219,7 +219,10 @@ def _compare(where: str, expected: Any, given: Any) -> None:
         if where == "n" and isinstance(given, list) and all(isinstance(n, int) for n in given):
             first, *others = given
             added = f", add_sample_group for each of {others}" if others else ""
-            remedy = f"; build the estimator with n={first}{added}, load, and append further samples after that"
+            remedy = (
+                f"; load it into an estimator with n={[{'n': n} for n in given]}, or build one with n={first}{added}, "
+                f"load, and append others with add_sample_group after that"
+            )
         elif where.startswith(("options", "method")):
             remedy = (
                 "; build the estimator with the arguments of the run that saved it (for compopt.recommended also the "

@@ -21,6 +21,8 @@ from compopt.gradient_cache.towers import BOUNDARY, SYNC, Encode, Output, Sizes,
 from compopt.kernel.features import with_gradients
 from compopt.pairs import PairPolicy
 
+LIST_REMEDY = "a list has one entry per sample, so that several inputs, [images, texts], must be a tuple"
+
 
 @outside_of_graphs
 def gradient_cache(
@@ -189,19 +191,15 @@ def _check_list(model: Any, batch: Any, index: Tensor | None) -> None:
     if isinstance(model, tuple | list) or not isinstance(batch, list) or index is None:
         return
     if len(batch) != len(index) and all(isinstance(x, Tensor) and x.shape[:1] == index.shape for x in batch):
-        raise TypeError(
-            f"batch is a list of {len(batch)} tensors of {len(index)} samples, but a list has one entry per sample; "
-            f"pass several inputs of the model as a tuple, tuple(batch)"
+        raise ValueError(
+            f"batch is a list of {len(batch)} tensors of {len(index)} samples; {LIST_REMEDY}: tuple(batch)"
         )
 
 
 def _check_samples(tower: Tower, z1: Tensor) -> None:
     samples = sum(length for part in tower.parts for length in lengths(part))
     if z1.shape[-2] != samples:
-        raise ValueError(
-            f"z1 has {z1.shape[-2]} rows for inputs of {samples} samples; a list has one entry per sample, so that "
-            f"several inputs, [images, texts], must be a tuple"
-        )
+        raise ValueError(f"z1 has {z1.shape[-2]} rows for inputs of {samples} samples; {LIST_REMEDY}")
 
 
 def _differentiate(loss: Tensor, outputs: list[Output], others: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

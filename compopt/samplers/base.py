@@ -6,9 +6,9 @@ import hashlib
 import math
 import time
 import warnings
-import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, TypedDict
 
 import torch
@@ -19,7 +19,7 @@ from compopt import checks, rng
 from compopt.checks import inputs
 from compopt.checks.context import warn
 from compopt.distributed.collectives import OBSERVE, doing
-from compopt.distributed.handshake import Handshake
+from compopt.distributed.handshake import Handshake, fingerprint
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.samplers.bank import FeatureBank, Offload
 
@@ -162,6 +162,11 @@ class BankSampler(Sampler[list[int]]):
         values = {name: getattr(self, name) for name in ("n", "batch_size", "tau", "seed")}
         return {**values, "labels": labels, "dtype": str(self.bank.dtype)}
 
+    @cached_property
+    def _fingerprint(self) -> int:
+        """Fingerprint of the arguments; a property because :meth:`config` hashes all labels."""
+        return fingerprint(self.config())
+
     def random_plan(self, epoch: int, missing: Tensor) -> Tensor:
         """Return random batches, ``(samples,)`` int64; samples never observed, ``missing`` ``(n,)``, come first."""
         return self.random_batches(len(self), epoch, first=missing).flatten()
@@ -291,8 +296,7 @@ class BankSampler(Sampler[list[int]]):
     def _write(self, index: Tensor, z1: Tensor, z2: Tensor) -> Tensor:
         """Write features of this rank's samples to the banks of all ranks; return the samples of all ranks."""
         rows = self.bank.rounded(z1, z2)
-        options = zlib.crc32(repr(sorted(self.config().items(), key=str)).encode())
-        samples = self._handshake.exchange({"index": index}, {"width": rows.shape[2], "sampler": options})
+        samples = self._handshake.exchange({"index": index}, {"width": rows.shape[2], "sampler": self._fingerprint})
         self.bank.write(samples.keys["index"], self._ranks.gather([rows], samples.sizes)[0])
         return samples.keys["index"]
 

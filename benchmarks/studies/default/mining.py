@@ -54,13 +54,14 @@ def build(name: str, task: Task, size: int, skip: int, cluster: int, seed: int) 
     setting = replace(TEACHER, seed=seed)
     path = cache.file(None, f"mined_{name}_{seed}_{skip}_{cluster}.npz")
     key = f"{setting} {task.n} {KEPT} {torch.__version__}"
-    known = cache.read(path, key, ["clusters"])
-    if known is None:
+
+    def clusters() -> dict[str, np.ndarray]:
         teacher = trained(task, _recommended, setting, f"teacher_{name}_{seed}.npz")
         with torch.no_grad():
             sides = [F.normalize(side) for side in task.training_features(teacher)]
-        known = {"clusters": partition(neighbours(sides, skip), cluster)}
-        cache.write(path, key, known)
+        return {"clusters": partition(neighbours(sides, skip), cluster)}
+
+    known = cache.read_or_make(path, key, ["clusters"], clusters)
     return Clustered(torch.from_numpy(known["clusters"]), size, seed)
 
 
