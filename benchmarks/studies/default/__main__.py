@@ -24,12 +24,14 @@ from benchmarks.studies.default.tasks import READ_FOLDER, load
 from benchmarks.studies.default.training import Setting, train
 from benchmarks.studies.search import Job, main
 
+WHERE = ("batch", "accumulate", "forward", "batches", "samples", "warmup")  # settings of an arm that its runs share
+
 
 def run_one(job: Job, texts: Path | None) -> dict[str, Any]:
     """Train and evaluate, in this process."""
     cell, part = ARMS[job.arm], "test" if job.final else "validation"
     task = load(cell.task, part, texts)
-    where = {name: getattr(cell, name) for name in ("batch", "accumulate", "forward", "batches", "samples")}
+    where = {name: getattr(cell, name) for name in WHERE}
     setting = Setting(lr=job.options["lr"], seed=job.seed, **where)
     mined = {name: int(job.options[name]) for name in MINED_GRIDS} if cell.batches == MINED else {}
     order = mining.build(cell.task, task, cell.batch, seed=job.seed, **mined) if mined else None

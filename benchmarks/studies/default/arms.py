@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.report import RESULTS, stored
 from benchmarks.studies.default.tasks import SAMPLES
+from benchmarks.studies.default.training import WARMUP
 from benchmarks.studies.search import Arm, Search
 from recipes.batches import ORDERED, RANDOM, SPECTRAL
 
@@ -61,6 +62,15 @@ ROWS = (*FIRST, *CHOSEN)
 # the default with one change, not tuned either
 MOMENTUM, MOMENTUM_BATCHES, VARIED = "momentum features", (8, 16, 64), 16
 MOMENTUM_RATES = {MOMENTUM: 1.0, f"{MOMENTUM}, twice the rate": 2.0}  # multiples of the rule's learning rate
+# the same, and tuned losses, with a warm-up over half of the run: title -> loss and multiple of the rule's rate
+LONG, LONG_WARMUP, LONG_TUNED, LONG_RATES = "long warm-up", 0.5, ("DCL", *QUEUES), (4e-3, 8e-3, 1.6e-2)
+LONG_BATCHES = (16, 64)
+LONG_UNTUNED = {
+    LONG: (DEFAULT, 1.0),
+    f"{LONG}, twice the rate": (DEFAULT, 2.0),
+    f"{MOMENTUM}, {LONG}": (MOMENTUM, 1.0),
+    f"{MOMENTUM}, {LONG}, twice the rate": (MOMENTUM, 2.0),
+}
 VARIANTS = ("features as they were", "forces out of balance", "32 features", "512 features")
 # arms that explain the gap between accumulated micro-batches and a gradient cache, on the data sets with such a gap
 MICRO, WINDOW, HALF, GAPPED = 16, "256 features", "half the rate", ("glyphs", "icons")
@@ -80,6 +90,7 @@ class Cell(Arm):
         forward: samples per forward pass, if fewer than those of a call (gradient cache).
         batches: kind of batches.
         samples: number of training samples seen.
+        warmup: share of the run in which the learning rate rises.
     """
 
     task: str
@@ -89,6 +100,7 @@ class Cell(Arm):
     forward: int = 0
     batches: str = RANDOM
     samples: int = SAMPLES
+    warmup: float = WARMUP
 
 
 def _cell(task: str, row: str, batch: int, accumulate: int = 1, forward: int = 0) -> Cell:
@@ -121,6 +133,7 @@ def _arms(task: str) -> dict[str, Cell]:
     cells |= {f"{DEFAULT}, {batch}": _default(task, batch) for batch in BATCHES}
     cells |= {f"{DEFAULT}, {change}, {VARIED}": _default(task, VARIED, loss=change) for change in VARIANTS}
     cells |= _with_momentum(task, MOMENTUM_BATCHES)
+    cells |= {name: cell for batch in LONG_BATCHES for name, cell in _long(task, batch).items()}
     cells |= {f"{loss}, 16 x 16": _cell(task, loss, 16, 16) for loss in ("InfoNCE", "DCL", "Residual")}
     cells |= {f"{DEFAULT}, 16 x 16": _default(task, 16, 16)}
     cells |= {f"{loss}, 256 cached": _cell(task, loss, 256, forward=16) for loss in ("InfoNCE", "DCL")}
@@ -165,6 +178,19 @@ def _with_momentum(task: str, batches: Sequence[int]) -> dict[str, Cell]:
     for batch, (name, factor) in product(batches, MOMENTUM_RATES.items()):
         first = {"lr": factor * default_rate(batch)}
         cells[f"{DEFAULT}, {name}, {batch}"] = replace(_default(task, batch, loss=MOMENTUM), first=first)
+    return cells
+
+
+def _long(task: str, batch: int) -> dict[str, Cell]:
+    """Return the arms with a long warm-up; the search of the tuned ones begins with what a short one has chosen."""
+    cells = {}
+    for loss in LONG_TUNED:
+        cell = replace(_cell(task, loss, batch), warmup=LONG_WARMUP, after=f"{task}: {loss}, {batch}")
+        cells[f"{loss}, {LONG}, {batch}"] = replace(cell, grids={"lr": LONG_RATES, "tau": TAUS})
+    for name, (loss, factor) in LONG_UNTUNED.items():
+        first = {"lr": factor * default_rate(batch)}
+        cell = replace(_default(task, batch, loss=loss), first=first, warmup=LONG_WARMUP)
+        cells[f"{DEFAULT}, {name}, {batch}"] = cell
     return cells
 
 

@@ -41,6 +41,7 @@ class Setting:
         batches: ``"random"``, or another kind of :mod:`recipes.batches`.
         lr: highest learning rate.
         samples: number of training samples seen.
+        warmup: share of the run in which the learning rate rises.
         seed: seed of weights and batches.
     """
 
@@ -50,6 +51,7 @@ class Setting:
     forward: int = 0
     batches: str = batches.RANDOM
     samples: int = SAMPLES
+    warmup: float = WARMUP
     seed: int = 0
 
 
@@ -80,7 +82,7 @@ def train(
     updates = setting.samples // (setting.batch * setting.accumulate)
     order = order or batches.build(how(setting), task.n, setting.batch, task.n // setting.batch, setting.seed)
     getattr(loss, "watch", lambda model: None)(model)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, setting.lr, updates, pct_start=WARMUP)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, setting.lr, updates, pct_start=setting.warmup)
     started = time.perf_counter()
     for update in range(updates):
         for number in range(update * setting.accumulate, (update + 1) * setting.accumulate):
