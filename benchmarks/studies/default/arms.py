@@ -60,17 +60,12 @@ CHOSEN = {
 } | {f"{loss}, {MINED} batches": (loss, MINED) for loss in ("InfoNCE", "DCL")}
 ROWS = (*FIRST, *CHOSEN)
 # the default with one change, not tuned either
-MOMENTUM, MOMENTUM_BATCHES, VARIED = "momentum features", (8, 16, 64), 16
-MOMENTUM_RATES = {MOMENTUM: 1.0, f"{MOMENTUM}, twice the rate": 2.0}  # multiples of the rule's learning rate
-# the same, and tuned losses, with a warm-up over half of the run: title -> loss and multiple of the rule's rate
-LONG, LONG_WARMUP, LONG_TUNED, LONG_RATES = "long warm-up", 0.5, ("DCL", *QUEUES), (4e-3, 8e-3, 1.6e-2)
-LONG_BATCHES = (16, 64)
-LONG_UNTUNED = {
-    LONG: (DEFAULT, 1.0),
-    f"{LONG}, twice the rate": (DEFAULT, 2.0),
-    f"{MOMENTUM}, {LONG}": (MOMENTUM, 1.0),
-    f"{MOMENTUM}, {LONG}, twice the rate": (MOMENTUM, 2.0),
-}
+MOMENTUM, MOMENTUM_BATCHES, VARIED, TWICE = "momentum features", (8, 16, 64), 16, "twice the rate"
+MOMENTUM_RATES = {MOMENTUM: 1.0, f"{MOMENTUM}, {TWICE}": 2.0}  # multiples of the rule's learning rate
+# warm-ups that are longer than those of all other arms: title -> share of the run in which the learning rate rises
+WARMUPS, WARMUP_FACTORS = {"warm-up 50 %": 0.5, "warm-up 75 %": 0.75}, (1.0, 2.0, 4.0)
+# the longer one at twice the rule's rate, and peers that are tuned with it
+LONG, LONG_TUNED, LONG_RATES, LONG_BATCHES = "warm-up 75 %", ("InfoNCE", "DCL", *QUEUES), (4e-3, 8e-3, 1.6e-2), (16, 64)
 VARIANTS = ("features as they were", "forces out of balance", "32 features", "512 features")
 # arms that explain the gap between accumulated micro-batches and a gradient cache, on the data sets with such a gap
 MICRO, WINDOW, HALF, GAPPED = 16, "256 features", "half the rate", ("glyphs", "icons")
@@ -133,7 +128,7 @@ def _arms(task: str) -> dict[str, Cell]:
     cells |= {f"{DEFAULT}, {batch}": _default(task, batch) for batch in BATCHES}
     cells |= {f"{DEFAULT}, {change}, {VARIED}": _default(task, VARIED, loss=change) for change in VARIANTS}
     cells |= _with_momentum(task, MOMENTUM_BATCHES)
-    cells |= {name: cell for batch in LONG_BATCHES for name, cell in _long(task, batch).items()}
+    cells |= _warmups(task) | _long(task, LONG_BATCHES)
     cells |= {f"{loss}, 16 x 16": _cell(task, loss, 16, 16) for loss in ("InfoNCE", "DCL", "Residual")}
     cells |= {f"{DEFAULT}, 16 x 16": _default(task, 16, 16)}
     cells |= {f"{loss}, 256 cached": _cell(task, loss, 256, forward=16) for loss in ("InfoNCE", "DCL")}
@@ -170,7 +165,7 @@ def _unseen_arms(task: str) -> dict[str, Cell]:
     losses = ("InfoNCE", "DCL", *QUEUES)
     cells = {f"{loss}, {batch}": _cell(task, loss, batch) for batch in UNSEEN_BATCHES for loss in losses}
     cells |= {f"{DEFAULT}, {batch}": _default(task, batch) for batch in UNSEEN_BATCHES}
-    return cells | _with_momentum(task, UNSEEN_BATCHES)
+    return cells | _with_momentum(task, UNSEEN_BATCHES) | _long(task, UNSEEN_BATCHES)
 
 
 def _with_momentum(task: str, batches: Sequence[int]) -> dict[str, Cell]:
@@ -181,16 +176,26 @@ def _with_momentum(task: str, batches: Sequence[int]) -> dict[str, Cell]:
     return cells
 
 
-def _long(task: str, batch: int) -> dict[str, Cell]:
-    """Return the arms with a long warm-up; the search of the tuned ones begins with what a short one has chosen."""
+def _long(task: str, batches: Sequence[int]) -> dict[str, Cell]:
+    """Return the arms with the long warm-up; the search of the tuned ones begins with what a short one has chosen."""
     cells = {}
-    for loss in LONG_TUNED:
-        cell = replace(_cell(task, loss, batch), warmup=LONG_WARMUP, after=f"{task}: {loss}, {batch}")
+    for batch, loss in product(batches, LONG_TUNED):
+        cell = replace(_cell(task, loss, batch), warmup=WARMUPS[LONG], after=f"{task}: {loss}, {batch}")
         cells[f"{loss}, {LONG}, {batch}"] = replace(cell, grids={"lr": LONG_RATES, "tau": TAUS})
-    for name, (loss, factor) in LONG_UNTUNED.items():
-        first = {"lr": factor * default_rate(batch)}
-        cell = replace(_default(task, batch, loss=loss), first=first, warmup=LONG_WARMUP)
-        cells[f"{DEFAULT}, {name}, {batch}"] = cell
+    for batch, loss in product(batches, (DEFAULT, MOMENTUM)):
+        name = ", ".join(dict.fromkeys((DEFAULT, loss, LONG, TWICE)))
+        first = {"lr": 2 * default_rate(batch)}
+        cells[f"{name}, {batch}"] = replace(_default(task, batch, loss=loss), first=first, warmup=WARMUPS[LONG])
+    return cells
+
+
+def _warmups(task: str) -> dict[str, Cell]:
+    """Return arms that only tune the default's rate, for each warm-up."""
+    cells = {}
+    for (name, share), loss in product(WARMUPS.items(), (DEFAULT, MOMENTUM)):
+        rates = {"lr": tuple(factor * default_rate(VARIED) for factor in WARMUP_FACTORS)}
+        title = ", ".join(dict.fromkeys((DEFAULT, loss, name)))
+        cells[f"{title}, {VARIED}"] = replace(_default(task, VARIED, loss=loss), grids=rates, warmup=share)
     return cells
 
 

@@ -22,6 +22,7 @@ from benchmarks.studies.default.arms import (
     VARIED,
 )
 from benchmarks.studies.default.tasks import DIM, PAIRS, SAMPLES
+from benchmarks.studies.default.training import WARMUP
 from benchmarks.studies.search import SEEDS, Job, Results, by_seed, difference, provenance, settings
 
 MEASURES = {
@@ -48,6 +49,15 @@ WITH_MOMENTUM = (
     "at the learning rate of the rule and at twice this rate. All other settings are those of the library. The losses "
     f"with a queue of a momentum encoder are tuned, at batch {VARIED} also their queues. The values in brackets are "
     "differences from the better of these two losses."
+)
+WITH_LONG = (
+    f"In all other sections the learning rate rises during the first {WARMUP:.0%} of a run and then falls to zero. The "
+    f"first table shows longer warm-ups at batch {VARIED}: validation recall, one seed, at multiples of the learning "
+    f"rate of the rule. The second table has the recall on the test half with a warm-up over "
+    f"{arms.WARMUPS[arms.LONG]:.0%} of the run. `recommended` has twice the rule's rate there, without tuning. For the "
+    "other losses, learning rate and temperature are chosen again, starting from the settings that were chosen with "
+    "the short warm-up; the queues are kept. The values in brackets are the gain over the same loss with the short "
+    "warm-up, where `recommended` has the rule's rate."
 )
 UNSEEN = (
     "Neither data set was used before the default, its momentum features and the learning rates were fixed. "
@@ -123,6 +133,7 @@ def page(results: Results) -> str:
     )
     parts += ["## Variants of the default", more, variants()]
     parts += ["## Momentum features", WITH_MOMENTUM, momentum()]
+    parts += ["## A longer warm-up", WITH_LONG, _by_warmup(results), long_warmup(), long_warmup_unseen()]
     parts += ["## Data sets that were not used before", f"{MEASURES['unseen']} {UNSEEN} {BRACKETS}", unseen_sets()]
     parts += ["## Small data sets", f"{MEASURES['small']} {BRACKETS}", small_sets()]
     parts += ["## The rule for the learning rate", RULE, *_regrets(results)]
@@ -208,6 +219,40 @@ def momentum() -> str:
         if any(row):
             body.append([task, loss, *row])
     return table(["", "", *(f"batch {batch}" for batch in arms.MOMENTUM_BATCHES)], body, "llrrr")
+
+
+def _by_warmup(results: Results) -> str:
+    """Return a table of validation recall by warm-up and learning rate."""
+    body = []
+    shorts = {DEFAULT: "Memory", f"{DEFAULT}, {arms.MOMENTUM}": ""}  # arms whose search has the same settings
+    for (loss, short), name in product(shorts.items(), ("", *arms.WARMUPS)):
+        arm = f"{loss}, {name}" if name else short
+        found = {task: _by_factor(results, f"{task}: {arm}, {VARIED}", VARIED) for task in SETS if arm}
+        for factor in arms.WARMUP_FACTORS:
+            cells = [f"{each[factor]:.1f}" if factor in (each := found.get(task, {})) else "" for task in SETS]
+            if any(cells):
+                body.append([loss, name or f"warm-up {WARMUP:.0%}".replace("%", " %"), f"{factor:g}", *cells])
+    return table(["", "", "rate", *SETS], body, "llr" + "r" * len(SETS))
+
+
+def long_warmup(sets: Sequence[str] = SETS, batches: Sequence[int] = arms.LONG_BATCHES) -> str:
+    """Return a table of recall with a long warm-up, with the gain over the short one."""
+    finals, body = _complete(), []
+    for batch, loss in product(batches, (*arms.LONG_TUNED, DEFAULT, f"{DEFAULT}, {arms.MOMENTUM}")):
+        long = f"{loss}, {arms.LONG}" + (f", {arms.TWICE}" if loss.startswith(DEFAULT) else "")
+        row = []
+        for task in sets:
+            before, after = (finals.get(f"{task}: {name}, {batch}", []) for name in (loss, long))
+            gain = difference(by_seed(after, RECALL), by_seed(before, RECALL))
+            row.append(f"{_recall(after)} ({gain})" if gain else _recall(after))
+        if any(row):
+            body.append([str(batch), loss, *row])
+    return table(["batch", "", *sets], body, "rl" + "r" * len(sets))
+
+
+def long_warmup_unseen() -> str:
+    """Return the table of :func:`long_warmup` for the data sets that were not used before."""
+    return long_warmup(arms.UNSEEN_SETS, arms.UNSEEN_BATCHES)
 
 
 def unseen_sets() -> str:
