@@ -64,6 +64,9 @@ MOMENTUM, MOMENTUM_BATCHES, VARIED, TWICE = "momentum features", (8, 16, 64), 16
 MOMENTUM_RATES = {MOMENTUM: 1.0, f"{MOMENTUM}, {TWICE}": 2.0}  # multiples of the rule's learning rate
 # warm-ups that are longer than those of all other arms: title -> share of the run in which the learning rate rises
 WARMUPS, WARMUP_FACTORS = {"warm-up 50 %": 0.5, "warm-up 75 %": 0.75}, (1.0, 2.0, 4.0)
+# runs of four times the samples: the longer warm-up as a share of the run, or with the number of samples that it had
+LONG_RUN, LONG_RUN_BATCH = "4 x samples", 64
+LONG_RUN_WARMUPS = {"warm-up 10 %": WARMUP, "warm-up 19 %": 0.1875, "warm-up 75 %": 0.75}
 # the longer one at twice the rule's rate, and peers that are tuned with it
 LONG, LONG_TUNED, LONG_RATES, LONG_BATCHES = "warm-up 75 %", ("InfoNCE", "DCL", *QUEUES), (4e-3, 8e-3, 1.6e-2), (16, 64)
 VARIANTS = ("features as they were", "forces out of balance", "32 features", "512 features")
@@ -196,6 +199,10 @@ def _warmups(task: str) -> dict[str, Cell]:
         rates = {"lr": tuple(factor * default_rate(VARIED) for factor in WARMUP_FACTORS)}
         title = ", ".join(dict.fromkeys((DEFAULT, loss, name)))
         cells[f"{title}, {VARIED}"] = replace(_default(task, VARIED, loss=loss), grids=rates, warmup=share)
+    rates = {"lr": tuple(factor * default_rate(LONG_RUN_BATCH) for factor in WARMUP_FACTORS[:2])}
+    long = replace(_default(task, LONG_RUN_BATCH), grids=rates, samples=4 * SAMPLES)
+    for name, share in LONG_RUN_WARMUPS.items():
+        cells[f"{DEFAULT}, {LONG_RUN}, {name}, {LONG_RUN_BATCH}"] = replace(long, warmup=share)
     return cells
 
 
