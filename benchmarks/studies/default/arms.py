@@ -148,8 +148,12 @@ def _explaining(task: str) -> dict[str, Cell]:
     }
     default = _default(task, MICRO, 16)
     half = replace(default, first={"lr": default.first["lr"] / 2})
+    long = replace(default, warmup=WARMUPS[LONG])
     return {
         **ideal,
+        f"DCL, {LONG}, 256 cached": _warmed(cached, after=f"{task}: DCL, 256 cached"),
+        f"{DEFAULT}, {LONG}, 16 x 16": long,
+        f"{DEFAULT}, {LONG}, {TWICE}, 16 x 16": replace(long, first={"lr": 2 * default.first["lr"]}),
         f"{DEFAULT}, {WINDOW}, 16 x 16": replace(default, loss=WINDOW),
         f"{DEFAULT}, {HALF}, 16 x 16": half,
     }
@@ -179,12 +183,16 @@ def _with_momentum(task: str, batches: Sequence[int]) -> dict[str, Cell]:
     return cells
 
 
+def _warmed(cell: Cell, after: str) -> Cell:
+    """Return a tuned arm with the long warm-up, whose search begins with the settings of the arm ``after``."""
+    return replace(cell, warmup=WARMUPS[LONG], after=after, grids={"lr": LONG_RATES, "tau": TAUS})
+
+
 def _long(task: str, batches: Sequence[int]) -> dict[str, Cell]:
-    """Return the arms with the long warm-up; the search of the tuned ones begins with what a short one has chosen."""
+    """Return the arms with the long warm-up at some batch sizes."""
     cells = {}
     for batch, loss in product(batches, LONG_TUNED):
-        cell = replace(_cell(task, loss, batch), warmup=WARMUPS[LONG], after=f"{task}: {loss}, {batch}")
-        cells[f"{loss}, {LONG}, {batch}"] = replace(cell, grids={"lr": LONG_RATES, "tau": TAUS})
+        cells[f"{loss}, {LONG}, {batch}"] = _warmed(_cell(task, loss, batch), after=f"{task}: {loss}, {batch}")
     for batch, loss in product(batches, (DEFAULT, MOMENTUM)):
         name = ", ".join(dict.fromkeys((DEFAULT, loss, LONG, TWICE)))
         first = {"lr": 2 * default_rate(batch)}

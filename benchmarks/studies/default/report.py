@@ -71,7 +71,7 @@ EXPLAINED = (
     "current weights. `balanced`: the gradient of the positive with respect to a candidate is multiplied by the share "
     f"of the negatives that have a gradient, as in the default. `{arms.WINDOW}`: the default with a memory of the "
     f"length of the window. `{arms.HALF}`: the default with half its learning rate. The values in brackets are "
-    "differences from `DCL, 256 cached`."
+    f"differences from `DCL, 256 cached`, in rows with `{arms.LONG}` from DCL with this warm-up."
 )
 # losses whose learning rates are compared with the rule, at the batch sizes whose rate by the rule is on the grids
 RULED, RULED_BATCHES, FACTORS = ("DCL", "Memory", "MoCo, DCL, moved"), (16, 64, 256, 1024), (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -315,14 +315,15 @@ def _at_equal_time(finals: Finals) -> list[str]:
 
 
 def _accumulation(finals: Finals) -> str:
-    cached, accumulated = "DCL, 256 cached", f"{DEFAULT}, 16 x 16"
-    changed = [f"{DEFAULT}, {change}, 16 x 16" for change in (arms.WINDOW, arms.HALF)]
+    cached, long = "DCL, 256 cached", f"DCL, {arms.LONG}, 256 cached"
+    changes = ("", f", {arms.WINDOW}", f", {arms.HALF}", f", {arms.LONG}", f", {arms.LONG}, {arms.TWICE}")
+    changed = [f"{DEFAULT}{change}, 16 x 16" for change in changes]
     body = []
-    for name in (cached, *(f"{loss}, 256 cached" for loss in arms.IDEAL), accumulated, *changed):
-        row = [name]
+    for name in (cached, *(f"{loss}, 256 cached" for loss in arms.IDEAL), *changed[:3], long, *changed[3:]):
+        row, baseline = [name], long if arms.LONG in name else cached
         for task in arms.GAPPED:
-            base, runs = finals.get(f"{task}: {cached}", []), finals.get(f"{task}: {name}", [])
-            gap = "" if name == cached else difference(by_seed(runs, RECALL), by_seed(base, RECALL))
+            base, runs = finals.get(f"{task}: {baseline}", []), finals.get(f"{task}: {name}", [])
+            gap = "" if name == baseline else difference(by_seed(runs, RECALL), by_seed(base, RECALL))
             row.append(f"{_recall(runs)} ({gap})" if gap else _recall(runs))
         body.append(row)
     return table(["", *arms.GAPPED], body)
