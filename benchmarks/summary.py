@@ -14,7 +14,10 @@ from pathlib import Path
 from benchmarks.report import ROOT, stored, table
 from benchmarks.studies import finetuning
 from benchmarks.studies.default.report import (
+    by_warmup,
     first,
+    long_warmup,
+    long_warmup_unseen,
     momentum_variants,
     overview,
     small_batch,
@@ -52,7 +55,7 @@ def provenance() -> str:
 PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
     ROOT / "README.md": (first,),
     ROOT / "docs" / "evidence.md": (
-        *(overview, small_batch, variants, momentum_variants),
+        *(overview, by_warmup, long_warmup, long_warmup_unseen, small_batch, variants, momentum_variants),
         *(finetuning.summary, small_sets, unseen_sets),
     ),
     ROOT / "docs" / "guides" / "checkpoints.md": (sparse_saves,),

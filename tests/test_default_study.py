@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from benchmarks.studies.default import mining
 from benchmarks.studies.default.arms import ARMS, VARIANTS
 from benchmarks.studies.default.losses import DualMemory, Followed, MovedQueue, loss_of
 from benchmarks.studies.default.tasks import packages
+from benchmarks.studies.default.training import Setting, train
 from tests.training import Encoders, micro_batches
 
 TAU, DIM, B = 0.1, 8, 6
@@ -99,6 +102,34 @@ def _cross_entropy(anchors: torch.Tensor, candidates: torch.Tensor, mode: str) -
     if mode == "unimodal":
         logits = torch.cat([logits, (anchors @ anchors.T).fill_diagonal_(-torch.inf)], 1)
     return TAU * F.cross_entropy(logits / TAU, torch.arange(len(anchors)))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.75])
+def test_the_learning_rate_is_highest_at_the_end_of_the_warm_up(share: float, monkeypatch: Any) -> None:
+    rates = []
+
+    class Watched(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            rates.append(self.param_groups[0]["lr"])
+            super().step(closure)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Watched)
+    x1, x2 = torch.randn(2, 32, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    task = SimpleNamespace(n=32, model=Encoders, inputs=lambda index, draws: (x1[index], x2[index]))
+    train(task, lambda task: compopt.DCLEstimator(TAU), Setting(batch=8, lr=0.01, samples=320, warmup=share))
+    assert len(rates) == 40 and max(rates) == pytest.approx(0.01)
+    assert abs(rates.index(max(rates)) - share * 40) <= 1
+
+
+@pytest.mark.parametrize("arm", [name for name in ARMS if "warm-up" in name and name.startswith("icons")])
+def test_arms_with_another_warm_up_differ_from_others_in_nothing_else(arm: str) -> None:
+    cell = ARMS[arm]
+    assert round(100 * cell.warmup) == int(arm.split("warm-up ")[1].split(" %")[0])
+    if cell.after:
+        same = {"warmup": ARMS[cell.after].warmup, "grids": ARMS[cell.after].grids, "after": ""}
+        assert replace(cell, **same) == ARMS[cell.after]
+    else:
+        assert cell.loss in ("recommended", "momentum features")
 
 
 def test_packages_pair_short_and_long_descriptions_without_repeated_paragraphs(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def page(results: Results) -> str:
     )
     parts += ["## Variants of the default", more, variants()]
     parts += ["## Momentum features", WITH_MOMENTUM, momentum()]
-    parts += ["## A longer warm-up", WITH_LONG, _by_warmup(results), long_warmup(), long_warmup_unseen()]
+    parts += ["## A longer warm-up", WITH_LONG, by_warmup(), long_warmup(), long_warmup_unseen()]
     parts += ["## Data sets that were not used before", f"{MEASURES['unseen']} {UNSEEN} {BRACKETS}", unseen_sets()]
     parts += ["## Small data sets", f"{MEASURES['small']} {BRACKETS}", small_sets()]
     parts += ["## The rule for the learning rate", RULE, *_regrets(results)]
@@ -222,8 +222,9 @@ def momentum() -> str:
     return table(["", "", *(f"batch {batch}" for batch in arms.MOMENTUM_BATCHES)], body, "llrrr")
 
 
-def _by_warmup(results: Results) -> str:
+def by_warmup() -> str:
     """Return a table of validation recall by warm-up and learning rate."""
+    results = STUDY.finished()
     short = f"warm-up {WARMUP * 100:.0f} %"
     named = {f"{DEFAULT}, {name}": (DEFAULT, name) for name in arms.WARMUPS}
     named |= {f"{DEFAULT}, {arms.MOMENTUM}, {name}": (f"{DEFAULT}, {arms.MOMENTUM}", name) for name in arms.WARMUPS}
