@@ -51,14 +51,14 @@ WITH_MOMENTUM = (
     "differences from the better of these two losses."
 )
 WITH_LONG = (
-    f"In all other sections the learning rate rises during the first {WARMUP:.0%} of a run and then falls to zero. The "
-    "first table shows longer warm-ups: validation recall, one seed, at multiples of the learning rate of the rule. "
-    f"`{arms.LONG_RUN}`: runs of {4 * SAMPLES:,} samples; 19 % of these are as many as 75 % of the other runs. The "
-    f"second table has the recall on the test half with a warm-up over "
-    f"{arms.WARMUPS[arms.LONG]:.0%} of the run. `recommended` has twice the rule's rate there, without tuning. For the "
-    "other losses, learning rate and temperature are chosen again, starting from the settings that were chosen with "
-    "the short warm-up; the queues are kept. The values in brackets are the gain over the same loss with the short "
-    "warm-up, where `recommended` has the rule's rate."
+    f"In all other sections the learning rate rises during the first {100 * WARMUP:.0f} % of a run and then falls to "
+    "zero. The first table shows longer warm-ups: validation recall, one seed, at multiples of the learning rate of "
+    f"the rule. `{arms.LONG_RUN}`: runs of {4 * SAMPLES:,} samples; 19 % of these are as many as 75 % of the other "
+    "runs. The second table has the recall on the test half with a warm-up over "
+    f"{100 * arms.WARMUPS[arms.LONG]:.0f} % of the run. `recommended` has twice the rule's rate there, without tuning. "
+    "For the other losses, learning rate and temperature are chosen again, starting from the settings that were chosen "
+    "with the short warm-up; the queues are kept. The values in brackets are the gain over the same loss with the "
+    "short warm-up, where `recommended` has the rule's rate."
 )
 UNSEEN = (
     "Neither data set was used before the default, its momentum features and the learning rates were fixed. "
@@ -225,7 +225,7 @@ def momentum() -> str:
 def by_warmup() -> str:
     """Return a table of validation recall by warm-up and learning rate."""
     results = STUDY.finished()
-    short = f"warm-up {WARMUP * 100:.0f} %"
+    short = f"warm-up {100 * WARMUP:.0f} %"
     named = {f"{DEFAULT}, {name}": (DEFAULT, name) for name in arms.WARMUPS}
     named |= {f"{DEFAULT}, {arms.MOMENTUM}, {name}": (f"{DEFAULT}, {arms.MOMENTUM}", name) for name in arms.WARMUPS}
     rows = {"Memory": (DEFAULT, short), **named}  # the search of `Memory` begins with the settings of the default
