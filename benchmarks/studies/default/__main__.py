@@ -13,6 +13,7 @@ Translation-en of Debian 12 (bookworm), which ``apt-get update -o Acquire::Langu
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,13 @@ from benchmarks.studies.default.tasks import READ_FOLDER, load
 from benchmarks.studies.default.training import Setting, train
 from benchmarks.studies.search import Job, main
 
-WHERE = ("batch", "accumulate", "forward", "batches", "samples", "warmup")  # settings of an arm that its runs share
-
 
 def run_one(job: Job, texts: Path | None) -> dict[str, Any]:
     """Train and evaluate, in this process."""
     cell, part = ARMS[job.arm], "test" if job.final else "validation"
     task = load(cell.task, part, texts)
-    where = {name: getattr(cell, name) for name in WHERE}
-    setting = Setting(lr=job.options["lr"], seed=job.seed, **where)
+    of_arm = {each.name: getattr(cell, each.name) for each in fields(Setting) if hasattr(cell, each.name)}
+    setting = Setting(lr=job.options["lr"], seed=job.seed, **of_arm)
     mined = {name: int(job.options[name]) for name in MINED_GRIDS} if cell.batches == MINED else {}
     order = mining.build(cell.task, task, cell.batch, seed=job.seed, **mined) if mined else None
     model, _, seconds = train(task, lambda task: loss_of(cell, job.options, task), setting, order=order)

@@ -62,13 +62,15 @@ ROWS = (*FIRST, *CHOSEN)
 # the default with one change, not tuned either
 MOMENTUM, MOMENTUM_BATCHES, VARIED, TWICE = "momentum features", (8, 16, 64), 16, "twice the rate"
 MOMENTUM_RATES = {MOMENTUM: 1.0, f"{MOMENTUM}, {TWICE}": 2.0}  # multiples of the rule's learning rate
+UNTUNED = {DEFAULT: DEFAULT, f"{DEFAULT}, {MOMENTUM}": MOMENTUM}  # name in the arms -> loss
 # warm-ups that are longer than those of all other arms: title -> share of the run in which the learning rate rises
-WARMUPS, WARMUP_FACTORS = {"warm-up 50 %": 0.5, "warm-up 75 %": 0.75}, (1.0, 2.0, 4.0)
-# runs of four times the samples: the longer warm-up as a share of the run, or with the number of samples that it had
+LONG, LONG_WARMUP = "warm-up 75 %", 0.75
+WARMUPS, WARMUP_FACTORS = {"warm-up 50 %": 0.5, LONG: LONG_WARMUP}, (1.0, 2.0, 4.0)
+# runs of four times the samples: the longest warm-up as a share of the run, or with the number of samples that it had
 LONG_RUN, LONG_RUN_BATCH = "4 x samples", 64
-LONG_RUN_WARMUPS = {"warm-up 10 %": WARMUP, "warm-up 19 %": 0.1875, "warm-up 75 %": 0.75}
-# the longer one at twice the rule's rate, and peers that are tuned with it
-LONG, LONG_TUNED, LONG_RATES, LONG_BATCHES = "warm-up 75 %", ("InfoNCE", "DCL", *QUEUES), (4e-3, 8e-3, 1.6e-2), (16, 64)
+LONG_RUN_WARMUPS = {"warm-up 10 %": WARMUP, "warm-up 19 %": LONG_WARMUP / 4, LONG: LONG_WARMUP}
+# the longest one at twice the rule's rate, and peers that are tuned with it
+LONG_TUNED, LONG_RATES, LONG_BATCHES = ("InfoNCE", "DCL", *QUEUES), (4e-3, 8e-3, 1.6e-2), (16, 64)
 VARIANTS = ("features as they were", "forces out of balance", "32 features", "512 features")
 # arms that explain the gap between accumulated micro-batches and a gradient cache, on the data sets with such a gap
 MICRO, WINDOW, HALF, GAPPED = 16, "256 features", "half the rate", ("glyphs", "icons")
@@ -119,10 +121,12 @@ def default_rate(samples: int) -> float:
     return min(1e-3 * samples**0.5, LARGEST_RATE)
 
 
-def _default(task: str, batch: int, accumulate: int = 1, loss: str = DEFAULT) -> Cell:
-    """Return an arm without tuning: the same settings everywhere, and a rate that depends on the samples per update."""
-    rate = default_rate(batch * accumulate)
-    return Cell(task=task, loss=loss, batch=batch, accumulate=accumulate, first={"lr": rate})
+def _default(
+    task: str, batch: int, accumulate: int = 1, loss: str = DEFAULT, factor: float = 1.0, warmup: float = WARMUP
+) -> Cell:
+    """Return an arm without tuning, whose learning rate is ``factor`` times that of the rule."""
+    first = {"lr": factor * default_rate(batch * accumulate)}
+    return Cell(task=task, loss=loss, batch=batch, accumulate=accumulate, first=first, warmup=warmup)
 
 
 def _arms(task: str) -> dict[str, Cell]:
@@ -146,16 +150,13 @@ def _explaining(task: str) -> dict[str, Cell]:
     ideal = {
         f"{loss}, 256 cached": replace(cached, loss=loss, after=f"{task}: DCL, 256 cached", grids={}) for loss in IDEAL
     }
-    default = _default(task, MICRO, 16)
-    half = replace(default, first={"lr": default.first["lr"] / 2})
-    long = replace(default, warmup=WARMUPS[LONG])
     return {
         **ideal,
         f"DCL, {LONG}, 256 cached": _warmed(cached, after=f"{task}: DCL, 256 cached"),
-        f"{DEFAULT}, {LONG}, 16 x 16": long,
-        f"{DEFAULT}, {LONG}, {TWICE}, 16 x 16": replace(long, first={"lr": 2 * default.first["lr"]}),
-        f"{DEFAULT}, {WINDOW}, 16 x 16": replace(default, loss=WINDOW),
-        f"{DEFAULT}, {HALF}, 16 x 16": half,
+        f"{DEFAULT}, {LONG}, 16 x 16": _default(task, MICRO, 16, warmup=LONG_WARMUP),
+        f"{DEFAULT}, {LONG}, {TWICE}, 16 x 16": _default(task, MICRO, 16, factor=2.0, warmup=LONG_WARMUP),
+        f"{DEFAULT}, {WINDOW}, 16 x 16": _default(task, MICRO, 16, loss=WINDOW),
+        f"{DEFAULT}, {HALF}, 16 x 16": _default(task, MICRO, 16, factor=0.5),
     }
 
 
@@ -176,42 +177,44 @@ def _unseen_arms(task: str) -> dict[str, Cell]:
 
 
 def _with_momentum(task: str, batches: Sequence[int]) -> dict[str, Cell]:
-    cells = {}
-    for batch, (name, factor) in product(batches, MOMENTUM_RATES.items()):
-        first = {"lr": factor * default_rate(batch)}
-        cells[f"{DEFAULT}, {name}, {batch}"] = replace(_default(task, batch, loss=MOMENTUM), first=first)
-    return cells
+    return {
+        f"{DEFAULT}, {name}, {batch}": _default(task, batch, loss=MOMENTUM, factor=factor)
+        for batch, (name, factor) in product(batches, MOMENTUM_RATES.items())
+    }
 
 
 def _warmed(cell: Cell, after: str) -> Cell:
     """Return a tuned arm with the long warm-up, whose search begins with the settings of the arm ``after``."""
-    return replace(cell, warmup=WARMUPS[LONG], after=after, grids={"lr": LONG_RATES, "tau": TAUS})
+    return replace(cell, warmup=LONG_WARMUP, after=after, grids={"lr": LONG_RATES, "tau": TAUS})
 
 
 def _long(task: str, batches: Sequence[int]) -> dict[str, Cell]:
     """Return the arms with the long warm-up at some batch sizes."""
     cells = {}
-    for batch, loss in product(batches, LONG_TUNED):
-        cells[f"{loss}, {LONG}, {batch}"] = _warmed(_cell(task, loss, batch), after=f"{task}: {loss}, {batch}")
-    for batch, loss in product(batches, (DEFAULT, MOMENTUM)):
-        name = ", ".join(dict.fromkeys((DEFAULT, loss, LONG, TWICE)))
-        first = {"lr": 2 * default_rate(batch)}
-        cells[f"{name}, {batch}"] = replace(_default(task, batch, loss=loss), first=first, warmup=WARMUPS[LONG])
+    for batch in batches:
+        for loss in LONG_TUNED:
+            cells[f"{loss}, {LONG}, {batch}"] = _warmed(_cell(task, loss, batch), after=f"{task}: {loss}, {batch}")
+        for name, loss in UNTUNED.items():
+            cell = _default(task, batch, loss=loss, factor=2.0, warmup=LONG_WARMUP)
+            cells[f"{name}, {LONG}, {TWICE}, {batch}"] = cell
     return cells
 
 
 def _warmups(task: str) -> dict[str, Cell]:
     """Return arms that only tune the default's rate, for each warm-up."""
     cells = {}
-    for (name, share), loss in product(WARMUPS.items(), (DEFAULT, MOMENTUM)):
-        rates = {"lr": tuple(factor * default_rate(VARIED) for factor in WARMUP_FACTORS)}
-        title = ", ".join(dict.fromkeys((DEFAULT, loss, name)))
-        cells[f"{title}, {VARIED}"] = replace(_default(task, VARIED, loss=loss), grids=rates, warmup=share)
-    rates = {"lr": tuple(factor * default_rate(LONG_RUN_BATCH) for factor in WARMUP_FACTORS[:2])}
-    long = replace(_default(task, LONG_RUN_BATCH), grids=rates, samples=4 * SAMPLES)
-    for name, share in LONG_RUN_WARMUPS.items():
-        cells[f"{DEFAULT}, {LONG_RUN}, {name}, {LONG_RUN_BATCH}"] = replace(long, warmup=share)
+    for (title, share), (name, loss) in product(WARMUPS.items(), UNTUNED.items()):
+        cell = _default(task, VARIED, loss=loss, warmup=share)
+        cells[f"{name}, {title}, {VARIED}"] = replace(cell, grids=_multiples(cell, WARMUP_FACTORS))
+    for title, share in LONG_RUN_WARMUPS.items():
+        cell = replace(_default(task, LONG_RUN_BATCH, warmup=share), samples=4 * SAMPLES)
+        name = f"{DEFAULT}, {LONG_RUN}, {title}, {LONG_RUN_BATCH}"
+        cells[name] = replace(cell, grids=_multiples(cell, WARMUP_FACTORS[:2]))
     return cells
+
+
+def _multiples(cell: Cell, factors: Sequence[float]) -> dict[str, tuple[float, ...]]:
+    return {"lr": tuple(factor * cell.first["lr"] for factor in factors)}
 
 
 @cache

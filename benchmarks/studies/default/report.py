@@ -55,7 +55,7 @@ WITH_LONG = (
     "zero. The first table shows longer warm-ups: validation recall, one seed, at multiples of the learning rate of "
     f"the rule. `{arms.LONG_RUN}`: runs of {4 * SAMPLES:,} samples; 19 % of these are as many as 75 % of the other "
     "runs. The second table has the recall on the test half with a warm-up over "
-    f"{100 * arms.WARMUPS[arms.LONG]:.0f} % of the run. `recommended` has twice the rule's rate there, without tuning. "
+    f"{100 * arms.LONG_WARMUP:.0f} % of the run. `recommended` has twice the rule's rate there, without tuning. "
     "For the other losses, learning rate and temperature are chosen again, starting from the settings that were chosen "
     "with the short warm-up; the queues are kept. The values in brackets are the gain over the same loss with the "
     "short warm-up, where `recommended` has the rule's rate."
@@ -211,12 +211,12 @@ def momentum() -> str:
     """Return a table of recall with momentum features, with their advantage over the best tuned momentum encoder."""
     finals, body = _complete(), []
     for task, loss in product(SETS, (*QUEUES, DEFAULT, *(f"{DEFAULT}, {name}" for name in arms.MOMENTUM_RATES))):
-        row = [_recall(finals.get(f"{task}: {loss}, {batch}", [])) for batch in arms.MOMENTUM_BATCHES]
-        for at, batch in enumerate(arms.MOMENTUM_BATCHES):
+        row = []
+        for batch in arms.MOMENTUM_BATCHES:
+            runs = finals.get(f"{task}: {loss}, {batch}", [])
             rivals = [by_seed(finals.get(f"{task}: {rival}, {batch}", []), RECALL) for rival in QUEUES]
             best = max(rivals, key=lambda found: sum(found.values()))
-            gap = difference(by_seed(finals.get(f"{task}: {loss}, {batch}", []), RECALL), best)
-            row[at] += f" ({gap})" if gap and loss not in QUEUES else ""
+            row.append(_with(runs, "" if loss in QUEUES else difference(by_seed(runs, RECALL), best)))
         if any(row):
             body.append([task, loss, *row])
     return table(["", "", *(f"batch {batch}" for batch in arms.MOMENTUM_BATCHES)], body, "llrrr")
@@ -225,11 +225,9 @@ def momentum() -> str:
 def by_warmup() -> str:
     """Return a table of validation recall by warm-up and learning rate."""
     results = STUDY.finished()
-    short = f"warm-up {100 * WARMUP:.0f} %"
-    named = {f"{DEFAULT}, {name}": (DEFAULT, name) for name in arms.WARMUPS}
-    named |= {f"{DEFAULT}, {arms.MOMENTUM}, {name}": (f"{DEFAULT}, {arms.MOMENTUM}", name) for name in arms.WARMUPS}
-    rows = {"Memory": (DEFAULT, short), **named}  # the search of `Memory` begins with the settings of the default
-    body = _by_rate(results, rows, VARIED)
+    named = {f"{loss}, {name}": (loss, name) for loss, name in product(arms.UNTUNED, arms.WARMUPS)}
+    short = f"warm-up {100 * WARMUP:.0f} %"  # the search of `Memory` begins with the settings of the default
+    body = _by_rate(results, {"Memory": (DEFAULT, short), **named}, VARIED)
     many = f"{DEFAULT}, {arms.LONG_RUN}"
     rows = {f"{many}, {name}": (many, name) for name in arms.LONG_RUN_WARMUPS}
     body += _by_rate(results, rows, arms.LONG_RUN_BATCH)
@@ -251,13 +249,12 @@ def _by_rate(results: Results, rows: Mapping[str, tuple[str, str]], batch: int) 
 def long_warmup(sets: Sequence[str] = SETS, batches: Sequence[int] = arms.LONG_BATCHES) -> str:
     """Return a table of recall with a long warm-up, with the gain over the short one."""
     finals, body = _complete(), []
-    for batch, loss in product(batches, (*arms.LONG_TUNED, DEFAULT, f"{DEFAULT}, {arms.MOMENTUM}")):
-        long = f"{loss}, {arms.LONG}" + (f", {arms.TWICE}" if loss.startswith(DEFAULT) else "")
+    for batch, loss in product(batches, (*arms.LONG_TUNED, *arms.UNTUNED)):
+        long = f"{loss}, {arms.LONG}" + (f", {arms.TWICE}" if loss in arms.UNTUNED else "")
         row = []
         for task in sets:
             before, after = (finals.get(f"{task}: {name}, {batch}", []) for name in (loss, long))
-            gain = difference(by_seed(after, RECALL), by_seed(before, RECALL))
-            row.append(f"{_recall(after)} ({gain})" if gain else _recall(after))
+            row.append(_with(after, difference(by_seed(after, RECALL), by_seed(before, RECALL))))
         if any(row):
             body.append([str(batch), loss, *row])
     return table(["batch", "", *sets], body, "rl" + "r" * len(sets))
@@ -278,7 +275,7 @@ def _with_gap(finals: Finals, task: str, loss: str, batch: int) -> str:
     """Format the recall of a cell and the advantage of the default there."""
     ours, theirs = (finals.get(f"{task}: {name}, {batch}", []) for name in (DEFAULT, loss))
     gap = difference(by_seed(ours, RECALL), by_seed(theirs, RECALL)) if loss != DEFAULT else ""
-    return f"{_recall(theirs)} ({gap})" if gap else _recall(theirs)
+    return _with(theirs, gap)
 
 
 def _complete() -> Finals:
@@ -289,6 +286,11 @@ def _complete() -> Finals:
 def _recall(runs: list[dict[str, Any]]) -> str:
     """Format mean and spread of recall over the seeds; empty without runs."""
     return mean_spread(list(by_seed(runs, RECALL).values()), digits=1) if runs else ""
+
+
+def _with(runs: list[dict[str, Any]], gap: str) -> str:
+    """Format the recall of some runs, with a difference from others in brackets if there is one."""
+    return f"{_recall(runs)} ({gap})" if gap else _recall(runs)
 
 
 def _of_task(finals: Finals, task: str) -> str:
@@ -325,7 +327,7 @@ def _accumulation(finals: Finals) -> str:
         for task in arms.GAPPED:
             base, runs = finals.get(f"{task}: {baseline}", []), finals.get(f"{task}: {name}", [])
             gap = "" if name == baseline else difference(by_seed(runs, RECALL), by_seed(base, RECALL))
-            row.append(f"{_recall(runs)} ({gap})" if gap else _recall(runs))
+            row.append(_with(runs, gap))
         body.append(row)
     return table(["", *arms.GAPPED], body)
 
