@@ -24,9 +24,8 @@ HOLDER = """
 import os, sys, time, torch, compopt
 est = compopt.SogCLREstimator(50, offload="disk", offload_dir=sys.argv[1])
 compopt.save(est, sys.argv[2])
-worker = os.fork()
-if worker:
-    print(worker, flush=True)
+if os.fork() == 0:
+    print(os.getpid(), flush=True)  # by the child, which has closed its copies of the locks by now
 time.sleep(120)
 """
 
