@@ -5,9 +5,9 @@
 
 Each run of ``run`` that results/curation.jsonl lacks is trained, in 20 to 60 s of one core. ``FOLDER`` contains
 WordNet's files; ``words`` needs it. A share of the training pairs is made wrong: ``shuffled`` pairs have the second
-side (caption, definition, second face) of each other, ``boilerplate`` pairs all have one of four captions. All arms
-but one see the same number of samples. They train DCL or the default (``compopt.recommended``), the latter with a
-``ScoreKeeper``:
+side (caption, definition, second face) of each other, ``boilerplate`` pairs all have one of four captions, and
+``duplicated`` pairs are copies of other pairs, drawn with replacement. All arms but one see the same number of
+samples. They train DCL or the default (``compopt.recommended``), the latter with a ``ScoreKeeper``:
 
 - ``DCL``, ``default``: all pairs.
 - ``twice as long``: the default on all pairs for twice as many epochs, the cost of the arms with a second training.
@@ -22,6 +22,8 @@ but one see the same number of samples. They train DCL or the default (``compopt
   the rows gave after two epochs).
 - ``similarity``: the same number of pairs, those with the lowest cosine similarity by the trained model, which needs
   a further pass over the data.
+- ``duplicates``: without the pairs that ``curation.duplicates`` finds to be copies, in the features of the trained
+  model, both sides together; ``duplicated`` pairs only.
 - ``oracle``: without the wrong pairs.
 - ``iSogCLR``: iSogCLR on all pairs, whose rows have a log-normalizer and a temperature per sample.
 """
@@ -58,7 +60,7 @@ from recipes.tasks import GlyphNames
 
 PAIRS, BATCH, EPOCHS = 16_384, 64, 4
 SHARES = (0.0, 0.1, 0.2, 0.4)
-NOISES = ("shuffled", "boilerplate")
+NOISES = ("shuffled", "boilerplate", "duplicated")
 READ_EVERY = 64  # steps after which weights are made anew
 WARM_UP = 2  # epochs on all pairs, after which the rows say how many are wrong
 NOTHING = torch.zeros(0, dtype=torch.int64)
@@ -66,9 +68,10 @@ WEIGHED = {"weights": WARM_UP, "weights, early": 1}  # arms in one run, and the 
 TEMPERATURES = "iSogCLR"
 LONGER = "twice as long"
 INFORMATIVE, REFERENCE, DRAWN = "informative", "informative, reference", 0.5
-FILTERED = ("rows, 1 epoch", "rows", "similarity", "oracle")  # arms with a second training
+COPIES = "duplicates"
+FILTERED = ("rows, 1 epoch", "rows", "similarity", COPIES, "oracle")  # arms with a second training
 ARMS = ("DCL", "default", LONGER, "during", INFORMATIVE, REFERENCE, *WEIGHED, *FILTERED, TEMPERATURES)
-ONLY_WITH_WRONG = ("oracle", TEMPERATURES)  # arms of data with wrong pairs
+ONLY_WITH_WRONG = (COPIES, "oracle", TEMPERATURES)  # arms of data with wrong pairs
 PATH = RESULTS / "curation.jsonl"
 
 
@@ -104,11 +107,11 @@ class Case:
         return cls(*(run.get(name, getattr(cls, name)) for name in ("data", "noise", "share", "seed")))
 
 
-class Mispaired:
-    """A data set in which the second side of sample ``i`` is that of sample ``partner[i]``.
+class Noisy:
+    """A data set whose sample ``i`` has the first side of sample ``first[i]`` and the second side of ``second[i]``.
 
     Attributes:
-        wrong: samples whose partner has another caption, ``(n,)``.
+        wrong: samples whose sides have different captions, or the copies, ``(n,)``.
     """
 
     def __init__(self, case: Case, wordnet: Path | None) -> None:
@@ -117,21 +120,26 @@ class Mispaired:
         self.n, self.mode = self.task.n, self.task.mode
         # another seed than that of the samplers, which would draw the chosen samples first in the first epoch
         chosen = torch.randperm(self.n, generator=torch.Generator().manual_seed(1000 + case.seed))
-        chosen = chosen[: round(case.share * self.n)]
-        self.partner = torch.arange(self.n)
+        chosen, kept = chosen.tensor_split([round(case.share * self.n)])
+        self.first, self.second = torch.arange(self.n), torch.arange(self.n)
+        if case.noise == "duplicated":
+            copied = torch.randint(len(kept), chosen.shape, generator=torch.Generator().manual_seed(2000 + case.seed))
+            self.first[chosen] = self.second[chosen] = kept[copied]
+            self.wrong = self.first != torch.arange(self.n)
+            return
         others = chosen.roll(1)
-        self.partner[chosen] = others if case.noise == "shuffled" else others[torch.arange(len(chosen)) % 4]
+        self.second[chosen] = others if case.noise == "shuffled" else others[torch.arange(len(chosen)) % 4]
         group = self.task.group
-        self.wrong = group[self.partner] != group
+        self.wrong = group[self.second] != group
 
     def inputs(self, index: Tensor, draws: torch.Generator) -> tuple[Tensor, Tensor]:
-        return self.task.inputs(index, draws)[0], self.task.inputs(self.partner[index], draws)[1]
+        return self.task.inputs(self.first[index], draws)[0], self.task.inputs(self.second[index], draws)[1]
 
-    def similarity(self, model: torch.nn.Module) -> Tensor:
-        """Return the similarity of each pair by a trained model, ``(n,)``."""
+    def features(self, model: torch.nn.Module) -> tuple[Tensor, Tensor]:
+        """Return the normalised features of both sides by a trained model, ``(n, d)`` each."""
         with torch.no_grad():
             z1, z2 = map(F.normalize, self.task.training_features(model))
-        return torch.linalg.vecdot(z1, z2[self.partner])
+        return z1[self.first], z2[self.second]
 
     def score(self, model: torch.nn.Module) -> dict[str, float]:
         """Return measures on held-out samples, whose pairs are all right."""
@@ -146,7 +154,7 @@ class Mispaired:
 
 
 def train(
-    task: Mispaired,
+    task: Noisy,
     est: compopt.ContrastiveEstimator,
     seed: int,
     sampler: Iterable[int],
@@ -217,12 +225,13 @@ def auroc(score: Tensor, wrong: Tensor) -> float:
 class FirstRun:
     """The default on all pairs, with its rows after every epoch."""
 
-    def __init__(self, task: Mispaired, seed: int) -> None:
+    def __init__(self, task: Noisy, seed: int) -> None:
         self.wrong, self.rows = task.wrong, list[curation.Scores]()
         self.est = task.default(keep_scores=True)
         self.model = train(task, self.est, seed, Rest(task.n, NOTHING, seed, self._look))
         self._look(EPOCHS)
-        self.similarity = task.similarity(self.model)
+        self.features = task.features(self.model)
+        self.similarity = torch.linalg.vecdot(*self.features)
 
     def _look(self, number: int) -> None:
         if number:
@@ -237,16 +246,20 @@ class FirstRun:
 
     def suspects(self, arm: str) -> Tensor:
         """Return what an arm that trains anew leaves out."""
-        last = curation.suspects(self.rows[-1], curation.wrong_share(self.rows[WARM_UP - 1]))
+        if arm == "oracle":
+            return self.wrong.nonzero().flatten()
+        if arm == COPIES:
+            labels = curation.duplicates(torch.cat(self.features, 1))
+            return (labels != torch.arange(len(labels))).nonzero().flatten()
         if arm == "rows, 1 epoch":
             return curation.suspects(self.rows[0], float(self.wrong.float().mean()))
-        lowest = torch.argsort(self.similarity, stable=True)[: len(last)]
-        return {"rows": last, "similarity": lowest, "oracle": self.wrong.nonzero().flatten()}[arm]
+        last = curation.suspects(self.rows[-1], curation.wrong_share(self.rows[WARM_UP - 1]))
+        return last if arm == "rows" else torch.argsort(self.similarity, stable=True)[: len(last)]
 
 
 def run(case: Case, arms: tuple[str, ...], wordnet: Path | None) -> None:
     """Train these arms on one case, and append their results."""
-    task, seed = Mispaired(case, wordnet), case.seed
+    task, seed = Noisy(case, wordnet), case.seed
     first: FirstRun | None = None
     for arm in arms:
         started, facts = time.perf_counter(), {}
@@ -297,7 +310,7 @@ def of_temperatures(rows: dict[str, Tensor], wrong: Tensor) -> dict[str, float]:
     }
 
 
-def _left_out(task: Mispaired, out: Tensor) -> dict[str, int]:
+def _left_out(task: Noisy, out: Tensor) -> dict[str, int]:
     return {"left_out": len(out), "wrong_left_out": int(task.wrong[out].sum())}
 
 
