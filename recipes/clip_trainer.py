@@ -340,6 +340,9 @@ class Trainer(loop.Loop):
         launch.on_main(self._check_data)
         options, (_, config) = read_options(self.args), model_config(self.args.model)
         est = build_estimator(self.args, options, self.index.n, config["embed_dim"])
+        self.follow = options.get("momentum", False)  # whether a momentum encoder is needed
+        if self.follow and self.accelerator.distributed_type.value in ("FSDP", "DEEPSPEED"):
+            raise SystemExit("--set momentum=True: this recipe copies whole models; use --multi_gpu, or a loop of your own")
         self._check_run(est, config, options)
         return est
 
@@ -354,11 +357,16 @@ class Trainer(loop.Loop):
             raise SystemExit("--lock-image --lock-text: nothing is left to train")
         groups = loop.parameter_groups(model.to(self.device), self.est, args.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps)
+        # before prepare(), which replaces the forward() that a copy would share
+        self.encoder = compopt.MomentumEncoder(model) if self.follow else None
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.schedule = build_schedule(args, self.optimizer, self.batches.n)
         integration.attach(self.est, self.optimizer, accelerator)
         rows = integration.register_for_checkpointing(self.est, accelerator, blocking=False)
         accelerator.register_for_checkpointing(self)
+        if self.encoder:
+            self.encoder.attach(self.est)
+            accelerator.register_for_checkpointing(self.encoder)
         if args.log_with:
             accelerator.init_trackers("clip", {k: str(v) for k, v in vars(args).items()})
         beside = [args.output / "run.json", *([] if args.sizes else [args.output / "shards.json"])]
@@ -499,11 +507,20 @@ class Trainer(loop.Loop):
 
     def encode(self, model, part):
         """Return features, and with --learn-scale the model's temperature."""
-        dtype = next(model.parameters()).dtype  # DeepSpeed's own precision; 32 bits elsewhere
+        dtype = next(self.model.parameters()).dtype  # DeepSpeed's own precision; 32 bits elsewhere
         images, texts = part
         images = images if images is None else images.to(self.device, dtype)
         z1, z2, scale, *_ = model(images, texts.to(self.device))
         return (z1, z2, 1 / scale.squeeze().clamp(max=MAX_SCALE)) if self.args.learn_scale else (z1, z2)
+
+    def keys(self, images, texts):
+        """Return the momentum features of a window, computed batch by batch; None without a momentum encoder."""
+        if self.encoder is None:
+            return None
+        size = self.args.batch_size
+        with self.accelerator.autocast():
+            parts = [self.encode(self.encoder, part)[:2] for part in zip(images.split(size), texts.split(size))]
+        return [torch.cat(side) for side in zip(*parts)]
 
     def _take_step(self):
         """Let optimizer and attached estimator step, which has an effect only after the window's last micro-batch."""
@@ -526,7 +543,8 @@ class Trainer(loop.Loop):
             torch.manual_seed(hash((self.args.seed, self.step, number, launch.rank())))
             with self.accelerator.accumulate(self.model):
                 z1, z2, *tau = self.encode(self.model, (images, texts))
-                loss = self.est(z1, z2, index, tau=tau[0] if tau else None)
+                keys = self.keys(images, texts)
+                loss = self.est(z1, z2, index, tau=tau[0] if tau else None, momentum_features=keys)
                 self.accelerator.backward(loss)
                 self._take_step()
             total += loss.detach() / len(window)
@@ -537,6 +555,7 @@ class Trainer(loop.Loop):
         *part, index = (torch.cat(inputs) for inputs in list(zip(*window, strict=True))[:3])
         torch.manual_seed(hash((self.args.seed, self.step, launch.rank())))
         options = {"micro_batch_size": self.args.batch_size, "encode": self.encode, "batch_norm": "update_once"}
+        options["momentum_features"] = self.keys(*part)
         backward = self.accelerator.backward
         loss = compopt.gradient_cache(self.est, self.model, tuple(part), index, backward=backward, **options)
         self._take_step()

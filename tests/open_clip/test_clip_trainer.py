@@ -77,6 +77,19 @@ def test_a_run_that_was_stopped_within_an_epoch_ends_with_the_same_bits(given, t
     assert set(rows(tmp_path / "whole")["count"].tolist()) == {2}  # every sample once in each epoch
 
 
+@pytest.mark.parametrize("way", ["plain", "cached"])
+def test_momentum_features_continue_after_a_resume_with_the_same_bits(given, tmp_path, way):
+    options = {"estimator": "recommended"}
+    more = (*WAYS[way], "--set", "momentum=True")
+    train(given, tmp_path / "whole", *more, **options)
+    train(given, tmp_path / "stopped", *more, "--max-steps", "3", **options)
+    train(given, tmp_path / "stopped", *more, "--resume", **options)
+    train(given, tmp_path / "other", *WAYS[way], **options)
+    same(weights(tmp_path / "stopped"), weights(tmp_path / "whole"))
+    one, other = weights(tmp_path / "whole"), weights(tmp_path / "other")
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
 def test_a_cached_window_is_one_large_batch(given, tmp_path):
     train(given, tmp_path / "whole", "--batch-size", "8", "--epochs", "1")
     train(given, tmp_path / "cached", *WAYS["cached"], "--epochs", "1")
