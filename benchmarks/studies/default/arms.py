@@ -63,13 +63,17 @@ ROWS = (*FIRST, *CHOSEN)
 MOMENTUM, MOMENTUM_BATCHES, VARIED, TWICE = "momentum features", (8, 16, 64), 16, "twice the rate"
 MOMENTUM_RATES = {MOMENTUM: 1.0, f"{MOMENTUM}, {TWICE}": 2.0}  # multiples of the rule's learning rate
 UNTUNED = {DEFAULT: DEFAULT, f"{DEFAULT}, {MOMENTUM}": MOMENTUM}  # name in the arms -> loss
+# momentum features with longer queues than the 128 of the arms above: title -> length; NEW is that of the library
+LENGTHS = {f"{length} {MOMENTUM}": length for length in (512, 1024)}
+NEW, THRICE = f"512 {MOMENTUM}", "three times the rate"
 # warm-ups that are longer than those of all other arms: title -> share of the run in which the learning rate rises
 LONG, LONG_WARMUP = "warm-up 75 %", 0.75
-WARMUPS, WARMUP_FACTORS = {"warm-up 50 %": 0.5, LONG: LONG_WARMUP}, (1.0, 2.0, 4.0)
+WARMUPS = {"warm-up 50 %": (0.5, (1.0, 2.0, 4.0)), LONG: (LONG_WARMUP, (1.0, 2.0, 3.0, 4.0))}  # share, factors
 # runs of four times the samples: the longest warm-up as a share of the run, or with the number of samples that it had
 LONG_RUN, LONG_RUN_BATCH = "4 x samples", 64
 LONG_RUN_WARMUPS = {"warm-up 10 %": WARMUP, "warm-up 19 %": LONG_WARMUP / 4, LONG: LONG_WARMUP}
-# the longest one at twice the rule's rate, and peers that are tuned with it
+# the longest one at a multiple of the rule's rate, and peers that are tuned with it
+LONG_UNTUNED = {**dict.fromkeys(UNTUNED, TWICE), f"{DEFAULT}, {NEW}": THRICE}
 LONG_TUNED, LONG_RATES, LONG_BATCHES = ("InfoNCE", "DCL", *QUEUES), (4e-3, 8e-3, 1.6e-2), (16, 64)
 VARIANTS = ("features as they were", "forces out of balance", "32 features", "512 features")
 # arms that explain the gap between accumulated micro-batches and a gradient cache, on the data sets with such a gap
@@ -122,10 +126,16 @@ def default_rate(samples: int) -> float:
 
 
 def _default(
-    task: str, batch: int, accumulate: int = 1, loss: str = DEFAULT, factor: float = 1.0, warmup: float = WARMUP
+    task: str,
+    batch: int,
+    accumulate: int = 1,
+    loss: str = DEFAULT,
+    factor: float = 1.0,
+    warmup: float = WARMUP,
+    **options: int,
 ) -> Cell:
     """Return an arm without tuning, whose learning rate is ``factor`` times that of the rule."""
-    first = {"lr": factor * default_rate(batch * accumulate)}
+    first = {"lr": factor * default_rate(batch * accumulate), **options}
     return Cell(task=task, loss=loss, batch=batch, accumulate=accumulate, first=first, warmup=warmup)
 
 
@@ -135,7 +145,7 @@ def _arms(task: str) -> dict[str, Cell]:
     cells |= {f"{DEFAULT}, {batch}": _default(task, batch) for batch in BATCHES}
     cells |= {f"{DEFAULT}, {change}, {VARIED}": _default(task, VARIED, loss=change) for change in VARIANTS}
     cells |= _with_momentum(task, MOMENTUM_BATCHES)
-    cells |= _warmups(task) | _long(task, LONG_BATCHES)
+    cells |= _warmups(task) | _long(task, LONG_BATCHES) | _untuned(task, MOMENTUM_BATCHES)
     cells |= {f"{loss}, 16 x 16": _cell(task, loss, 16, 16) for loss in ("InfoNCE", "DCL", "Residual")}
     cells |= {f"{DEFAULT}, 16 x 16": _default(task, 16, 16)}
     cells |= {f"{loss}, 256 cached": _cell(task, loss, 256, forward=16) for loss in ("InfoNCE", "DCL")}
@@ -173,7 +183,7 @@ def _unseen_arms(task: str) -> dict[str, Cell]:
     losses = ("InfoNCE", "DCL", *QUEUES)
     cells = {f"{loss}, {batch}": _cell(task, loss, batch) for batch in UNSEEN_BATCHES for loss in losses}
     cells |= {f"{DEFAULT}, {batch}": _default(task, batch) for batch in UNSEEN_BATCHES}
-    return cells | _with_momentum(task, UNSEEN_BATCHES) | _long(task, UNSEEN_BATCHES)
+    return cells | _with_momentum(task, UNSEEN_BATCHES) | _long(task, UNSEEN_BATCHES) | _untuned(task, UNSEEN_BATCHES)
 
 
 def _with_momentum(task: str, batches: Sequence[int]) -> dict[str, Cell]:
@@ -189,27 +199,39 @@ def _warmed(cell: Cell, after: str) -> Cell:
 
 
 def _long(task: str, batches: Sequence[int]) -> dict[str, Cell]:
-    """Return the arms with the long warm-up at some batch sizes."""
+    """Return the tuned arms with the long warm-up at some batch sizes."""
+    return {
+        f"{loss}, {LONG}, {batch}": _warmed(_cell(task, loss, batch), after=f"{task}: {loss}, {batch}")
+        for batch, loss in product(batches, LONG_TUNED)
+    }
+
+
+def _untuned(task: str, batches: Sequence[int]) -> dict[str, Cell]:
+    """Return the arms with the long warm-up and without tuning at some batch sizes."""
     cells = {}
     for batch in batches:
-        for loss in LONG_TUNED:
-            cells[f"{loss}, {LONG}, {batch}"] = _warmed(_cell(task, loss, batch), after=f"{task}: {loss}, {batch}")
         for name, loss in UNTUNED.items():
-            cell = _default(task, batch, loss=loss, factor=2.0, warmup=LONG_WARMUP)
-            cells[f"{name}, {LONG}, {TWICE}, {batch}"] = cell
+            cells[f"{name}, {LONG}, {TWICE}, {batch}"] = _default(
+                task, batch, loss=loss, factor=2.0, warmup=LONG_WARMUP
+            )
+        longer = {"loss": MOMENTUM, "length": LENGTHS[NEW], "factor": 3.0, "warmup": LONG_WARMUP}
+        cells[f"{DEFAULT}, {NEW}, {LONG}, {THRICE}, {batch}"] = _default(task, batch, **longer)
     return cells
 
 
 def _warmups(task: str) -> dict[str, Cell]:
-    """Return arms that only tune the default's rate, for each warm-up."""
+    """Return arms that only tune the default's rate, for each warm-up and length of the queue."""
     cells = {}
-    for (title, share), (name, loss) in product(WARMUPS.items(), UNTUNED.items()):
+    for (title, (share, factors)), (name, loss) in product(WARMUPS.items(), UNTUNED.items()):
         cell = _default(task, VARIED, loss=loss, warmup=share)
-        cells[f"{name}, {title}, {VARIED}"] = replace(cell, grids=_multiples(cell, WARMUP_FACTORS))
+        cells[f"{name}, {title}, {VARIED}"] = replace(cell, grids=_multiples(cell, factors))
+    for title, length in LENGTHS.items():
+        cell = _default(task, VARIED, loss=MOMENTUM, factor=2.0, warmup=LONG_WARMUP, length=length)
+        cells[f"{DEFAULT}, {title}, {LONG}, {VARIED}"] = replace(cell, grids=_multiples(cell, (1.0, 1.5, 2.0)))
     for title, share in LONG_RUN_WARMUPS.items():
         cell = replace(_default(task, LONG_RUN_BATCH, warmup=share), samples=4 * SAMPLES)
         name = f"{DEFAULT}, {LONG_RUN}, {title}, {LONG_RUN_BATCH}"
-        cells[name] = replace(cell, grids=_multiples(cell, WARMUP_FACTORS[:2]))
+        cells[name] = replace(cell, grids=_multiples(cell, (1.0, 2.0)))
     return cells
 
 

@@ -313,7 +313,8 @@ def loss_of(cell: Cell, settings: Settings, task: Task) -> Loss:
     if cell.loss == DEFAULT:
         return compopt.recommended(DIM, task.n, cell.batch, task.mode)
     if cell.loss == MOMENTUM:
-        return Followed(compopt.recommended(DIM, task.n, cell.batch, task.mode, momentum=True))
+        length = min(settings.get("length", 128), task.n // 4)
+        return Followed(compopt.MemoryEstimator(DIM, length, momentum=True, mode=task.mode))
     if cell.loss in LOSSES:
         return LOSSES[cell.loss](task, settings)
     length, _, what = cell.loss.partition(" ")

@@ -75,6 +75,7 @@ EXPLAINED = (
 )
 # losses whose learning rates are compared with the rule, at the batch sizes whose rate by the rule is on the grids
 RULED, RULED_BATCHES, FACTORS = ("DCL", "Memory", "MoCo, DCL, moved"), (16, 64, 256, 1024), (0.25, 0.5, 1.0, 2.0, 4.0)
+MULTIPLES = sorted({*FACTORS, 3.0})  # of the rule's rate, in any table
 RULE = (
     "The learning rate of the default is 0.001 times the square root of the number of samples per update, at most "
     f"{arms.LARGEST_RATE:g}. The first table has the recall that this rule loses: validation recall at the best rate "
@@ -85,6 +86,7 @@ RULE = (
     "has a separate factor, which is the best on average over its batch sizes."
 )
 Finals = Mapping[str, list[dict[str, Any]]]
+OURS = ("Memory", "MoCo, DCL, moved")  # the default itself with tuned settings
 # for the tables on other pages
 OVERVIEW, SMALL = ("InfoNCE", "DCL", DEFAULT), 16
 # title of a row -> loss, in the first table of README
@@ -225,9 +227,11 @@ def momentum() -> str:
 def by_warmup() -> str:
     """Return a table of validation recall by warm-up and learning rate."""
     results = STUDY.finished()
-    named = {f"{loss}, {name}": (loss, name) for loss, name in product(arms.UNTUNED, arms.WARMUPS)}
     short = f"warm-up {100 * WARMUP:.0f} %"  # the search of `Memory` begins with the settings of the default
-    body = _by_rate(results, {"Memory": (DEFAULT, short), **named}, VARIED)
+    rows = {"Memory": (DEFAULT, short)}
+    rows |= {f"{loss}, {name}": (loss, name) for loss, name in product(arms.UNTUNED, arms.WARMUPS)}
+    rows |= {f"{DEFAULT}, {queue}, {arms.LONG}": (f"{DEFAULT}, {queue}", arms.LONG) for queue in arms.LENGTHS}
+    body = _by_rate(results, rows, VARIED)
     many = f"{DEFAULT}, {arms.LONG_RUN}"
     rows = {f"{many}, {name}": (many, name) for name in arms.LONG_RUN_WARMUPS}
     body += _by_rate(results, rows, arms.LONG_RUN_BATCH)
@@ -239,25 +243,43 @@ def _by_rate(results: Results, rows: Mapping[str, tuple[str, str]], batch: int) 
     body = []
     for name, titles in rows.items():
         found = {task: _by_factor(results, f"{task}: {name}, {batch}", batch) for task in SETS}
-        for factor in arms.WARMUP_FACTORS:
+        for factor in MULTIPLES:
             cells = [f"{found[task][factor]:.1f}" if factor in found[task] else "" for task in SETS]
-            if any(cells):
+            if factor >= 1 and any(cells):
                 body.append([str(batch), *titles, f"{factor:g}", *cells])
     return body
 
 
-def long_warmup(sets: Sequence[str] = SETS, batches: Sequence[int] = arms.LONG_BATCHES) -> str:
+def long_warmup(sets: Sequence[str] = SETS, batches: Sequence[int] = arms.MOMENTUM_BATCHES) -> str:
     """Return a table of recall with a long warm-up, with the gain over the short one."""
     finals, body = _complete(), []
-    for batch, loss in product(batches, (*arms.LONG_TUNED, *arms.UNTUNED)):
-        long = f"{loss}, {arms.LONG}" + (f", {arms.TWICE}" if loss in arms.UNTUNED else "")
+    rates = {name: f", {title}" for name, title in arms.LONG_UNTUNED.items()}
+    for batch, loss in product(batches, (*arms.LONG_TUNED, *arms.LONG_UNTUNED)):
         row = []
         for task in sets:
-            before, after = (finals.get(f"{task}: {name}, {batch}", []) for name in (loss, long))
+            names = (loss, f"{loss}, {arms.LONG}{rates.get(loss, '')}")
+            before, after = (finals.get(f"{task}: {name}, {batch}", []) for name in names)
             row.append(_with(after, difference(by_seed(after, RECALL), by_seed(before, RECALL))))
         if any(row):
             body.append([str(batch), loss, *row])
     return table(["batch", "", *sets], body, "rl" + "r" * len(sets))
+
+
+def best_peers(sets: Sequence[str] = SETS, batches: Sequence[int] = arms.MOMENTUM_BATCHES) -> str:
+    """Return a table of the best tuned loss of every cell, and of momentum features, with their difference from it."""
+    finals, body, ours = _complete(), [], f"{DEFAULT}, {arms.NEW}"
+    new = f"{ours}, {arms.LONG}, {arms.LONG_UNTUNED[ours]}"
+    peers = [name for loss in ROWS if loss not in OURS for name in (loss, f"{loss}, {arms.LONG}")]
+    for task in sets:
+        best, mine = [], []
+        for batch in batches:
+            found = {name: finals[arm] for name in peers if (arm := f"{task}: {name}, {batch}") in finals}
+            name = max(found, key=lambda name: sum(by_seed(found[name], RECALL).values()), default="")
+            best.append(f"{_recall(found[name])}: {name}" if name else "")
+            runs = finals.get(f"{task}: {new}, {batch}", [])
+            mine.append(_with(runs, difference(by_seed(runs, RECALL), by_seed(found.get(name, []), RECALL))))
+        body += [[task, "best tuned loss", *best], [task, ours, *mine]]
+    return table(["", "", *(f"batch {batch}" for batch in batches)], body, "ll" + "r" * len(batches))
 
 
 def long_warmup_unseen() -> str:
@@ -340,7 +362,7 @@ def _by_factor(results: Results, arm: str, batch: int) -> dict[float, float]:
         factor = options.pop("lr", 0.0) / arms.default_rate(batch)
         begins = all(options.get(name) == value for name, value in first.items() if name != "lr")
         if run["job"]["arm"] == arm and not Job(**run["job"]).final and begins:
-            found |= {each: 100 * STUDY.score(run) for each in FACTORS if abs(factor / each - 1) < 0.02}
+            found |= {each: 100 * STUDY.score(run) for each in MULTIPLES if abs(factor / each - 1) < 0.02}
     return found
 
 
