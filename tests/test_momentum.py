@@ -276,6 +276,8 @@ def test_the_recommended_estimator_asks_for_them():
             est(*torch.randn(2, B, D), torch.arange(B))
     with pytest.raises(ValueError, match="would train the encoder of z1 alone"):
         compopt.recommended(D, directions="forward", momentum=True)
+    lengths = [compopt.recommended(D, n=4000, momentum=momentum).normalizer.length for momentum in (True, False)]
+    assert lengths == [512, 128]
 
 
 # -- cached features -------------------------------------------------------------------------------------------------

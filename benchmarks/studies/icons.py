@@ -33,7 +33,8 @@ from benchmarks.studies.search import SEEDS, Arm, Job, Results, Search, main, pr
 EPOCHS, BATCH = 3, 64
 JUDGED = ("validation/image_retrieval_recall@10", "validation/text_retrieval_recall@10")
 
-RATES = (5e-4, 1e-3, 2e-3)
+RATES, LONG_RATES = (5e-4, 1e-3, 2e-3), (1e-3, 2e-3, 4e-3)
+WARMUP, LONG, LONG_WARMUP = 0.05, "warm-up 75 %", 0.75
 TAUS = (0.05, 0.07, 0.1)
 
 
@@ -44,15 +45,25 @@ class IconArm(Arm):
     Attributes:
         trainer: ``open_clip``, ``adapter`` or ``recipe``.
         estimator: estimator of the recipe.
+        window: batches per update, as one batch of a gradient cache.
+        warmup: share of the run in which the learning rate rises.
     """
 
     trainer: str
     estimator: str = ""
+    window: int = 1
+    warmup: float = WARMUP
 
 
 def _arm(estimator: str, tau: str = "tau", first: Mapping[str, Any] | None = None, **grids: tuple[Any, ...]) -> IconArm:
     chosen, tried = {"lr": 1e-3, tau: 0.07, **(first or {})}, {"lr": RATES, tau: TAUS, **grids}
     return IconArm(trainer="recipe", estimator=estimator, first=chosen, grids=tried)
+
+
+def _long(trainer: str, estimator: str = "", window: int = 1, **first: Any) -> IconArm:
+    """Return an arm with the long warm-up, of which only the learning rate is tuned."""
+    given = {"trainer": trainer, "estimator": estimator, "window": window, "warmup": LONG_WARMUP}
+    return IconArm(**given, first={"lr": 2e-3, **first}, grids={"lr": LONG_RATES}, widen={"lr": 2.0})
 
 
 ARMS = {
@@ -65,6 +76,11 @@ ARMS = {
     "Residual": _arm("residual"),
     "recommended": IconArm(trainer="recipe", estimator="recommended", first={"lr": 1e-3}, grids={"lr": RATES}),
     "CLIP": IconArm(trainer="recipe", estimator="clip", after="open_clip"),
+    f"open_clip, {LONG}": _long("open_clip"),
+    f"DCL, {LONG}": _long("recipe", "dcl", tau=0.07),
+    f"DCL, gradient cache of 256, {LONG}": _long("recipe", "dcl", window=4, tau=0.07),
+    f"recommended, {LONG}": _long("recipe", "recommended"),
+    f"recommended, momentum features, {LONG}": _long("recipe", "recommended", momentum=True),
 }
 
 
@@ -97,7 +113,7 @@ def train(job: Job, shards: Path, out: Path) -> Path:
         *("--model", MODEL.stem, "--train-data", str(shards / f"{{{min(sizes)[:-4]}..{max(sizes)[:-4]}}}.tar")),
         *("--dataset-type", "webdataset", "--train-num-samples", str(sum(sizes.values())), "--workers", "1"),
         *("--batch-size", str(BATCH), "--epochs", str(EPOCHS), "--lr", str(job.options["lr"]), "--wd", "0.1"),
-        *("--beta1", "0.9", "--beta2", "0.98", "--eps", "1e-6", "--warmup", str(round(0.05 * steps))),
+        *("--beta1", "0.9", "--beta2", "0.98", "--eps", "1e-6", "--warmup", str(round(ARMS[job.arm].warmup * steps))),
         *("--precision", "fp32", "--device", "cpu", "--seed", str(job.seed), "--log-every-n-steps", "10"),
         *("--logs", str(out), "--name", "run", "--save-frequency", str(EPOCHS), "--zeroshot-frequency", "0"),
     ]
@@ -117,12 +133,15 @@ def _recipe(job: Job, shards: Path, out: Path) -> Path:
 
     options = {name: value for name, value in job.options.items() if name not in ("lr", "scale")}
     settings = [f"{name}={value}" for name, value in options.items()]
-    learn = ["--learn-scale"] if ARMS[job.arm].estimator == "clip" else []
+    arm = ARMS[job.arm]
+    more = ["--learn-scale"] if arm.estimator == "clip" else []
+    more += ["--gradient-cache", "--accumulate", str(arm.window)] if arm.window > 1 else []
     main(
         [
-            *("--shards", str(shards), "--model", str(MODEL), "--estimator", ARMS[job.arm].estimator, *learn),
+            *("--shards", str(shards), "--model", str(MODEL), "--estimator", arm.estimator, *more),
             *(["--set", *settings] if settings else []),
             *("--epochs", str(EPOCHS), "--batch-size", str(BATCH), "--lr", str(job.options["lr"])),
+            *("--warmup", str(arm.warmup)),
             *("--seed", str(job.seed), "--workers", "1", "--output", str(out), "--log-every", "100", "--quiet"),
         ]
     )
@@ -214,7 +233,10 @@ def page(results: Results) -> str:
         "that package with its own loss, `open_clip, adapter` is the same command with `--estimator clip`, and the "
         "other methods use `recipes/clip_trainer.py`. `CLIP` and both runs of open_clip learn one temperature, "
         "iSogCLR learns one per sample, and the other methods use a fixed temperature. `recommended` is "
-        "`compopt.recommended` at this batch size; only its learning rate is tuned."
+        "`compopt.recommended` at this batch size; only its learning rate is tuned. The learning rate rises during the "
+        f"first {100 * WARMUP:.0f} % of the run, or, where the row says so, during the first {100 * LONG_WARMUP:.0f} "
+        "%; of these rows only the learning rate is tuned, with the temperature 0.07 for all but open_clip, which "
+        "learns it. `gradient cache of 256`: an update has four batches, and all their samples are candidates."
     )
     parts = [
         "# CLIP on icons",

@@ -20,7 +20,7 @@ from compopt.presets.published import by_mode
 from compopt.temperatures import FixedTemperature
 from compopt.tiles.choice import Backend
 
-LENGTH = 128  # samples in the memory
+LENGTH, MOMENTUM_LENGTH = 128, 512  # samples in the memory: of features of the model, of momentum features
 LARGE = 1024  # for batches of this size or more, LENGTH further negatives make little difference
 TAU, UNIMODAL_TAU = 0.07, 0.1
 
@@ -202,9 +202,9 @@ def recommended(
     with ``directions="forward"``, a :class:`~compopt.DCLEstimator`. Nothing is kept per sample without ``keep_scores``.
     ``docs/which.md`` gives the reasons.
 
-    With ``momentum=True`` the memory is used at all batch sizes, with the same length and temperature. At batch
-    16 and its best learning rate, up to eight times as large, this loss is better by 3 points on three of four data
-    sets (``docs/guides/momentum.md``); it needs a third more forward passes and a second copy of the weights.
+    With ``momentum=True`` the memory is used at all batch sizes and has 512 samples, since features of a momentum
+    encoder change more slowly. ``docs/guides/momentum.md`` has its learning rate, its gain and its cost: a third more
+    forward passes and a second copy of the weights.
 
     Args:
         dim: dimension of the features.
@@ -237,10 +237,11 @@ def recommended(
         'DCLEstimator'
     """
     checks.count("dim", dim)
-    length = LENGTH if n is None else max(1, min(LENGTH, checks.count("n", n) // 4))
+    checks.flag("momentum", momentum)
+    length = MOMENTUM_LENGTH if momentum else LENGTH
+    length = length if n is None else max(1, min(length, checks.count("n", n) // 4))
     large = batch_size is not None and checks.count("batch_size", batch_size) >= LARGE
     checks.flag("keep_scores", keep_scores)
-    checks.flag("momentum", momentum)
     if momentum and directions == "forward":
         raise ValueError(
             'momentum=True with directions="forward" would train the encoder of z1 alone; leave directions out, or '
