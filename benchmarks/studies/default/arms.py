@@ -195,7 +195,8 @@ def _with_momentum(task: str, batches: Sequence[int]) -> dict[str, Cell]:
 
 def _warmed(cell: Cell, after: str) -> Cell:
     """Return a tuned arm with the long warm-up, whose search begins with the settings of the arm ``after``."""
-    return replace(cell, warmup=LONG_WARMUP, after=after, grids={"lr": LONG_RATES, "tau": TAUS})
+    queues = {name: values for name, values in cell.grids.items() if name in QUEUE_GRIDS}
+    return replace(cell, warmup=LONG_WARMUP, after=after, grids={"lr": LONG_RATES, "tau": TAUS, **queues})
 
 
 def _long(task: str, batches: Sequence[int]) -> dict[str, Cell]:

@@ -57,8 +57,8 @@ WITH_LONG = (
     "runs. The second table has the recall on the test half with a warm-up over "
     f"{100 * arms.LONG_WARMUP:.0f} % of the run. `recommended` has twice the rule's rate there, without tuning. "
     "For the other losses, learning rate and temperature are chosen again, starting from the settings that were chosen "
-    "with the short warm-up; the queues are kept. The values in brackets are the gain over the same loss with the "
-    "short warm-up, where `recommended` has the rule's rate."
+    f"with the short warm-up, and at batch {VARIED} also the queues. The values in brackets are the gain over the same "
+    "loss with the short warm-up, where `recommended` has the rule's rate."
 )
 UNSEEN = (
     "Neither data set was used before the default, its momentum features and the learning rates were fixed. "
