@@ -99,6 +99,10 @@ class Search(Generic[A]):
         chosen, missing = self._search(arm, results)
         return None if missing else chosen
 
+    def validation(self, arm: str, results: Results) -> float:
+        """Return the score of the chosen settings of a tuned arm."""
+        return self.score(results[Job(arm, self._search(arm, results)[0], TUNE_SEED).key])
+
     def next_jobs(self, arm: str, results: Results, final: bool = False) -> list[Job]:
         """Return the runs that can start: those of the first incomplete grid, or the final runs after all grids."""
         chosen, missing = self._search(arm, results)
