@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks.report import ROOT, stored, table
 from benchmarks.studies import finetuning
 from benchmarks.studies.default.report import (
+    best_peers,
     by_warmup,
     first,
     long_warmup,
@@ -55,7 +56,7 @@ def provenance() -> str:
 PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
     ROOT / "README.md": (first,),
     ROOT / "docs" / "evidence.md": (
-        *(overview, by_warmup, long_warmup, long_warmup_unseen, small_batch, variants, momentum_variants),
+        *(overview, by_warmup, long_warmup, best_peers, long_warmup_unseen, small_batch, variants, momentum_variants),
         *(finetuning.summary, small_sets, unseen_sets),
     ),
     ROOT / "docs" / "guides" / "checkpoints.md": (sparse_saves,),
