@@ -661,6 +661,18 @@ def test_two_processes(given, tmp_path, way, request):
 
 
 @pytest.mark.launch
+def test_momentum_features_of_two_processes(given, tmp_path):
+    more = ["--batch-size", "2", "--precision", "bf16", "--set", "momentum=True"]
+    runs = [("whole",), ("stopped", "--max-steps", "7"), ("stopped", "--resume")]
+    runs = [arguments(given, tmp_path / name, *more, *options, estimator="recommended") for name, *options in runs]
+    started(2, "tests.several", "recipes.clip_trainer", json.dumps(runs))
+    same(weights(tmp_path / "stopped"), weights(tmp_path / "whole"))
+    sharded = arguments(given, tmp_path / "sharded", *more, estimator="recommended")
+    with pytest.raises(AssertionError, match="this recipe copies whole models"):
+        started(2, "tests.open_clip.fsdp", *sharded)
+
+
+@pytest.mark.launch
 def test_a_cached_window_of_two_processes_learns_the_scale_as_one_does(given, tmp_path):
     """Every micro-batch has its share of the scale's gradient, which DDP waits for; DDP reduces once per window."""
     more = ["--epochs", "1", "--accumulate", "2", "--gradient-cache", "--shuffle", "1"]
