@@ -406,7 +406,8 @@ def gained(
     gains = {seed: value - base[seed]["metrics"][measure] for seed, value in recall.items() if seed in base}
     gain = paired([100 * value for value in gains.values()]) if arm != "default" and len(gains) > 1 else ""
     costs = {seed: clean[seed]["metrics"][measure] - base[seed]["metrics"][measure] for seed in gains if seed in clean}
-    recovered = mean_spread([gains[seed] / cost for seed, cost in costs.items()], 100) if share else ""
+    costly = share and min(costs.values(), default=0) > 0  # else there is nothing to recover
+    recovered = mean_spread([gains[seed] / cost for seed, cost in costs.items()], 100) if costly else ""
     out = [run for run in found.values() if run.get("left_out")]
     left = mean_spread([run["left_out"] / run.get("n", PAIRS) for run in out], 100)
     right = mean_spread([run["wrong_left_out"] / run["left_out"] for run in out], 100)
