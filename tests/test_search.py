@@ -41,3 +41,11 @@ def test_an_arm_begins_with_what_was_chosen_for_another(tmp_path):
     assert [(job.arm, job.options["lr"]) for job in second] == [("own", 2.0)] * 2
     results |= {job.key: {"score": -job.options["strength"]} for job in second}
     assert study.best("own", results) == {"lr": 2.0, "strength": 3.0}
+
+
+def test_the_score_of_an_arm_is_that_of_its_chosen_settings(tmp_path):
+    arm = Arm(first={"tau": 0.1}, grids={"lr": (1.0, 2.0), "tau": (0.05, 0.1)})
+    study, results = Search({"a": arm}, tmp_path / "runs.jsonl", lambda run: run["score"]), {}
+    while jobs := study.next_jobs("a", results):
+        results |= {job.key: {"score": job.options["lr"] - job.options["tau"]} for job in jobs}
+    assert study.validation("a", results) == 2.0 - 0.05
