@@ -48,6 +48,7 @@ START = Setting(batch=256, lr=1.6e-2, samples=131_072)
 FULL, LORA, MINED = WAYS = ("full", "LoRA", "mined")
 CASES = ((FULL, 8), (FULL, 16), (FULL, 64), (LORA, 16), (MINED, 16))
 HEADS = [f"{way} {batch}" for way, batch in CASES]
+MEMORY = 128  # momentum features in the memory: the length that compopt.recommended had when the first of them ran
 OURS, MOMENTUM, CACHED = "recommended", "recommended, momentum features", "DCL, gradient cache"
 LOSSES, TUNED_TAU = ("DCL", CACHED, OURS, MOMENTUM), ("DCL", CACHED)
 BEFORE = "before"  # an arm without training
@@ -157,7 +158,9 @@ def with_adapters(model: nn.Module) -> nn.Module:
 def estimator(arm: TunedArm, options: Mapping[str, Any], n: int, mode: str) -> compopt.ContrastiveEstimator:
     if arm.loss in TUNED_TAU:
         return compopt.DCLEstimator(options["tau"], mode=mode)
-    return compopt.recommended(DIM, n, arm.batch, mode, momentum=arm.loss == MOMENTUM)
+    if arm.loss == MOMENTUM:
+        return compopt.MemoryEstimator(DIM, MEMORY, momentum=True, mode=mode)
+    return compopt.recommended(DIM, n, arm.batch, mode)
 
 
 def encode(model: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -282,7 +285,7 @@ ABOUT = (
     "among 500 names), in per cent on the test half, mean ± standard deviation of the seeds "
     f"{', '.join(map(str, SEEDS))}. `{CACHED}` has batches of {LARGE}, and the time of `{OURS}` at the batch size of "
     "the column, which is its micro-batch. The learning rate of every row is tuned, and the temperature of the rows "
-    "without a memory."
+    f"without a memory. Momentum features have a memory of {MEMORY} samples."
 )
 AGAINST = (
     f"Differences of recall by seed, mean ± standard error, with the p-value of a paired two-sided t-test; bold if p < "
