@@ -342,7 +342,7 @@ class Trainer(loop.Loop):
         est = build_estimator(self.args, options, self.index.n, config["embed_dim"])
         self.follow = options.get("momentum", False)  # whether a momentum encoder is needed
         if self.follow and self.accelerator.distributed_type.value in ("FSDP", "DEEPSPEED"):
-            raise SystemExit("--set momentum=True: this recipe copies whole models; use --multi_gpu, or a loop of your own")
+            raise SystemExit("--set momentum=True: this recipe copies whole models; use DDP, or a loop of your own")
         self._check_run(est, config, options)
         return est
 
@@ -517,10 +517,10 @@ class Trainer(loop.Loop):
         """Return the momentum features of a window, computed batch by batch; None without a momentum encoder."""
         if self.encoder is None:
             return None
-        size = self.args.batch_size
+        parts = zip(images.split(self.args.batch_size), texts.split(self.args.batch_size), strict=True)
         with self.accelerator.autocast():
-            parts = [self.encode(self.encoder, part)[:2] for part in zip(images.split(size), texts.split(size))]
-        return [torch.cat(side) for side in zip(*parts)]
+            found = [self.encode(self.encoder, part)[:2] for part in parts]
+        return [torch.cat(side) for side in zip(*found, strict=True)]
 
     def _take_step(self):
         """Let optimizer and attached estimator step, which has an effect only after the window's last micro-batch."""
