@@ -246,6 +246,9 @@ def build_estimator(args, options, n, dim):
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
+SHARDED = ("FSDP", "DEEPSPEED")  # accelerate's names of what splits a model
+
+
 class Stopped(Exception):
     """Raised after a stop request, when the run has saved."""
 
@@ -341,7 +344,7 @@ class Trainer(loop.Loop):
         options, (_, config) = read_options(self.args), model_config(self.args.model)
         est = build_estimator(self.args, options, self.index.n, config["embed_dim"])
         self.follow = options.get("momentum", False)  # whether a momentum encoder is needed
-        if self.follow and self.accelerator.distributed_type.value in ("FSDP", "DEEPSPEED"):
+        if self.follow and self.accelerator.distributed_type.value in SHARDED:
             raise SystemExit("--set momentum=True: this recipe copies whole models; use DDP, or a loop of your own")
         self._check_run(est, config, options)
         return est
@@ -390,7 +393,7 @@ class Trainer(loop.Loop):
     def _check_run(self, est, config, options):
         """Exit, before anything is loaded, if the run to resume has another model, estimator or index."""
         args, kind = self.args, self.accelerator.distributed_type.value
-        sharded = kind in ("FSDP", "DEEPSPEED")
+        sharded = kind in SHARDED
         built = [type(est).__name__] if args.estimator == "recommended" else []  # depends on the batch size
         mine = {
             "model": config,
