@@ -74,7 +74,7 @@ LONG_RUN, LONG_RUN_BATCH = "4 x samples", 64
 LONG_RUN_WARMUPS = {"warm-up 10 %": WARMUP, "warm-up 19 %": LONG_WARMUP / 4, LONG: LONG_WARMUP}
 # the longest one at a multiple of the rule's rate, and peers that are tuned with it
 LONG_UNTUNED = {**dict.fromkeys(UNTUNED, TWICE), f"{DEFAULT}, {NEW}": THRICE}
-LONG_TUNED, LONG_RATES, LONG_BATCHES = ("InfoNCE", "DCL", *QUEUES), (4e-3, 8e-3, 1.6e-2), (16, 64)
+LONG_TUNED, LONG_RATES, LONG_BATCHES = ("InfoNCE", "DCL", *QUEUES), (4e-3, 8e-3, 1.6e-2), (8, 16, 64)
 VARIANTS = ("features as they were", "forces out of balance", "32 features", "512 features")
 # arms that explain the gap between accumulated micro-batches and a gradient cache, on the data sets with such a gap
 MICRO, WINDOW, HALF, GAPPED = 16, "256 features", "half the rate", ("glyphs", "icons")
@@ -157,6 +157,7 @@ def _arms(task: str) -> dict[str, Cell]:
 def _explaining(task: str) -> dict[str, Cell]:
     """Return an ideal memory with the settings of cached DCL, and the default with a longer memory or smaller rate."""
     cached = _cell(task, "DCL", 256, forward=MICRO)
+    queue = {"loss": MOMENTUM, "length": LENGTHS[NEW], "warmup": LONG_WARMUP}
     ideal = {
         f"{loss}, 256 cached": replace(cached, loss=loss, after=f"{task}: DCL, 256 cached", grids={}) for loss in IDEAL
     }
@@ -165,6 +166,8 @@ def _explaining(task: str) -> dict[str, Cell]:
         f"DCL, {LONG}, 256 cached": _warmed(cached, after=f"{task}: DCL, 256 cached"),
         f"{DEFAULT}, {LONG}, 16 x 16": _default(task, MICRO, 16, warmup=LONG_WARMUP),
         f"{DEFAULT}, {LONG}, {TWICE}, 16 x 16": _default(task, MICRO, 16, factor=2.0, warmup=LONG_WARMUP),
+        f"{DEFAULT}, {NEW}, {LONG}, 16 x 16": _default(task, MICRO, 16, **queue),
+        f"{DEFAULT}, {NEW}, {LONG}, {TWICE}, 16 x 16": _default(task, MICRO, 16, factor=2.0, **queue),
         f"{DEFAULT}, {WINDOW}, 16 x 16": _default(task, MICRO, 16, loss=WINDOW),
         f"{DEFAULT}, {HALF}, 16 x 16": _default(task, MICRO, 16, factor=0.5),
     }

@@ -353,10 +353,12 @@ def _at_equal_time(finals: Finals) -> list[str]:
 
 def _accumulation(finals: Finals) -> str:
     cached, long = "DCL, 256 cached", f"DCL, {arms.LONG}, 256 cached"
-    changes = ("", f", {arms.WINDOW}", f", {arms.HALF}", f", {arms.LONG}", f", {arms.LONG}, {arms.TWICE}")
-    changed = [f"{DEFAULT}{change}, 16 x 16" for change in changes]
+    names = [cached, *(f"{loss}, 256 cached" for loss in arms.IDEAL)]
+    names += [f"{DEFAULT}{change}, 16 x 16" for change in ("", f", {arms.WINDOW}", f", {arms.HALF}")]
+    rates = arms.LONG, f"{arms.LONG}, {arms.TWICE}"
+    names += [long, *(f"{name}, {rate}, 16 x 16" for name in (DEFAULT, f"{DEFAULT}, {arms.NEW}") for rate in rates)]
     body = []
-    for name in (cached, *(f"{loss}, 256 cached" for loss in arms.IDEAL), *changed[:3], long, *changed[3:]):
+    for name in names:
         row, baseline = [name], long if arms.LONG in name else cached
         for task in arms.GAPPED:
             base, runs = finals.get(f"{task}: {baseline}", []), finals.get(f"{task}: {name}", [])
