@@ -274,6 +274,7 @@ class Trainer(loop.Loop):
         self.gradient_norm = math.nan  # at the last logged step
         windows = 1 if args.gradient_cache else args.accumulate
         self.accelerator = launch.accelerator(args.device, windows, args.precision, args.deepspeed_config, **tracking)
+        self._check_test_data()
         self._check_output()
         return self.accelerator.device
 
@@ -291,10 +292,20 @@ class Trainer(loop.Loop):
         begins = found is None and not args.evaluate
         if begins and args.upload and launch.on_main(lambda: holds_run(args.upload, states)):
             raise SystemExit(f"--upload {args.upload} holds a run: add --resume {args.upload}, or give another URL")
-        if args.evaluate and not (args.val_shards or args.zero_shot):
-            raise SystemExit("--evaluate: on what? give --val-shards or --zero-shot")
         if args.evaluate and found is None and not args.pretrained:
             raise SystemExit(f"--evaluate: there is no state in {args.output}; give another --output, or --pretrained")
+        if found is None and rows and launch.is_local_main():
+            shutil.rmtree(rows, ignore_errors=True)  # left by a run that was killed before its first state
+        if found is None and args.resume:
+            places = args.output if args.resume is True else f"{args.output} and at {args.resume}"
+            self.accelerator.print(f"no state in {places}: the run begins anew")
+        launch.barrier()
+
+    def _check_test_data(self):
+        """Refuse missing data for the evaluation."""
+        args = self.args
+        if args.evaluate and not (args.val_shards or args.zero_shot):
+            raise SystemExit("--evaluate needs test data: give --val-shards or --zero-shot")
         if args.val_shards and not shard_list(args.val_shards):
             raise SystemExit(f"--val-shards: no shards at {args.val_shards}")
         check_files(shard_list(args.val_shards or []))
@@ -302,12 +313,6 @@ class Trainer(loop.Loop):
             raise SystemExit(f"--zero-shot: {args.zero_shot} lacks {', '.join(missing)}")
         if args.zero_shot and not shard_list(args.zero_shot / "test"):
             raise SystemExit(f"--zero-shot: no shards in {args.zero_shot / 'test'}")
-        if found is None and rows and launch.is_local_main():
-            shutil.rmtree(rows, ignore_errors=True)  # left by a run that was killed before its first state
-        if found is None and args.resume:
-            places = args.output if args.resume is True else f"{args.output} and at {args.resume}"
-            self.accelerator.print(f"no state in {places}: the run begins anew")
-        launch.barrier()
 
     def _claim(self):
         """Lock the folder until this process ends; exit if another running process has locked it."""
