@@ -23,7 +23,7 @@ from compopt.arguments import (
 )
 from compopt.batch import Batch, with_mean_one
 from compopt.checks import Directions, Mode
-from compopt.checks.context import outside_of_graphs, refuse_tangents
+from compopt.checks.context import outside_of_graphs, refuse_tangents, warn
 from compopt.curation import ScoreKeeper
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.base import Estimator
@@ -45,7 +45,7 @@ from compopt.tiles.choice import BACKENDS, Backend
 
 
 class ContrastiveEstimator(Estimator):
-    r"""Large-batch contrastive gradients from small batches.
+    r"""Contrastive loss composed of a normalizer and a temperature, with optional state per sample.
 
     .. math::
         \nabla F = \frac{1}{2B} \sum_{\text{directions}} \sum_i \sum_{j \in N_i} w_{ij}\, \nabla h_{ij},
@@ -67,7 +67,9 @@ class ContrastiveEstimator(Estimator):
             anchors and ``z2`` their candidates, for example queries and documents; the mean is over ``B`` anchors, and
             rows have one value per column instead of two.
         normalize: L2-normalise the features. Otherwise the features are used unchanged; their norms must be below 1e15.
-        multiply_tau: the objective is ``tau (alpha + rho)``; ``False``: ``alpha``, with weights ``w / tau``.
+        multiply_tau: the objective is ``tau (alpha + rho)``; ``False``: ``alpha``, with weights ``w / tau``. A
+            temperature that the optimizer learns, without ``rho``, needs ``False``: ``tau alpha`` falls as ``tau``
+            grows (a call warns, once).
         chunk_size: number of rows of the similarity matrix in memory at a time; ``None`` holds two ``B x B`` matrices.
             A chunk size saves memory and costs one more matrix product.
         process_group: the ranks whose batches form the global batch; ``None``: the default group, if
@@ -181,6 +183,7 @@ class ContrastiveEstimator(Estimator):
         if pairs is not None:
             normalizer.check_pairs(pairs)  # again, now that sample_groups are known
         self._anchors = count  # directions that have anchors
+        self._warned = False  # about the gradient of a learned temperature
         self._at_first: int | None = None  # fingerprint of the learned parameters at the first call of several ranks
         self._shown: Mapping[str, Tensor | Callable[[], Tensor]] = {}
         self._last: Summary | None = None
@@ -432,7 +435,18 @@ class ContrastiveEstimator(Estimator):
         pairs = swept(Source(own, tau, batch, self._engine.ranks, self.backend), options, policy)
         if self.temperature.learns and pairs.negatives:  # before any proposal, since a warning may be an error
             self.temperature.look_at_negatives(pairs.negatives + self.normalizer.outside)
+        if self.multiply_tau and self.normalizer.divides and given.wants(temperature):
+            self._warn_of_rising_tau()
         return pairs
+
+    def _warn_of_rising_tau(self) -> None:
+        """Warn, once, that the gradient of a temperature that an optimizer learns has one sign."""
+        if not self._warned:
+            self._warned = True
+            warn(
+                "the gradient of a learned temperature only raises it, because tau * log(mean(exp(h / tau))) falls as "
+                "tau grows: pass multiply_tau=False, or add a term that lowers tau to your loss, such as rho * tau"
+            )
 
     def _call(self, batch: Batch, pairs: PairStatistics, tau: float | Tensor, given: Given | None) -> Call:
         """Return the input of the normalizer; ``given`` is ``None`` for a diagnostic."""

@@ -132,7 +132,7 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
     Example:
         >>> import torch, compopt
         >>> model = torch.nn.Module()
-        >>> model.loss = compopt.as_module(compopt.InfoNCEEstimator(tau=0.1, learn_tau=True))
+        >>> model.loss = compopt.as_module(compopt.InfoNCEEstimator(tau=0.1, learn_tau=True, multiply_tau=False))
         >>> [name for name, _ in model.named_parameters()]
         ['loss.temperature.log_inverse']
         >>> model.eval().loss.est.training

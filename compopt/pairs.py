@@ -27,10 +27,11 @@ class PairPolicy:
         w_{ij} = \tfrac{1}{|N_i|}\, e^{h_{ij}/\tau_i + b_{ij} - \alpha_i}
 
     ``N_i`` is the set of candidates that the options keep, and ``|N_i|`` its size; ``b_ij`` is held constant, like the
-    weights. All options can be combined with each other, with ``index2``, ``labels`` and ``extra``, and with every
-    normalizer and temperature. A normalizer then stores the weighted mean over the candidates that are kept: ``log_u``,
-    the ratio and the network's target are computed from ``ghat`` above, and the policy also selects and weights the
-    queue of :class:`~compopt.MemoryNormalizer`. It does not apply to the prototypes of a network.
+    weights. Most options can be combined with each other, with ``index2``, ``labels`` and ``extra``, and with all
+    normalizers and temperatures; the exceptions are listed below. A normalizer then stores the weighted mean over the
+    candidates that are kept: ``log_u``, the ratio and the network's target are computed from ``ghat`` above, and the
+    policy also selects and weights the queue of :class:`~compopt.MemoryNormalizer`. It does not apply to the prototypes
+    of a network.
 
     Args:
         false_negatives: threshold above which a candidate is too similar to be a negative and is left out, for the

@@ -1,4 +1,4 @@
-"""How Sphinx makes the site: ``make docs``. Nothing is fetched, neither by the build nor by a reader's browser.
+"""Sphinx configuration of the site: ``make docs``. Nothing is fetched, neither by the build nor by a reader's browser.
 
 The source is the whole checkout, so that a page may link to a result file or a recipe as it does on a code host.
 """

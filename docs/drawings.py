@@ -81,7 +81,7 @@ def dot(x: float, y: float, kind: str, radius: float = 7) -> str:
 
 
 def pair_weights() -> str:
-    """Who pushes an anchor, and how much: the batch alone, and with a state for the whole data set."""
+    """Draw the weights of an anchor's negatives: from the batch alone, and with state for the whole data set."""
     parts = [
         text(190, 34, "the batch alone", "title"),
         text(190, 54, "weights sum to one, whatever the batch is", "small"),
@@ -121,7 +121,7 @@ def pair_weights() -> str:
 
 
 def read_deposit_commit() -> str:
-    """What a call and a step do to the rows."""
+    """Draw how a call reads rows and deposits proposals, and how a step writes them."""
     parts = [
         box(30, 40, 150, 62, ["features z1, z2", "and index"]),
         box(260, 30, 240, 82, ["est(z1, z2, index)", "reads rows, deposits proposals"]),

@@ -31,7 +31,7 @@ FAMILIES = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_
 
 
 class Estimator:
-    r"""Base class of estimators: per-sample state beside a torch optimizer, with the interface of ``torch.optim``.
+    r"""Base class of losses with state that is updated after each optimizer step; methods as in ``torch.optim``.
 
     *Read, deposit, commit.* A call in training mode reads committed rows and deposits proposals, as ``backward``
     deposits gradients. Only :meth:`step` writes proposals to the rows. It commits all deposits since the last step
@@ -414,7 +414,7 @@ class Estimator:
 
         Args:
             optimizer: a torch optimizer, or a wrapper or engine that keeps one in ``.optimizer``.
-            checkpoint: whether the optimizer's state dict contains the state of the estimator.
+            checkpoint: include the state of the estimator in the optimizer's state dict.
 
         Returns:
             A handle; ``remove()`` detaches the estimator and removes its state from the optimizer's state dict.

@@ -128,15 +128,15 @@ class MemoryNormalizer(Normalizer):
         ):
             if given:
                 raise ValueError(
-                    f"{option} is of the batch's candidates, and the memory has others; leave it out, or take a "
-                    f"normalizer without a memory, such as BatchNormalizer"
+                    f"{option} applies to the candidates of the batch only and is not supported with a memory; leave "
+                    f"it out, or use an estimator without a memory, such as compopt.DCLEstimator"
                 )
 
     def check_momentum(self, given: bool) -> None:
         if self.momentum and not given:
             raise ValueError(
-                "momentum_features is missing, which momentum=True asks for; pass the features of a "
-                "compopt.MomentumEncoder in every call, or build the estimator without momentum=True"
+                "momentum=True requires momentum_features in every call; pass the features of a "
+                "compopt.MomentumEncoder, or build the estimator without momentum=True"
             )
 
     def structure(self) -> dict[str, Any]:

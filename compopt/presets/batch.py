@@ -41,7 +41,8 @@ class InfoNCEEstimator(ContrastiveEstimator):
             of SogCLR), 0.07 in bimodal mode (CLIP's, section 5.2).
         include_positive: keep the positive in the denominator (the usual loss). ``False`` is decoupled contrastive
             learning, :class:`~compopt.DCLEstimator`, the baseline for stateful methods.
-        learn_tau: learn ``log(1/tau)``; pass ``est.parameters()`` to the optimizer.
+        learn_tau: learn ``log(1/tau)``; pass ``est.parameters()`` to the optimizer, and ``multiply_tau=False``, without
+            which the gradient only raises ``tau``.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: none per sample, so that ``index`` is optional if no sample repeats.
@@ -81,7 +82,8 @@ class DCLEstimator(ContrastiveEstimator):
     Args:
         tau: temperature, a number or a 0-d tensor; ``None``: 0.1 in unimodal mode (SimCLR's, according to section 5.1
             of SogCLR), 0.07 in bimodal mode (CLIP's, section 5.2).
-        learn_tau: learn ``log(1/tau)``; pass ``est.parameters()`` to the optimizer.
+        learn_tau: learn ``log(1/tau)``; pass ``est.parameters()`` to the optimizer, and ``multiply_tau=False``, without
+            which the gradient only raises ``tau``.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: none per sample, so that ``index`` is optional if no sample repeats.
@@ -196,7 +198,7 @@ def recommended(
     momentum: bool = False,
     backend: Backend = "auto",
 ) -> ContrastiveEstimator:
-    """Return the recommended estimator, which needs no tuning.
+    """Return the recommended estimator, which has no hyper-parameters to tune apart from the learning rate.
 
     A :class:`~compopt.MemoryEstimator` of 128 samples at temperature 0.07; for calls of 1,024 samples or more, and
     with ``directions="forward"``, a :class:`~compopt.DCLEstimator`. Nothing is kept per sample without ``keep_scores``.

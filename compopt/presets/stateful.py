@@ -299,8 +299,8 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         tau_lr: step size of a learned temperature (Adam). Table 3 uses 1.25e-4 for CC3M, 3.9e-5 to 6.25e-5 for others.
         learn_tau: ``False``; ``True`` or ``"global"``, one dual for all samples (Algorithm 1); ``"individual"``, one
             per sample and direction. The default differs from the paper, since ``rho`` must be chosen for data and
-            batch: at batch 64 on glyphs, 6.5 changed the temperature from 0.07 to 0.01 and R@1 from 52 to 36 %, while
-            3.0 changed neither; on words 3.0 also changed it to 0.01 (``benchmarks/results/neuclip.md``).
+            batch: at batch 64 on glyphs, 6.5 changed the temperature from 0.07 to 0.01 and lowered R@1 by 18 points,
+            while 3.0 changed neither; on words 3.0 also changed it to 0.01 (``benchmarks/results/neuclip.md``).
         tau_min, tau_max, max_grad, betas: options of a learned temperature, see :class:`~compopt.TemperatureDual`.
             0.01 and 1 are the bounds of FastCLIP's code.
         parametrization: variable of a global learned temperature. ``"log"`` is AdamW on ``log(1/tau)``, with a third of
@@ -366,7 +366,7 @@ class NeuCLIPEstimator(ContrastiveEstimator):
 
 
 class ResidualEstimator(ContrastiveEstimator):
-    r"""Large-batch gradients from batches of 8 to 64, by a queue of features corrected by the batch and a row.
+    r"""Contrastive loss whose normalizers a queue of features predicts and each batch corrects; a row is optional.
 
     .. math::
         \alpha_i = \log \Bigl( \tfrac{1}{m} \sum_{j \in \text{queue}} e^{h_{ij} / \tau} \Bigr) + \log r_i, \qquad
