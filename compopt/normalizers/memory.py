@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import Scalar, all_finite
 from compopt.kernel.blocks import exp_, mean_positive
-from compopt.kernel.pairs import Sums, scale_of
+from compopt.kernel.pairs import MAX_UNSHIFTED_SCALE, Sums, is_uniform, scale_of
 from compopt.pairs import NO_POLICY, PairPolicy
 
 KEYS = ("index", "index2", "labels")
 UNKNOWN = torch.iinfo(torch.int64).min + 1  # stored for a key that was not passed; excludes no pairs
+LARGEST_SCALE = MAX_UNSHIFTED_SCALE / 2  # of 1 / tau without a shift: |h_iq| <= 4, since a shifted feature is at most 3
 STORED_CHUNK = 1024  # anchors per chunk when stored() computes a whole data set
 
 
@@ -135,7 +136,7 @@ class MemoryNormalizer(Normalizer):
     def check_momentum(self, given: bool) -> None:
         if self.momentum and not given:
             raise ValueError(
-                "momentum=True requires momentum_features in every call; pass the features of a "
+                "momentum_features is missing, and momentum=True requires it in every call; pass the features of a "
                 "compopt.MomentumEncoder, or build the estimator without momentum=True"
             )
 
@@ -162,32 +163,41 @@ class MemoryNormalizer(Normalizer):
         pairs, directions, policy = call.pairs, call.pairs.directions, call.policy or NO_POLICY
         positive = pairs.positive[:, :directions]  # the first of each anchor
         z, state = self._stack(call.batch.features), self._state_on(call.batch.rows.device, call.training)
-        partners = self._stack(call.batch.momentum) if call.batch.momentum else z
-        new, keys = self._candidates(partners), self._keys(call.batch)
-        scale = scale_of(call.tau, positive, *positive.shape)
-        mean = self._mean(new)
-        queue, excluded = self._queue(state, z.dtype), self._excluded(keys, state, directions)
+        k = self._stack(call.batch.momentum) if call.batch.momentum else z
+        keys, scale = self._keys(call.batch), scale_of(call.tau, positive, *positive.shape)
+        means = self._means(k)
+        centred, mean = k - means, self._of_candidates(means)
+        queue, included = self._queue(state, z.dtype), self._included(keys, state, directions)
+        logits = self._logits(z, queue, mean, positive, scale)
         threshold = policy.threshold(mean_positive(pairs.positive, directions))
-        logits, count, excluded = self._compare(z, queue, mean, excluded, positive, scale, threshold)
+        if threshold is not None:
+            included = included & (logits <= self._column((threshold - positive) * scale))
         # one softmax over batch and queue: the kernel's weights are divided by the sum over both
-        weighted, of_batch = self._hardened(logits, positive, scale, policy.strengths[0]), pairs.log_sum[:, :directions]
-        weights, log_total = shared_softmax(weighted, self._by_queue(of_batch), keep=pairs.mean_h is not None)
-        total = weights.sum(2, keepdim=True)
+        of_batch = self._by_queue(pairs.log_sum[:, :directions])
+        if is_uniform(call.tau, pairs.options) and scale <= LARGEST_SCALE:
+            weights, log_total = bounded_softmax(logits, included, of_batch)
+        else:
+            weighted = self._hardened(logits.masked_fill_(~included, -math.inf), positive, scale, policy.strengths[0])
+            weights, log_total = shared_softmax(weighted, of_batch, keep=pairs.mean_h is not None)
+        total, count = weights.sum(2, keepdim=True), self._count(included, positive)
         # all positives of an anchor have the same weights
         log_total = pairs.per_pair(self._by_sample(log_total, positive), scale)
         if call.training:
             # a bad feature of a sample without pairs is in no sum, but in the mean; it must not enter the queue
             usable = all_finite(log_total + mean.sum() if pairs.may_lack_negatives else log_total)
-            self._keep(call.batch, state, new - mean, keys, usable)
+            self._keep(call.batch, state, centred, keys, usable)
         outside_wh: Tensor | None = None
         if pairs.mean_h is not None:
-            outside_wh = self._by_sample((weights * logits.masked_fill_(excluded, 0)).sum(2), positive) / scale
+            outside_wh = self._by_sample((weights * logits.masked_fill_(~included, 0)).sum(2), positive) / scale
             outside_wh = pairs.per_pair(outside_wh, self._by_sample(total.squeeze(2), positive))
 
         def through_alpha(slope: Tensor) -> Tensor:
             """Return ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of every anchor, averaged over its partners."""
-            push = torch.bmm(weights, queue).addcmul_(total, self._away(partners, directions) + self._by_side(mean))
-            gradient = push.mul_(self._column(pairs.sum_over_positives(slope) * scale)).view(-1, *z.shape[1:])
+            factor = self._column(pairs.sum_over_positives(slope) * scale)
+            gradient = torch.bmm(weights * factor, queue).view(-1, *z.shape[1:])
+            pull = (total * factor).view(len(gradient), -1, 1)
+            for of_view, share, partner in zip(gradient, pull, mean_partners(centred), strict=False):
+                of_view.addcmul_(share, partner, value=-1)
             return gradient if len(gradient) == len(z) else torch.cat([gradient, torch.zeros_like(z[len(gradient) :])])
 
         norms = torch.linalg.vector_norm(weights, dim=2)
@@ -201,13 +211,13 @@ class MemoryNormalizer(Normalizer):
         )
 
     def _keep(
-        self, batch: Batch, state: Mapping[str, Tensor], new: Tensor, keys: Mapping[str, Tensor], usable: Tensor
+        self, batch: Batch, state: Mapping[str, Tensor], centred: Tensor, keys: Mapping[str, Tensor], usable: Tensor
     ) -> None:
-        """Store features in the queue, without the mean of their batch.
+        """Store the newest features in the queue, without the mean of their batch.
 
         A later call adds the mean of its own batch, so that the queue follows the encoders.
         """
-        names = stored_names(keys)
+        names, new = stored_names(keys), self._of_candidates(centred[:, -self.length :])
         entries = {"queue": new, "keys": names, "kept": torch.ones_like(names[0], dtype=torch.bool)}
         if batch.momentum:  # the queue stores the copy's features; the others may be bad, too
             usable = usable & all_finite(torch.stack(batch.features)) & all_finite(torch.stack(batch.momentum))
@@ -215,69 +225,50 @@ class MemoryNormalizer(Normalizer):
             usable = usable & ~batch.bad
         self._pending_state = pushed(state, entries, usable)
 
-    def _away(self, z: Tensor, directions: int) -> Tensor:
-        """Return the negative mean of every anchor's partners, ``(V, B, d)`` -> ``(Q, P, d)``."""
-        partners = z.flip(0) if len(z) == 2 else reduce(torch.add, (z.roll(-r, 0) for r in range(1, len(z))))
-        return self._anchors(partners, directions) / (1 - len(z))
+    def _means(self, k: Tensor) -> Tensor:
+        """Return the mean of every view, ``(V, 1, d)``; in unimodal mode one mean of the first two, ``(1, 1, d)``."""
+        means = k.mean(1, keepdim=True)
+        return means[:2].mean(0, keepdim=True) if self._views else means
 
-    def _candidates(self, z: Tensor) -> Tensor:
-        """Return the features that enter the queues, those of direction 1 first, ``(D, B, d)``; at most two views."""
-        return (z if self._views else z.flip(0))[: self._directions]
-
-    def _mean(self, candidates: Tensor) -> Tensor:
-        """Return means of the candidates, ``(D, 1, d)``; all views share one mean."""
-        mean = candidates.mean(1, keepdim=True)
-        return mean.mean(0, keepdim=True).expand_as(mean) if self._views else mean
+    def _of_candidates(self, value: Tensor) -> Tensor:
+        """Arrange values of views by queue: the candidates of direction 1 are the second view."""
+        return value[: self._directions] if self._views else value.flip(0)[: self._directions]
 
     def _queue(self, state: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the queue, ``(Q, M, d)``, without the mean of the current batch."""
         queue = state["queue"].to(dtype)
         return queue.view(1, -1, self.dim) if self._views else queue
 
-    def _by_side(self, mean: Tensor) -> Tensor:
-        """Rearrange means ``(D, 1, d)`` -> ``(Q, 1, d)``; all views share one mean."""
-        return mean[:1] if self._views else mean
-
     def _keys(self, batch: Batch) -> dict[str, Tensor]:
         """Return the keys of a batch that slots also store, if they are passed."""
         return {**batch.keys, "within": batch.values["within1"]} if self._within else batch.keys
 
-    def _excluded(self, keys: Mapping[str, Tensor], state: Mapping[str, Tensor], directions: int) -> Tensor:
-        """Return a mask of slots that are not negatives of an anchor: of its own sample, or empty; ``(1, P, M)``."""
+    def _included(self, keys: Mapping[str, Tensor], state: Mapping[str, Tensor], directions: int) -> Tensor:
+        """Return a mask of the slots that are negatives of an anchor: filled, and of other samples; ``(1, P, M)``."""
         stored = state["keys"]
         # UNKNOWN equals no index, and no generated name of a sample without an index (such names are not stored)
-        excluded = (keys["index"][:, None] == stored[0]).logical_or_(~state["kept"])
+        included = (keys["index"][:, None] != stored[0]).logical_and_(state["kept"])
         for row, name in enumerate(KEYS[1:], start=1):
             if name in keys:
-                excluded |= (keys[name][:, None] == stored[row]) & (stored[row] != UNKNOWN)
+                included &= (keys[name][:, None] != stored[row]) | (stored[row] == UNKNOWN)
         if self._within:
-            excluded |= keys["within"][:, None] != stored[-1]
-        return (excluded.repeat(directions, 2) if self._views else excluded).unsqueeze(0)
+            included &= keys["within"][:, None] == stored[-1]
+        return (included.repeat(directions, 2) if self._views else included).unsqueeze(0)
 
-    def _compare(
-        self,
-        z: Tensor,
-        queue: Tensor,
-        mean: Tensor,
-        excluded: Tensor,
-        positive: Tensor,
-        scale: Scalar,
-        threshold: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``h_iq / tau_i``, ``(Q, P, M)``, ``-inf`` if excluded, and the number of other slots, ``(B, a)``.
-
-        The third result is the mask ``excluded``, with the slots above the threshold.
-        """
+    def _logits(self, z: Tensor, queue: Tensor, mean: Tensor, positive: Tensor, scale: Scalar) -> Tensor:
+        """Return ``h_iq / tau_i`` of all slots, ``(Q, P, M)``."""
         # the scale and the mean of the batch are applied to the narrow matrices
-        anchors = self._anchors(z, positive.shape[1]) * self._column(scale)
-        less = torch.baddbmm(self._column(positive * scale), anchors, self._by_side(mean).mT, alpha=-1)
-        logits = torch.baddbmm(less, anchors, queue.mT, beta=-1)
-        logits.masked_fill_(excluded, -math.inf)
-        if threshold is not None:
-            excluded = excluded | (logits > self._column((threshold - positive) * scale))
-            logits.masked_fill_(excluded, -math.inf)
-        count = self._by_sample(excluded.shape[2] - excluded.sum(2, dtype=positive.dtype), positive)
-        return logits, count, excluded
+        anchors, alpha = self._anchors(z, positive.shape[1]), 1.0
+        if isinstance(scale, Tensor):
+            anchors = anchors * self._column(scale)
+        else:
+            alpha = scale
+        less = torch.baddbmm(self._column(positive * scale), anchors, mean.mT, alpha=-alpha)
+        return torch.baddbmm(less, anchors, queue.mT, beta=-1, alpha=alpha)
+
+    def _count(self, included: Tensor, positive: Tensor) -> Tensor:
+        """Return the number of slots that are negatives of an anchor, ``(B, a)``."""
+        return self._by_sample(included.sum(2, dtype=positive.dtype), positive)
 
     def _hardened(self, logits: Tensor, positive: Tensor, scale: Scalar, beta: float) -> Tensor:
         """Return ``h_iq / tau_i + beta s_iq``."""
@@ -319,17 +310,25 @@ class MemoryNormalizer(Normalizer):
     ) -> Tensor:
         """Return the queue's part of ``alpha``, ``(n, A)``; row ``i`` is sample ``i``. NaN without negatives."""
         z, state = self._stack(features), self._state_on(features[0].device, False)
-        queue, mean = self._queue(state, z.dtype), self._mean(self._candidates(z))
+        queue, mean = self._queue(state, z.dtype), self._of_candidates(self._means(z))
         index = torch.arange(z.shape[1], device=z.device)
         chunks = []
         for own, names in zip(z.split(STORED_CHUNK, 1), index.split(STORED_CHUNK), strict=True):
             positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, self._directions)
             of_names = tau[names] if isinstance(tau, Tensor) and tau.dim() else tau
             scale = scale_of(of_names, positive, *positive.shape)
-            excluded = self._excluded({"index": names}, state, self._directions)
-            logits, count, _ = self._compare(own, queue, mean, excluded, positive, scale)
-            chunks.append(self._by_sample(logits.logsumexp(2), positive) - count.log())
+            included = self._included({"index": names}, state, self._directions)
+            logits = self._logits(own, queue, mean, positive, scale).masked_fill_(~included, -math.inf)
+            chunks.append(self._by_sample(logits.logsumexp(2), positive) - self._count(included, positive).log())
         return torch.cat(chunks)
+
+
+def mean_partners(views: Tensor) -> Iterator[Tensor]:
+    """Yield the mean of the other views for every view, ``(V, B, d)`` -> ``(B, d)`` each."""
+    if len(views) == 2:
+        return reversed(views.unbind())
+    total = views.sum(0)
+    return ((total - view) / (len(views) - 1) for view in views)
 
 
 def shared_softmax(logits: Tensor, log_sum: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
@@ -344,6 +343,13 @@ def shared_softmax(logits: Tensor, log_sum: Tensor, keep: bool) -> tuple[Tensor,
     e = exp_(torch.sub(logits, shift.unsqueeze(2), out=None if keep else logits))
     total = (log_sum - shift).exp_().add_(e.sum(2))
     return e.div_(total.unsqueeze(2)), total.log_().add_(shift)
+
+
+def bounded_softmax(logits: Tensor, included: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """Return :func:`shared_softmax` of the included logits, whose exponentials need no shift; overwrites the logits."""
+    e = logits.exp_().mul_(included)  # faster on a CPU than masked_fill_, and than exponentials of -inf
+    total = log_sum.exp().add_(e.sum(2))
+    return e.div_(total.unsqueeze(2)), total.log_()
 
 
 def effective_negatives(sides: Sequence[Sums], own: slice, directions: int, share: Tensor, norms: Tensor) -> Tensor:
@@ -380,7 +386,8 @@ def pushed(state: Mapping[str, Tensor], entries: Mapping[str, Tensor], usable: T
         old, axis = state[name], min(1, new.dim() - 1)
         length = old.shape[axis]
         taken = min(length, new.shape[axis])
-        new = new.to(old.dtype).narrow(axis, new.shape[axis] - taken, taken)
+        new = new.to(old.dtype)
+        new = new if taken == new.shape[axis] else new.narrow(axis, new.shape[axis] - taken, taken)
         moved = torch.cat([old.narrow(axis, taken, length - taken), new], dim=axis)
         result[name] = moved if on_host else torch.where(usable, moved, old)
     return result
