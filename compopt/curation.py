@@ -33,7 +33,7 @@ from compopt.checks.inputs import check_values
 from compopt.checks.values import Range
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.base import Estimator
-from compopt.estimator.component import Call, Component
+from compopt.estimator.component import Call, Component, check_temperatures_beside, temperatures_beside
 from compopt.estimator.groups import GroupSpec, as_groups
 from compopt.kernel.pairs import same_sample
 from compopt.stores.layout import Column
@@ -101,6 +101,12 @@ class ScoreKeeper(Component):
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.unit_interval("rate", group["rate"], "; it is the weight of the newest visit")
+
+    def meaning(self) -> dict[str, Any]:
+        return temperatures_beside(self)
+
+    def check_meaning(self, state: Mapping[str, Any]) -> None:
+        check_temperatures_beside(self, state)
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         moments = ["log_g", "log_g_var", "similarity", "similarity_var"]
@@ -226,6 +232,8 @@ def scores(est: Estimator, since: Scores | None = None) -> Scores:
         8
     """
     check_rows(est)
+    if since is not None and not isinstance(since, Scores):
+        raise TypeError(f"since must be an earlier result of scores(), got {type(since).__name__}")
     # read() of a part returns its own visits, read() of the estimator those of its rows
     part: Any = getattr(est, "scores", None) or getattr(est, "normalizer", est)
     value = _read(part)
@@ -245,6 +253,8 @@ def scores(est: Estimator, since: Scores | None = None) -> Scores:
 
 def check_rows(est: Estimator) -> None:
     """Raise a ``ValueError`` unless the rows contain a log-normalizer relative to the positive."""
+    if not isinstance(est, Estimator):
+        raise TypeError(f"est must be an estimator or the result of scores(), got {type(est).__name__}")
     kept = [column.name for columns in est._facts.columns().values() for column in columns]
     references = {group.get("reference") for group in est.sample_groups}
     if "log_g" not in kept and not ("log_u" in kept and references == {"positive"}):
@@ -307,6 +317,8 @@ def wrong_share(found: Scores) -> float:
         >>> compopt.curation.wrong_share(found)
         0.2
     """
+    if not isinstance(found, Scores):
+        raise TypeError(f"found must be the result of scores(), got {type(found).__name__}; call scores(est)")
     if found.rank is None:
         raise ValueError("the share of wrong pairs is estimated from ranks: use ScoreKeeper(n, rank=True), or give it")
     seen = found.visits > 0
@@ -381,7 +393,7 @@ def weights(est: Estimator | Scores, kind: Kind = "robust", share: float | None 
     Returns:
         Weights, ``(n,)`` float32 in [0, 1] on the CPU. 1 for samples that were never visited, and for all samples if
         the share of wrong pairs is 0 or fewer than two samples have a rank above 1/2; ``1 - q`` for all visited samples
-        if the similarities do not separate right from wrong pairs (:math:`m_1 \le m_0`).
+        if the similarities do not separate right from wrong pairs (:math:`m_1 \le m_0`), or all other weights are 0.
 
     Raises:
         ValueError: ranks or similarities are not recorded; ``share`` is outside [0, 1), or estimated to be 1 (for
@@ -411,7 +423,8 @@ def weights(est: Estimator | Scores, kind: Kind = "robust", share: float | None 
     share = _share(found, share)
     if share == 1:
         raise ValueError(
-            "the share of wrong pairs is 1, which leaves no pair a weight: ask later in training, or give share="
+            "the share of wrong pairs is 1, which leaves no pair a weight: give share= below 1, or, if it was "
+            "estimated, call later in training"
         )
     seen, result = found.visits > 0, torch.ones(len(found.score), dtype=torch.float32, device="cpu")
     x, above = found.similarity[seen].double(), found.rank[seen] > CHANCE
@@ -432,7 +445,8 @@ def _right(x: Tensor, lower_half: Tensor, share: float) -> Tensor:
     var1 = var1.clamp(min=var0)
     x = x.clamp(min=(m0 * var1 - m1 * var0) / (var1 - var0))  # minimum of the ratio of the densities
     logs = [-0.5 * (var.log() + (x - mean).square() / var) for mean, var in ((m0, var0), (m1, var1))]
-    return torch.sigmoid(math.log1p(-share) - math.log(share) + logs[1] - logs[0])
+    right = torch.sigmoid(math.log1p(-share) - math.log(share) + logs[1] - logs[0])
+    return right if bool(right.float().any()) else torch.full_like(x, 1 - share)  # a share that is far too large
 
 
 def duplicates(features: Tensor, least: float = 0.95, chunk_size: int = 1024) -> Tensor:
@@ -523,7 +537,8 @@ def _unit(features: Tensor) -> Tensor:
     z = check_values("features", features, "(n, d)", 2)
     if not bool(z.isfinite().all()):
         raise ValueError("features must be finite; leave out samples whose features are not")
-    return normalize(z, dim=1)
+    largest = z.abs().amax(1, keepdim=True) if z.shape[1] else z
+    return normalize(z / largest.where(largest > 0, 1), dim=1)  # otherwise the norm could overflow or underflow
 
 
 def export(found: Scores, path: str | Path, keys: Sequence[str] | None = None) -> None:

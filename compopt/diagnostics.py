@@ -238,8 +238,8 @@ def normalizer_error(
                     f"{est.normalizer.averages_views} says that there are {exact.shape[1]}; override that property"
                 )
             visited = torch.ones_like(stored, dtype=torch.bool)
-            if seen.block is not None:
-                visited = seen.seen(est._engine.columns()["normalizer"][0].name)
+            if columns := est._engine.columns()["normalizer"]:  # rows may be those of other parts
+                visited = seen.seen(columns[0].name)
             return (stored[order] - exact)[visited.expand_as(stored)[order]].square().mean()
         if batch_size is None:
             raise ValueError(f"batch_size is None; {type(est.normalizer).__name__} is stateless and needs one")

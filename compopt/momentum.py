@@ -6,7 +6,7 @@ import copy
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any
 from weakref import ref
@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from compopt import checks
-from compopt.checks.values import dense
+from compopt.checks.values import dense, mapping
 from compopt.estimator.base import Estimator
+from compopt.functional import all_finite
 
 SHARDED, ENGINE = "set_requires_gradient_sync", "set_gradient_accumulation_boundary"  # of FSDP2, of DeepSpeed
-FSDP1 = "_fsdp_wrapped_module"
+FSDP1, COMPILED = "_fsdp_wrapped_module", "_orig_mod"
 SHARD = "to_local"  # of a DTensor
 FORGOTTEN = 256  # calls without an update
 
@@ -49,6 +50,9 @@ class MomentumEncoder:
     Attributes:
         module: the copy.
 
+    ``copy.deepcopy(encoder)`` also copies the model that it follows; copy both together, ``copy.deepcopy((model,
+    encoder))``. Copies are not attached.
+
     State: the parameters of the copy that are not shared, and its persistent buffers, see :meth:`state_dict`.
 
     Cost: a forward pass without a graph in each step, about a third of a forward and backward pass, and a second
@@ -56,8 +60,8 @@ class MomentumEncoder:
 
     Raises:
         TypeError: ``model`` is not a module, or ``decay`` is not a number.
-        ValueError: ``decay`` is outside [0, 1), the model is already wrapped, or parameters are not initialised. See
-            also :meth:`update`.
+        ValueError: ``decay`` is outside [0, 1), the model is already wrapped or cannot be copied, or parameters are
+            not initialised. See also :meth:`update`.
 
     Warns:
         UserWarning: at the 256th call, if there was no update before; or at construction, if the ``forward`` of a
@@ -88,8 +92,16 @@ class MomentumEncoder:
         _check_plain(model)
         self.decay, self._followed = decay, model
         frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
-        self.module = copy.deepcopy(model, memo=dict(frozen)).requires_grad_(False)
+        try:
+            self.module = copy.deepcopy(model, memo=dict(frozen)).requires_grad_(False)
+        except Exception as error:  # deepcopy() has no class of its own for errors
+            raise ValueError(
+                f"the model cannot be copied ({error}); make the copy before the first forward pass, and without "
+                f"attributes that hold results of one (torch.nn.utils.weight_norm does: use its parametrization)"
+            ) from error
+        self._shared = {name for name, p in self.module.named_parameters() if id(p) in frozen}
         self._averages: dict[str, Tensor] = {}  # in float32, of parameters in half precision
+        self._versions: dict[str, int] = {}  # of these parameters, after the last update or load
         self._handle: RemovableHandle | None = None
         self._calls = 0.0  # before the first update
         self._begins = True  # until it is called, updated or loaded
@@ -122,6 +134,7 @@ class MomentumEncoder:
 
         Raises:
             TypeError: ``est`` is not an estimator.
+            ValueError: ``est`` has neither rows nor other state, and therefore no commits.
             RuntimeError: ``est`` is a part of another estimator.
         """
         if not isinstance(est, Estimator):
@@ -129,7 +142,11 @@ class MomentumEncoder:
                 f"est must be an estimator, whose commits the copy follows, got {type(est).__name__}; without one call "
                 f"encoder.update() after each optimizer step"
             )
-        _ = est._engine  # raises for a part of another estimator
+        if not est._engine.commits():  # raises for a part of another estimator
+            raise ValueError(
+                f"{type(est).__name__} has no state, so that it has no commits that the copy could follow; call "
+                f"encoder.update() after each optimizer step"
+            )
         if self._handle is not None:
             self._handle.remove()
         encoder = ref(self)
@@ -147,7 +164,7 @@ class MomentumEncoder:
         self._begins = False
         if any(hasattr(module, SHARDED) for module in self.module.modules()):
             return  # parameters may be gathered at this point; sharding does not replace weights
-        if not all(torch.equal(own, other) for _, own, other in self._moved()):
+        if not all(torch.allclose(own, other, 0, 0, equal_nan=True) for _, own, other in self._moved()):
             warnings.warn(
                 "the weights of the model have changed since its MomentumEncoder was made, which has had no update: "
                 "they were loaded, trained, or replaced by those of rank 0 when DistributedDataParallel wrapped the "
@@ -160,9 +177,9 @@ class MomentumEncoder:
         """Move the copy towards the model.
 
         Raises:
-            ValueError: the parameters or buffers of the model differ from those of the copy in number, shape, dtype,
-                device or sharding; a shared parameter requires a gradient now; ``decay`` is outside [0, 1). Nothing is
-                changed in these cases.
+            ValueError: the parameters of the model differ from those of the copy in number, shape, dtype, device or
+                sharding, or the buffers in number; a shared parameter was replaced, or requires a gradient now;
+                ``decay`` is outside [0, 1). Nothing is changed in these cases.
         """
         checks.decay("decay", self.decay)
         self._begins = False
@@ -180,6 +197,7 @@ class MomentumEncoder:
             for own, average in zip(owns, averages, strict=True):
                 if average is not own:
                     own.copy_(average)  # one by one: DTensor does not implement _foreach_copy_
+        self._note_versions(moved)
         for name, own, other in buffers:
             if own.shape == other.shape:
                 own.copy_(other)
@@ -206,6 +224,11 @@ class MomentumEncoder:
                     f"{name} is {_describe(p)} in the copy and {_describe(q)} in the model; do with encoder.module "
                     f"what was done with the model: move, cast or fully_shard it alike (ZeRO stage 3 is not supported)"
                 )
+            if name in self._shared and p is not q and not hasattr(p, SHARD):
+                raise ValueError(
+                    f"{name}, which is shared with the copy, was replaced in the model; load weights without "
+                    f"assign=True, or make a new MomentumEncoder afterwards"
+                )
             if p is q and q.requires_grad:
                 raise ValueError(
                     f"{name} required no gradient when the copy was made, is shared with it, and requires one now; "
@@ -218,9 +241,19 @@ class MomentumEncoder:
         if own.dtype.itemsize >= 4:
             self._averages.pop(name, None)  # it may have been cast
             return own
-        if name not in self._averages or self._averages[name].device != own.device:
-            self._averages[name] = self._averages.get(name, own).to(own.device, torch.float32)
-        return self._averages[name]
+        known = self._averages.get(name)
+        if known is None or (name in self._versions and self._versions[name] != own._version):  # loaded by the user
+            known = own
+        self._averages[name] = known = known.to(own.device, torch.float32)
+        return known
+
+    def _note_versions(self, moved: Sequence[tuple[str, Tensor, Tensor]]) -> None:
+        """Record the versions of parameters in half precision, by which later writes to them are recognised."""
+        self._versions = {n: own._version for n, own, _ in moved if n in self._averages and not hasattr(own, SHARD)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the hook, which cannot be pickled."""
+        return {**self.__dict__, "_handle": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return averages and buffers by name, ``{"parameters": ..., "buffers": ...}``.
@@ -228,10 +261,10 @@ class MomentumEncoder:
         As in ``nn.Module.state_dict()``, the tensors are not copied; under FSDP2 they are this rank's shards. Averages
         of parameters in half precision are float32. Shared parameters and non-persistent buffers are not included.
         """
-        parameters = {name: self._average(name, own.detach()) for name, own, _ in self._moved()}
+        parameters = {_eager(name): self._average(name, own.detach()) for name, own, _ in self._moved()}
         modules = self.module.named_modules()  # a module's own state_dict() may have other names
         derived = {f"{at}.{key}".lstrip(".") for at, module in modules for key in module._non_persistent_buffers_set}
-        buffers = {name: own for name, own in self.module.named_buffers() if name not in derived}
+        buffers = {_eager(name): own for name, own in self.module.named_buffers() if name not in derived}
         return {"parameters": parameters, "buffers": buffers}
 
     @torch.no_grad()
@@ -239,16 +272,18 @@ class MomentumEncoder:
         """Restore the result of :meth:`state_dict` of an encoder for the same architecture.
 
         Raises:
-            TypeError: an entry is not a tensor.
-            ValueError: a name is missing or unknown, a shape differs, or a tensor is whole and the copy sharded, or the
-                reverse. Nothing is changed in these cases.
+            TypeError: an entry is not a tensor, or a mapping of tensors.
+            ValueError: a name is missing or unknown, a shape differs, a parameter is not finite, numbers are of another
+                kind, or a tensor is whole and the copy sharded, or the reverse. Nothing is changed in these cases.
         """
+        mapping("state_dict", state_dict)
         current = self.state_dict()
         if set(state_dict) != set(current):
             raise ValueError(f"the state of a MomentumEncoder has {sorted(current)}, got {sorted(state_dict)}")
         pairs = []
         for kind, own in current.items():
-            given = state_dict[kind]
+            mapping(f"{kind} of the state", state_dict[kind])
+            given = {_eager(name): value for name, value in state_dict[kind].items()}
             if set(given) != set(own):
                 different = sorted(set(given) ^ set(own))
                 raise ValueError(f"{kind} of the state and of the copy differ in {different}; build it with that model")
@@ -262,13 +297,20 @@ class MomentumEncoder:
                 if given[name].shape != value.shape:
                     wanted, found = tuple(value.shape), tuple(given[name].shape)
                     raise ValueError(f"{name} has shape {wanted}, the state has {found}; build it with that model")
+                if _kind(given[name]) != _kind(value):
+                    raise ValueError(f"{name} is {value.dtype}, the state has {given[name].dtype}")
+                whole = not hasattr(value, SHARD)
+                if kind == "parameters" and whole and value.dtype.is_floating_point and not all_finite(given[name]):
+                    raise ValueError(f"{name} of the state is not finite; load an earlier state")
                 pairs.append((value, given[name]))
         self._begins = False
         for value, new in pairs:
             value.copy_(new)
-        for name, own, _ in self._moved():
+        moved = self._moved()
+        for name, own, _ in moved:
             if name in self._averages:
                 own.copy_(self._averages[name])
+        self._note_versions(moved)
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -294,8 +336,19 @@ def _check_plain(model: nn.Module) -> None:
 
 def _is_replaced(module: nn.Module) -> bool:
     """Return whether a module has a ``forward`` with a closure; ``deepcopy`` copies methods, but no functions."""
+    if COMPILED in module._modules:  # the module that torch.compile() returns, which is copied with its function
+        return False
     forward = vars(module).get("forward")
     return isinstance(forward, FunctionType) and forward.__closure__ is not None
+
+
+def _eager(name: str) -> str:
+    """Return the name of a parameter without the modules that ``torch.compile`` adds."""
+    return name.replace(f"{COMPILED}.", "")
+
+
+def _kind(x: Tensor) -> tuple[bool, bool]:
+    return x.is_floating_point(), x.is_complex()
 
 
 def _describe(p: Tensor) -> str:

@@ -519,3 +519,106 @@ def test_the_sampler_refuses():
     ):
         with pytest.raises(kind, match=message):
             compopt.samplers.ScoredSampler(trained(), reference=reference, **options)
+
+
+# -- states and arguments that are refused --------------------------------------------------------------------------
+
+
+def visited(**options):
+    """Return an estimator with a score of every sample, and a sampler of it."""
+    est = compopt.recommended(4, n=40, keep_scores=True)
+    visit(est, 40, seed=0)
+    return est, compopt.samplers.ScoredSampler(est, **options)
+
+
+def visit(est, n, seed, right=False):
+    z = torch.randn(2, n, 4, generator=torch.Generator().manual_seed(seed))
+    z[1] = z[0] if right else z[1]
+    est(*z.requires_grad_().unbind(), torch.arange(n))
+    est.step()
+
+
+@pytest.mark.parametrize("saved_again", [False, True])
+def test_a_sampler_that_is_saved_right_after_its_load_repeats_its_epoch(saved_again):
+    options = {"warm_up": 0, "share": 0.2, "drawn": 0.5}
+    est, sampler = visited(**options)
+    order = list(sampler)
+    visit(est, 40, seed=1)
+    state = sampler.state_dict()
+    for _ in range(1 + saved_again):
+        sampler = compopt.samplers.ScoredSampler(est, **options)
+        sampler.load_state_dict(state)
+        visit(est, 40, seed=2)
+        state = sampler.state_dict()
+    assert list(sampler) == order
+
+
+def test_a_refused_estimate_of_the_share_is_not_kept():
+    est = compopt.recommended(4, n=8, keep_scores=True)
+    sampler = compopt.samplers.ScoredSampler(est, warm_up=1)
+    sampler.set_epoch(1)
+    with pytest.raises(RuntimeError, match="no sample has been visited"):
+        list(sampler)
+    z = torch.randn(2, 8, 4)
+    est(z[0].requires_grad_(), -z[0].detach(), torch.arange(8))
+    est.step()
+    with pytest.raises(RuntimeError, match="all pairs look wrong"):
+        list(sampler)
+    assert sampler.share is None
+    for seed in range(60):
+        visit(est, 8, seed, right=True)
+    assert len(list(sampler)) == 8 and sampler.share == 0
+
+
+def test_an_epoch_has_at_least_one_sample():
+    est = compopt.recommended(4, n=8, keep_scores=True)
+    visit(est, 8, seed=0)
+    assert len(list(compopt.samplers.ScoredSampler(est, warm_up=0, share=0.95, returning=0.0))) == 1
+
+
+def test_states_that_no_sampler_writes_are_refused():
+    _, sampler = visited(warm_up=0, share=0.2)
+    state = sampler.state_dict()
+    with pytest.raises(ValueError, match="lacks n, seed"):
+        sampler.load_state_dict({})
+    with pytest.raises(ValueError, match="positions outside 0 .. 39"):
+        sampler.load_state_dict({**state, "left_out": torch.tensor([40])})
+    with pytest.raises(TypeError, match="state_dict"):
+        sampler.load_state_dict(None)
+
+
+def test_scores_of_another_temperature_are_refused():
+    est, other = (compopt.DCLEstimator(tau=tau, scores=compopt.ScoreKeeper(8)) for tau in (0.5, 0.05))
+    visit(est, 8, seed=0)
+    state = est.scores.state_dict()
+    with pytest.raises(ValueError, match="temperature differs"):
+        other.scores.load_state_dict(state)
+    same = compopt.DCLEstimator(tau=0.5, scores=compopt.ScoreKeeper(8))
+    same.scores.load_state_dict(state)
+    assert torch.equal(curation.scores(same).score, curation.scores(est).score)
+
+
+def test_weights_are_never_all_zero():
+    x, rank = torch.tensor([0.0, 0, 1, 1]), torch.tensor([1.0, 1, 0, 0])
+    found = curation.Scores(x, torch.ones(4, dtype=torch.int64), similarity=x, rank=rank)
+    assert curation.weights(found, share=0.99).unique().tolist() == pytest.approx([0.01])
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_features_of_any_length_have_their_duplicates(scale):
+    z = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    z[4] = z[1]
+    assert curation.duplicates(z * scale).tolist() == [0, 1, 2, 3, 1, 5]
+    assert curation.rare(z * scale, 0.5, 2).tolist() == curation.rare(z, 0.5, 2).tolist()
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: curation.scores(5), "est must be an estimator"),
+    (lambda: curation.suspects(None), "est must be an estimator"),
+    (lambda: compopt.samplers.ScoredSampler(None), "est must be an estimator"),
+    (lambda: curation.wrong_share(visited()[0]), "found must be the result of scores"),
+    (lambda: curation.scores(visited()[0], since=torch.zeros(40)), "since must be an earlier result"),
+])  # fmt: skip
+def test_arguments_of_other_types_are_refused(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()

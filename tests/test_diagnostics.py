@@ -180,3 +180,14 @@ def test_rows_that_only_another_part_has_visited_are_left_out():
     other.step()
     est.temperature.load_state_dict(other.temperature.state_dict())
     assert diagnostics.normalizer_error(est, *features(N, z1.shape[1], 3)).isnan()
+
+
+@pytest.mark.parametrize("make", [
+    lambda: compopt.MemoryEstimator(4, 16, scores=compopt.ScoreKeeper(10)),
+    lambda: compopt.ContrastiveEstimator(compopt.NeuralNormalizer(4, 8), compopt.TemperatureDual(10, rho=0.5)),
+])  # fmt: skip
+def test_the_error_of_a_normalizer_beside_rows_of_other_parts(make):
+    est, z = make(), torch.randn(2, 10, 4)
+    est(*torch.randn(2, 6, 4, requires_grad=True).unbind(), torch.arange(6)).backward()
+    est.step()
+    assert compopt.diagnostics.normalizer_error(est, *z).isfinite()

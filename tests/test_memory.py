@@ -180,3 +180,11 @@ def test_a_bad_sample_that_is_in_no_pair_is_not_kept():
             loss = est(*features(8, D, seed=2), torch.arange(8))
         assert loss.isfinite()
         assert est.state_dict()["extra"]["normalizer"]["kept"].sum() == 0
+
+
+def test_the_queue_of_features_that_are_not_normalised_is_refused_by_an_estimator_that_normalises():
+    raw, unit = (compopt.MemoryEstimator(4, 8, normalize=normalize) for normalize in (False, True))
+    with pytest.raises(ValueError, match="normalize differs"):
+        unit.normalizer.load_state_dict(raw.normalizer.state_dict())
+    alike = compopt.MemoryEstimator(4, 8)
+    unit.normalizer.load_state_dict(alike.normalizer.state_dict())

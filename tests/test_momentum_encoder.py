@@ -1,6 +1,7 @@
 """MomentumEncoder, the moving average of a model: in plain torch, DDP and FSDP2."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -439,3 +440,84 @@ def test_ddp_gives_the_weights_of_rank_0_to_copies_that_are_made_afterwards():
     (one, before, told), (other, before_too, told_too) = the_pool(2).run(of_other_seeds, 2)
     assert torch.equal(one, other) and before == before_too == 0
     assert not told and "those of rank 0 when DistributedDataParallel wrapped" in told_too[0]
+
+
+def test_an_estimator_without_commits_is_refused():
+    encoder = compopt.MomentumEncoder(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="DCLEstimator has no state"):
+        encoder.attach(compopt.DCLEstimator())
+    encoder.attach(compopt.DCLEstimator(scores=compopt.ScoreKeeper(4)))
+
+
+def test_weights_loaded_into_a_copy_in_half_precision_are_averaged_from_then_on():
+    model = nn.Linear(4, 3).bfloat16()
+    encoder = compopt.MomentumEncoder(model, 0.75)
+    encoder.update()
+    encoder.module.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    encoder.update()
+    torch.testing.assert_close(
+        encoder.module.weight - model.weight, torch.full((3, 4), 0.75).bfloat16(), rtol=0.1, atol=0
+    )
+
+
+def test_compiled_models_are_copied_without_a_warning_and_share_states_with_others():
+    model = nn.Linear(4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encoder = compopt.MomentumEncoder(torch.compile(model, backend="eager"), 0.5)
+    plain = compopt.MomentumEncoder(nn.Linear(4, 4))
+    plain.load_state_dict(encoder.state_dict())
+    assert torch.equal(plain.module.weight, model.weight)
+    encoder.load_state_dict(compopt.MomentumEncoder(nn.Linear(4, 4)).state_dict())
+
+
+def test_an_attached_encoder_is_pickled_without_its_hook():
+    model = nn.Linear(4, 4)
+    encoder = compopt.MomentumEncoder(model)
+    encoder.attach(compopt.recommended(4, momentum=True))
+    again_model, again = pickle.loads(pickle.dumps((model, encoder)))
+    with torch.no_grad():
+        again_model.weight.add_(1.0)
+    again.update()
+    assert torch.allclose(again.module.weight, model.weight + 0.01)
+
+
+@pytest.mark.parametrize(("state", "error", "message"), [
+    (5, TypeError, "state_dict"),
+    ({"parameters": None, "buffers": {}}, TypeError, "parameters of the state"),
+    ({"parameters": {"weight": torch.full((2, 2), torch.nan)}, "buffers": {}}, ValueError, "not finite"),
+    ({"parameters": {"weight": torch.ones(2, 2, dtype=torch.int64)}, "buffers": {}}, ValueError, "the state has"),
+])  # fmt: skip
+def test_states_that_no_run_writes_are_refused(state, error, message):
+    encoder = compopt.MomentumEncoder(nn.Linear(2, 2, bias=False))
+    before = encoder.module.weight.clone()
+    with pytest.raises(error, match=message):
+        encoder.load_state_dict(state)
+    assert torch.equal(encoder.module.weight, before)
+
+
+def test_a_model_that_cannot_be_copied_is_refused():
+    model = nn.Linear(4, 4)
+    model.last = model(torch.ones(1, 4))
+    with pytest.raises(ValueError, match="cannot be copied"):
+        compopt.MomentumEncoder(model)
+
+
+def test_a_shared_parameter_that_is_replaced_is_noticed():
+    model = nn.Linear(4, 3)
+    model.bias.requires_grad_(False)
+    encoder = compopt.MomentumEncoder(model)
+    encoder.update()
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(ValueError, match="bias, which is shared with the copy, was replaced"):
+        encoder.update()
+
+
+def test_weights_that_are_not_finite_are_not_taken_for_others():
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight[0] = torch.nan
+    encoder = compopt.MomentumEncoder(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encoder(torch.ones(1, 4))

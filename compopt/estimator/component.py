@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator, checks
-from compopt.batch import Batch
+from compopt.batch import COUNT, Batch
 from compopt.checks import values
 from compopt.checks.values import Range
 from compopt.distributed.ranks import ProcessGroup, Ranks
@@ -646,6 +646,19 @@ class Temperature(Component):
         state that is not rows to :meth:`~compopt.estimator.Component.deposit_state`.
         """
         return {}
+
+
+def temperatures_beside(part: Component) -> dict[str, Any]:
+    """Return the committed temperatures of the estimator that contains a part, as its ``meaning()``."""
+    temperature = getattr(part.owner, "temperature", None)
+    return {"tau": temperature.constants()} if isinstance(temperature, Temperature) else {}
+
+
+def check_temperatures_beside(part: Component, state: Mapping[str, Any]) -> None:
+    """Refuse, with a ``ValueError``, the state of a part whose values were averaged at other temperatures."""
+    temperature = getattr(part.owner, "temperature", None)
+    if isinstance(temperature, Temperature) and "tau" in state.get("meaning", {}):
+        temperature.check_same(state["meaning"]["tau"], state["rows"][COUNT])
 
 
 def other_temperature(given: Sequence[float] | None, own: str) -> ValueError:

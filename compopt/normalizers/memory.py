@@ -144,8 +144,20 @@ class MemoryNormalizer(Normalizer):
         # earlier checkpoints have no entry for momentum
         return {"dim": self.dim, "length": self.length, **({"momentum": True} if self.momentum else {})}
 
+    def meaning(self) -> dict[str, Any]:
+        return {"normalize": self._normalized}
+
+    def check_meaning(self, state: Mapping[str, Any]) -> None:
+        given = state.get("meaning", {}).get("normalize", self._normalized)
+        if given != self._normalized:
+            raise ValueError(
+                f"normalize differs: the queue is of features with normalize={given}, this estimator has "
+                f"normalize={self._normalized}; build it with that value"
+            )
+
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
+        self._normalized = setting.normalize
         self._views, self._directions = setting.mode == "unimodal", setting.directions
         policy: PairPolicy = getattr(setting.owner, "pairs", None) or NO_POLICY
         self._within = bool(policy.within)

@@ -12,10 +12,16 @@ from typing_extensions import Unpack
 
 from compopt import checks
 from compopt import functional as F
-from compopt.batch import COUNT, Batch
+from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_values, check_vector
-from compopt.estimator.component import Call, Estimate, Normalizer, Temperature
+from compopt.estimator.component import (
+    Call,
+    Estimate,
+    Normalizer,
+    check_temperatures_beside,
+    temperatures_beside,
+)
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
@@ -129,12 +135,7 @@ class MovingAverageEstimator(Normalizer):
             raise ValueError(f"width={self.width} serves losses of your own; as normalizer it needs width=1")
 
     def meaning(self) -> dict[str, Any]:
-        temperature = self._beside()
-        return {} if temperature is None else {"tau": temperature.constants()}
-
-    def _beside(self) -> Temperature | None:
-        temperature = getattr(self.owner, "temperature", None)
-        return temperature if isinstance(temperature, Temperature) else None
+        return temperatures_beside(self)
 
     def check_meaning(self, state: Mapping[str, Any]) -> None:
         own = [group["reference"] for group in self.sample_groups]
@@ -144,9 +145,7 @@ class MovingAverageEstimator(Normalizer):
                 f"reference differs: the rows are of {given}, this estimator has {own}, whose log_u is another "
                 f"quantity; build it with reference={given[0]!r}"
             )
-        temperature = self._beside()
-        if temperature is not None and "tau" in state.get("meaning", {}):
-            temperature.check_same(state["meaning"]["tau"], state["rows"][COUNT])
+        check_temperatures_beside(self, state)
 
     def check_pairs(self, policy: PairPolicy) -> None:
         """Accept every policy."""

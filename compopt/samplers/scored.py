@@ -10,11 +10,14 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from compopt import checks, curation, rng
+from compopt.checks.inputs import check_vector
+from compopt.checks.values import mapping
 from compopt.curation import Scores
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator.base import Estimator
 
 NEVER_SEEN = 1e6  # logarithm of the weight of samples without a score
+STATE = ("n", "seed", "epoch", "begun", "share", "left_out")
 
 
 class ScoredSampler(Sampler[int]):
@@ -40,7 +43,7 @@ class ScoredSampler(Sampler[int]):
             yet, and after many epochs a model has memorised wrong pairs (``benchmarks/results/curation.md``).
         share: share of the visited samples to omit, in [0, 1); ``None``: :func:`compopt.curation.wrong_share` at the
             end of the warm-up.
-        returning: part of the suspects that is not omitted, in [0, 1].
+        returning: part of the suspects that is not omitted, in [0, 1]; more if less than one sample per rank is left.
         drawn: part of the other samples in an epoch after the warm-up, in (0, 1], but at least one sample per rank.
             Samples that were never visited are drawn first.
         reference: scores of another model on the same samples, such as those of an earlier run
@@ -68,8 +71,8 @@ class ScoredSampler(Sampler[int]):
         ValueError: ``share``, ``returning`` or ``drawn`` is outside its range; the rows contain no scores, see
             :func:`compopt.curation.scores`; ``share=None`` without ranks or with ``warm_up=0``; ``reference`` has
             more samples than the estimator, or ``drawn`` is 1.
-        TypeError: ``reference`` is not an instance of :class:`~compopt.curation.Scores`.
-        RuntimeError: in an iteration, if the estimated share is 1.
+        TypeError: ``est`` is not an estimator; ``reference`` is not an instance of :class:`~compopt.curation.Scores`.
+        RuntimeError: in an iteration, if the estimated share is 1, or no sample has been visited.
 
     References:
         Mindermann et al., Prioritized training on points that are learnable, worth learning, and not yet learnt, ICML
@@ -165,16 +168,27 @@ class ScoredSampler(Sampler[int]):
             return torch.zeros(0, dtype=torch.int64, device="cpu")
         found = curation.scores(self.est)
         if self.share is None:
-            self.share = curation.wrong_share(found)
-        if self.share >= 1:
+            self.share = self._estimated(found)
+        suspects = curation.suspects(found, self.share)
+        order = rng.permutation(len(suspects), self.seed, epoch, 1)
+        kept = max(round(self.returning * len(suspects)), self._ranks.size - (self._n - len(suspects)))
+        out = suspects[order[kept:].sort().values]
+        return torch.cat([out, self._not_drawn(found, out, epoch)]) if self.drawn < 1 else out
+
+    def _estimated(self, found: Scores) -> float:
+        """Return the share of wrong pairs; raise if the rows do not give it."""
+        if not bool(found.visits.any()):
+            raise RuntimeError(
+                f"no sample has been visited after {self.warm_up} epochs, so that the share of wrong pairs cannot be "
+                f"estimated: commit the calls with est.step() or est.attach(optimizer), or give share="
+            )
+        share = curation.wrong_share(found)
+        if share >= 1:
             raise RuntimeError(
                 "all pairs look wrong (estimated share 1.0), so that the ranks tell nothing: give share=, or look at "
                 "compopt.curation.scores(est).rank"
             )
-        suspects = curation.suspects(found, self.share)
-        order = rng.permutation(len(suspects), self.seed, epoch, 1)
-        out = suspects[order[round(self.returning * len(suspects)) :].sort().values]
-        return torch.cat([out, self._not_drawn(found, out, epoch)]) if self.drawn < 1 else out
+        return share
 
     def _not_drawn(self, found: Scores, out: Tensor, epoch: int) -> Tensor:
         """Return the samples that are neither in ``out`` nor drawn.
@@ -200,11 +214,12 @@ class ScoredSampler(Sampler[int]):
         For a state that is saved between two epochs, call ``sampler.set_epoch(epoch + 1)`` of the loaded sampler, as
         with ``DistributedSampler``.
         """
-        begun = self._known is not None and self._known == self.epoch - 1
+        known = self._known if self._known in (self.epoch, self.epoch - 1) else None
+        begun = known is not None
         return {
             "n": self._n,
             "seed": self.seed,
-            "epoch": self.epoch - 1 if begun else self.epoch,
+            "epoch": self.epoch if known is None else known,
             "begun": begun,
             "share": self.share,
             "left_out": self.left_out.clone(),
@@ -214,15 +229,22 @@ class ScoredSampler(Sampler[int]):
         """Continue with the epoch of the state.
 
         Raises:
-            ValueError: the state is that of a sampler with another number of samples or another seed.
+            TypeError: the state is not a dict.
+            ValueError: entries are missing; the state is that of a sampler with another number of samples or another
+                seed; a position is outside the data set. Nothing is changed in these cases.
         """
+        mapping("state_dict", state_dict)
+        if missing := [name for name in STATE if name not in state_dict]:
+            raise ValueError(f"state_dict lacks {', '.join(missing)}; pass what sampler.state_dict() returned")
         for name, own in (("n", self._n), ("seed", self.seed)):
             if state_dict[name] != own:
                 raise ValueError(f"the state is of a sampler with {name}={state_dict[name]}, not {own}")
-        self.epoch, self.left_out = int(state_dict["epoch"]), state_dict["left_out"].clone()
-        self.share = state_dict["share"]
+        left_out = check_vector("left_out", state_dict["left_out"], None).cpu().clone()
+        if len(left_out) and not 0 <= int(left_out.min()) <= int(left_out.max()) < self._n:
+            raise ValueError(f"left_out contains positions outside 0 .. {self._n - 1}; is the state of other data?")
+        self.epoch, self.left_out, self.share = int(state_dict["epoch"]), left_out, state_dict["share"]
         self._known = self.epoch if state_dict["begun"] else None
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch."""
+        """Set the number of the next epoch; raise a ``ValueError`` if it is negative."""
         self.epoch = checks.whole("epoch", epoch)
