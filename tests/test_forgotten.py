@@ -66,7 +66,8 @@ def clip():
 
 
 def remembers():
-    return compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(N), compopt.FixedTemperature(0.1, learn=True))
+    temperature = compopt.FixedTemperature(0.1, learn=True)
+    return compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(N), temperature, multiply_tau=False)
 
 
 # no commit --------------------------------------------------------------------------------------------------------
