@@ -129,8 +129,8 @@ class MemoryNormalizer(Normalizer):
         ):
             if given:
                 raise ValueError(
-                    f"{option} uses features of the batch's candidates, and the memory has others; leave it out, or use "
-                    f"an estimator without a memory, such as compopt.DCLEstimator"
+                    f"{option} uses features of the batch's candidates, and the memory has others; leave it out, or "
+                    f"use an estimator without a memory, such as compopt.DCLEstimator"
                 )
 
     def check_momentum(self, given: bool) -> None:
