@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.report import ROOT, stored, table
-from benchmarks.studies import finetuning
+from benchmarks.studies import curation, finetuning
 from benchmarks.studies.default.report import (
     best_peers,
     by_warmup,
@@ -60,6 +60,7 @@ PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
         *(finetuning.summary, small_sets, unseen_sets),
     ),
     ROOT / "docs" / "guides" / "checkpoints.md": (sparse_saves,),
+    ROOT / "docs" / "guides" / "curation.md": (curation.summary,),
     ROOT / "benchmarks" / "README.md": (provenance,),
 }
 

@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, product
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
@@ -329,18 +330,46 @@ WITH_TEMPERATURES = (
     "(below 0.5: wrong pairs have lower ones), and of a logistic regression on both, with their product and the "
     "logarithm of the temperature, by five-fold cross-validation; rank correlation of log-normalizer and temperature."
 )
+OVERVIEW = (
+    "Shuffled pairs. *AUROC, 1 epoch*: of the rows after one epoch; *cost*: recall of the default without wrong pairs "
+    "minus that with them; other columns: gain over the default on all pairs."
+)
+SHOWN = ("weights", "during", "rows", "similarity", "oracle")
 COLUMNS = ["wrong", "arm", "recall", "gain", "recovered, %", "left out, %", "of these wrong, %", "seeds"]
 
 
 def page() -> str:
     runs = read_runs(PATH)
     parts = ["# Wrong pairs: detection by rows", provenance(runs, "benchmarks/studies/curation.py"), ABOUT]
+    parts += ["## Overview", OVERVIEW, summary()]
     for data in DATA:
         for noise in NOISES:
             if any((Case.of(run).data, Case.of(run).noise) == (data, noise) for run in runs):
                 parts += section(runs, data, noise)
     parts += ["## Temperatures per sample", WITH_TEMPERATURES, temperatures(runs)]
     return "\n\n".join(parts)
+
+
+def summary() -> str:
+    """Return a table of the gains with shuffled pairs, by data set and share of wrong pairs, and of their means."""
+    runs, body = read_runs(PATH), []
+    means: dict[str, list[float]] = {arm: [] for arm in SHOWN}
+    for data, share in product(DATA, SHARES[1:]):
+        by = {arm: of(runs, Case(data, NOISES[0], share), arm) for arm in ("default", *SHOWN)}
+        recall = {arm: {seed: 100 * run["metrics"][DATA[data].measure] for seed, run in by[arm].items()} for arm in by}
+        clean = [100 * run["metrics"][DATA[data].measure] for run in of(runs, Case(data), "default").values()]
+        cells = []
+        for arm, own in means.items():
+            gains = [value - recall["default"][seed] for seed, value in recall[arm].items()]
+            cells.append(paired(gains))
+            own.append(mean(gains))
+        cost = mean(clean) - mean(recall["default"].values())
+        epoch = mean_spread([run["auroc"][0] for run in by["default"].values()], digits=2)
+        body.append([data, f"{share:.0%}", epoch, f"{cost:.1f}", *cells])
+    body.append(
+        ["mean", "", "", f"{mean(float(line[3]) for line in body):.1f}", *(f"{mean(m):+.2f}" for m in means.values())]
+    )
+    return table(["", "wrong", "AUROC, 1 epoch", "cost", *SHOWN], body, "ll" + "r" * (2 + len(SHOWN)))
 
 
 def section(runs: list[dict[str, Any]], data: str, noise: str) -> list[str]:
