@@ -29,6 +29,7 @@ from torch.nn.functional import normalize
 
 from compopt import checks
 from compopt.batch import COUNT
+from compopt.checks.context import warn
 from compopt.checks.inputs import check_values
 from compopt.checks.values import Range
 from compopt.distributed.ranks import Ranks
@@ -260,7 +261,8 @@ def check_rows(est: Estimator) -> None:
     if "log_g" not in kept and not ("log_u" in kept and references == {"positive"}):
         raise ValueError(
             f"the rows of {type(est).__name__} ({', '.join(kept) or 'none'}) do not tell how an anchor's normalizer "
-            f'compares with its positive; build it with scores=compopt.ScoreKeeper(n), or with reference="positive"'
+            f"compares with its positive; build it with scores=compopt.ScoreKeeper(n) (compopt.recommended: "
+            f'keep_scores=True), or with reference="positive"'
         )
 
 
@@ -302,7 +304,7 @@ def wrong_share(found: Scores) -> float:
         found: result of :func:`scores`, with ranks.
 
     Returns:
-        The share among the visited samples, in [0, 1]; 0 if no sample was visited.
+        The share among the visited samples, in [0, 1]; 0, with a warning, if no sample was visited.
 
     Raises:
         ValueError: ranks are not recorded.
@@ -322,6 +324,11 @@ def wrong_share(found: Scores) -> float:
     if found.rank is None:
         raise ValueError("the share of wrong pairs is estimated from ranks: use ScoreKeeper(n, rank=True), or give it")
     seen = found.visits > 0
+    if not bool(seen.any()):
+        warn(
+            "no sample has been visited, so that the share of wrong pairs is unknown: commit calls with est.step() or "
+            "est.attach(optimizer), in training mode"
+        )
     above = torch.heaviside(found.rank - CHANCE, found.rank.new_full((), 0.5))[seen]
     return min(1.0, 2 * float(above.sum()) / max(1, int(seen.sum())))
 
@@ -550,9 +557,12 @@ def export(found: Scores, path: str | Path, keys: Sequence[str] | None = None) -
         keys: a name for each sample, written as column ``key`` (such as ``__key__`` of tar shards).
 
     Raises:
+        TypeError: ``found`` is not the result of :func:`scores`.
         ValueError: the suffix is unknown, or the number of keys differs from that of the samples.
         ImportError: pyarrow is not installed.
     """
+    if not isinstance(found, Scores):
+        raise TypeError(f"found must be the result of scores(), got {type(found).__name__}; call scores(est)")
     path, columns = Path(path), {name: value.numpy() for name, value in found.columns().items()}
     if keys is not None:
         if len(keys) != len(found.score):

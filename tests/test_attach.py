@@ -425,6 +425,27 @@ def test_a_load_before_attaching_is_told():
     assert not any("compopt" in key for group in late.param_groups for key in group)
 
 
+def test_a_load_of_an_entry_that_nobody_takes_is_told():
+    def made(checkpoint):
+        optimizer, est = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))], lr=0.1), compopt.SogCLREstimator(9)
+        return optimizer, est, est.attach(optimizer, checkpoint=checkpoint)
+
+    source = made(True)
+    state = source[0].state_dict()
+    optimizer, est, handle = made(False)
+    with pytest.warns(UserWarning, match="has the entry 'compopt' of an estimator, which is dropped"):
+        optimizer.load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.load_state_dict(torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1).state_dict())
+        other = compopt.SogCLREstimator(9)
+        other.attach(optimizer)
+        est.attach(optimizer, checkpoint=True)
+        optimizer.load_state_dict(state)
+        handle.remove()
+        optimizer.load_state_dict({k: v for k, v in state.items() if k != "compopt"})
+
+
 def test_rows_are_loaded_after_the_optimizer_has_accepted_its_state():
     parameter, optimizer, est = setting()
     est.attach(optimizer, checkpoint=True)

@@ -640,3 +640,8 @@ def test_half_precision_of_tau_is_not_that_of_gradients():
     want = make_one().feature_gradients(z1, z2, index, tau=tau.double())
     got = make_one().feature_gradients(z1, z2, index, tau=tau)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_third_output_of_the_model_is_recognised():
+    with pytest.raises(TypeError, match="a scale that the model returns as a third output"):
+        compopt.DCLEstimator()(*torch.randn(2, 4, 3), torch.tensor(14.3))

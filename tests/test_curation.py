@@ -618,7 +618,16 @@ def test_features_of_any_length_have_their_duplicates(scale):
     (lambda: compopt.samplers.ScoredSampler(None), "est must be an estimator"),
     (lambda: curation.wrong_share(visited()[0]), "found must be the result of scores"),
     (lambda: curation.scores(visited()[0], since=torch.zeros(40)), "since must be an earlier result"),
+    (lambda: curation.export(visited()[0], "scores.csv"), "found must be the result of scores"),
 ])  # fmt: skip
 def test_arguments_of_other_types_are_refused(call, message):
     with pytest.raises(TypeError, match=message):
         call()
+
+
+def test_the_share_of_a_run_without_a_commit_is_unknown():
+    found = curation.scores(compopt.recommended(4, n=8, keep_scores=True))
+    with pytest.warns(UserWarning, match="no sample has been visited"):
+        assert curation.wrong_share(found) == 0
+    with pytest.raises(ValueError, match="keep_scores=True"):
+        curation.scores(compopt.recommended(4, n=8))

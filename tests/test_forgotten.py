@@ -369,3 +369,33 @@ def test_a_scale_that_ddp_waits_for(one_rank):
 @pytest.mark.parametrize("how", ["frozen", "ignored", "unused", "bare", "tau"])
 def test_a_scale_that_nobody_waits_for(how, one_rank):
     assert train_clip(how) == ([], "well", 3)
+
+
+# evaluation mode --------------------------------------------------------------------------------------------------
+
+
+def test_training_in_evaluation_mode_is_told_once():
+    loop = Loop()
+    loop.est.eval()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        loop.train(forgotten.IDLE - 1)
+        assert not found
+        loop.train(forgotten.IDLE)
+    assert [("call est.train()" in str(w.message), w.filename) for w in found] == [(True, __file__)] and loop.est.t == 0
+
+
+@pytest.mark.parametrize("est", [compopt.SogCLREstimator(N), compopt.DCLEstimator()], ids=["rows", "stateless"])
+def test_evaluations_during_training_are_no_mistake(est):
+    loop = Loop(est)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(forgotten.IDLE + 1):
+            est.eval()
+            loop.call(2)
+            est.train()
+            loop.train(1)
+        if est.n is None:
+            est.eval()
+            loop.train(forgotten.IDLE + 1)
+    assert not loop.said

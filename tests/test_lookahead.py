@@ -110,6 +110,7 @@ def test_where_the_index_is(batch, index, found):
     [
         ({"i": torch.tensor([4])}, -1, ValueError, "selects nothing from a batch with the keys 'i'"),
         ((1, 2), 2, ValueError, "selects nothing from a batch with 2 entries"),
+        ({"index": torch.tensor([4])}, -1, ValueError, 'pass another, such as index="index"'),
         ((1, 2), "i", TypeError, "type tuple has no entry"),
         ((1, 2), True, TypeError, "position"),
         (torch.zeros(3), -1, TypeError, "type Tensor has no entry"),

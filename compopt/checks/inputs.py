@@ -44,7 +44,8 @@ def check_vector(name: str, value: Any, batch: int | None, of: str = "a batch of
     if value.dtype not in INTEGERS:
         names = name in ("labels", "group") or name.startswith("within")
         kind = "any integers, equal ones for equal samples" if names else "data-set positions"
-        raise TypeError(f"{name} must hold integers ({kind}), got {value.dtype}")
+        scale = " (a scale that the model returns as a third output? pass z1, z2, index)" if value.dim() == 0 else ""
+        raise TypeError(f"{name} must hold integers ({kind}), got {value.dtype}{scale}")
     if value.dim() != 1:
         wanted = "B" if batch is None else str(batch)
         raise ValueError(f"{name} must have shape ({wanted},), got {tuple(value.shape)}; one entry per sample")

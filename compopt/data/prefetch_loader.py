@@ -144,7 +144,8 @@ def select_index(batch: Any, index: Any) -> Tensor:
             found = batch[index]
         except (KeyError, IndexError):
             held = f"the keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else f"{len(batch)} entries"
-            raise ValueError(f"index={index!r} selects nothing from a batch with {held}; pass another") from None
+            hint = ', such as index="index"' if isinstance(batch, Mapping) and "index" in batch else ""
+            raise ValueError(f"index={index!r} selects nothing from a batch with {held}; pass another{hint}") from None
     else:
         raise TypeError(
             f"a batch of type {type(batch).__name__} has no entry index={index!r}; pass index= as a function that "

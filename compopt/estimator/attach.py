@@ -24,6 +24,7 @@ Commit = Callable[[Tensor | None], None]
 
 KEY = "compopt"
 LIMIT = 1 << 30  # largest state, in bytes, that an optimizer's state dict may contain: it is copied into every file
+IDLE = 32  # optimizer steps after calls in evaluation mode, without a commit, before a warning
 UPDATES = 3  # model updates without a commit before a warning, if no attached optimizer can still commit
 # Calls without a commit before a warning, if no update is observed (an optimizer may run no hooks). The number of calls
 # must also reach WINDOWS times the longest window so far, since gradient accumulation may be long.
@@ -130,6 +131,9 @@ class Attached:
         self._skipped: int = counting[0].skipped_steps if counting else 0
         self.est: ref[Any] | None = None  # the estimator that the optimizer's state dict contains
         self._loading: Any = None
+        table: Any = inner._optimizer_load_state_dict_pre_hooks
+        table[self.handle.id] = self._look_for_entries
+        self.handle.extra_dict_ref += (ref(table),)
 
     def skipped(self) -> bool:
         """Return whether the engine has skipped an update since the last call of this method."""
@@ -162,6 +166,20 @@ class Attached:
                 f"that state, an estimator's, was dropped; attach before optimizer.load_state_dict(state), or load it "
                 f"now with est.load_state_dict(state[{self.key!r}])",
                 stacklevel=4,
+            )
+
+    def _look_for_entries(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Warn if the optimizer loads a state with the entry of an estimator, and no estimator takes it."""
+        hooks: Any = optimizer._optimizer_load_state_dict_pre_hooks
+        others = [getattr(hook, "__self__", None) for hook in hooks.values()]
+        taken = {other.key for other in others if isinstance(other, Attached) and other._carried() is not None}
+        left = [key for key in map(str, state_dict) if key.partition(".")[0] == KEY and key not in taken]
+        if left:
+            warnings.warn(
+                f"the state that {type(optimizer).__name__} loads has the entry {left[0]!r} of an estimator, which is "
+                f"dropped; attach with checkpoint=True before the load, or load it with "
+                f"est.load_state_dict(state[{left[0]!r}])",
+                stacklevel=5,
             )
 
     def _carried(self) -> Any:
@@ -200,6 +218,7 @@ class Attachments:
     """Optimizers that commit an estimator's deposits, and one-time warnings about mistakes in the training loop.
 
     *No commit*: ``step()`` never runs, or the attached optimizer does not update the model.
+    *No deposit*: the model is trained while the estimator is in evaluation mode.
     *Learned temperature without an optimizer*: the parameter receives gradients and keeps its value.
     *Batch positions as index*: every index is 0 .. B - 1, so that all samples share a few rows.
     *Unused scale of the model*: ``DistributedDataParallel`` waits for its gradient and raises at the next forward.
@@ -209,6 +228,7 @@ class Attachments:
     Attributes:
         stepped: by the id of each optimizer of the process, whether it has stepped since the last call; ``None``: model
             updates are not counted.
+        evaluated: a call in evaluation mode had a graph, since the last step.
         unsure_of_positions: every index so far equals the positions in its batch.
         unsure_of_optimizer: it is not known yet whether an optimizer updates the learned parameters.
     """
@@ -224,6 +244,7 @@ class Attachments:
         self._before: list[Tensor] = []  # values of the learned parameters at the first call
         self._graded = False  # the learned parameters had gradients at a commit
         self._looked_for_scale = False
+        self.evaluated, self._idle = False, 0  # _idle: steps so far without a deposit, after calls in evaluation mode
 
     def add(self, optimizer: Any, commit: Commit, carried: Any = None) -> RemovableHandle:
         """Attach once, see :meth:`Estimator.attach`; the optimizer saves the state of ``carried``, if given."""
@@ -262,6 +283,16 @@ class Attachments:
         """Record the commit of a window of ``window`` calls."""
         self._longest = max(self._longest, window)
         self._watch(False)
+
+    def idle(self) -> None:
+        """Record a step with nothing to commit; warn once if the estimator seems to be left in evaluation mode."""
+        self._idle, self.evaluated = self._idle + self.evaluated, False
+        if self._idle == IDLE:
+            self._idle += 1
+            warn(
+                f"{IDLE} optimizer steps had nothing to commit, because the estimator is in evaluation mode, in which "
+                f"calls deposit nothing; call est.train() after an evaluation"
+            )
 
     def pending(self, calls: int) -> None:
         """Warn once if so many calls wait for a commit that the loop must lack one."""

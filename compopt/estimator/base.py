@@ -213,6 +213,8 @@ class Estimator:
                     engine.attachments.positions(keys["index"], self.n, self._remembers_index)
                 if engine.attachments.unsure_of_optimizer:
                     engine.attachments.learned(list(self.parameters()), engine.async_checks)
+        elif torch.is_grad_enabled() and not engine.training:
+            engine.attachments.evaluated = engine.commits()
         progress = {"depositing": int(depositing), "t": engine.t, "pending": engine.pending, **(facts or {})}
         batch = engine.reader.read(keys, values, depositing, progress, self._identity, least, more)
         if depositing:
@@ -375,6 +377,7 @@ class Estimator:
         if engine.attachments.unsure_of_optimizer:
             engine.attachments.updated(list(self.parameters()))
         if not engine.pending:
+            engine.attachments.idle()
             return
         if found_inf is not None:
             found_inf = found_inf.reshape(())  # a flag of shape (1,) would broadcast 0-d state to 1-D

@@ -52,7 +52,8 @@ def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle:
     """
     warn_alone(
         accelerator.num_processes,
-        "on a machine without accelerators build Accelerator(cpu=True), or start with accelerate launch --cpu",
+        "on a machine without accelerators build Accelerator(cpu=True) and start with torchrun, or with accelerate "
+        "launch --multi_gpu (accelerate launch --cpu starts one process)",
     )
     wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
     if wrapped is not None:
