@@ -319,8 +319,7 @@ def wrong_share(found: Scores) -> float:
         >>> compopt.curation.wrong_share(found)
         0.2
     """
-    if not isinstance(found, Scores):
-        raise TypeError(f"found must be the result of scores(), got {type(found).__name__}; call scores(est)")
+    _check_found(found)
     if found.rank is None:
         raise ValueError("the share of wrong pairs is estimated from ranks: use ScoreKeeper(n, rank=True), or give it")
     seen = found.visits > 0
@@ -331,6 +330,11 @@ def wrong_share(found: Scores) -> float:
         )
     above = torch.heaviside(found.rank - CHANCE, found.rank.new_full((), 0.5))[seen]
     return min(1.0, 2 * float(above.sum()) / max(1, int(seen.sum())))
+
+
+def _check_found(found: Any) -> None:
+    if not isinstance(found, Scores):
+        raise TypeError(f"found must be the result of scores(), got {type(found).__name__}; call scores(est)")
 
 
 def suspects(est: Estimator | Scores, share: float | None = None) -> Tensor:
@@ -561,8 +565,7 @@ def export(found: Scores, path: str | Path, keys: Sequence[str] | None = None) -
         ValueError: the suffix is unknown, or the number of keys differs from that of the samples.
         ImportError: pyarrow is not installed.
     """
-    if not isinstance(found, Scores):
-        raise TypeError(f"found must be the result of scores(), got {type(found).__name__}; call scores(est)")
+    _check_found(found)
     path, columns = Path(path), {name: value.numpy() for name, value in found.columns().items()}
     if keys is not None:
         if len(keys) != len(found.score):

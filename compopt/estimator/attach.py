@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakMethod, WeakSet, ref
@@ -153,8 +153,7 @@ class Attached:
         tables: Any = [getattr(optimizer, f"_optimizer_{family}_hooks") for family in families]
         if self.handle.id in tables[0]:
             return
-        others = [getattr(hook, "__self__", None) for hook in tables[0].values()]
-        taken = {other.key for other in others if isinstance(other, Attached) and other.est and other.est() is not None}
+        taken = _taken(tables[0])
         self.est = ref(est)
         self.key: str = next(key for number in count() if (key := f"{KEY}.{number}" if number else KEY) not in taken)
         for table, hook in zip(tables, (self._save, self._take, self._load), strict=True):
@@ -170,9 +169,7 @@ class Attached:
 
     def _look_for_entries(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Warn if the optimizer loads a state with the entry of an estimator, and no estimator takes it."""
-        hooks: Any = optimizer._optimizer_load_state_dict_pre_hooks
-        others = [getattr(hook, "__self__", None) for hook in hooks.values()]
-        taken = {other.key for other in others if isinstance(other, Attached) and other._carried() is not None}
+        taken = _taken(optimizer._optimizer_load_state_dict_pre_hooks)
         left = [key for key in map(str, state_dict) if key.partition(".")[0] == KEY and key not in taken]
         if left:
             warnings.warn(
@@ -212,6 +209,12 @@ class Attached:
         est, state, self._loading = self._carried(), self._loading, None
         if est is not None and state is not None:
             est.load_state_dict(state)
+
+
+def _taken(hooks: Mapping[int, Any]) -> set[str]:
+    """Return the keys of the entries that hooks of one kind save or load for living estimators."""
+    others = [getattr(hook, "__self__", None) for hook in hooks.values()]
+    return {other.key for other in others if isinstance(other, Attached) and other._carried() is not None}
 
 
 class Attachments:

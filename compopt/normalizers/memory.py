@@ -229,8 +229,10 @@ class MemoryNormalizer(Normalizer):
 
         A later call adds the mean of its own batch, so that the queue follows the encoders.
         """
-        names, new = stored_names(keys), self._of_candidates(centred[:, -self.length :])
-        entries = {"queue": new, "keys": names, "kept": torch.ones_like(names[0], dtype=torch.bool)}
+        newest = slice(-self.length, None)
+        names = stored_names(keys)[:, newest]
+        new, kept = self._of_candidates(centred[:, newest]), torch.ones_like(names[0], dtype=torch.bool)
+        entries = {"queue": new, "keys": names, "kept": kept}
         if batch.momentum:  # the queue stores the copy's features; the others may be bad, too
             usable = usable & all_finite(torch.stack(batch.features)) & all_finite(torch.stack(batch.momentum))
         if batch.bad is not None:
@@ -389,17 +391,14 @@ def stored_names(given: Mapping[str, Tensor]) -> Tensor:
 
 
 def pushed(state: Mapping[str, Tensor], entries: Mapping[str, Tensor], usable: Tensor) -> dict[str, Tensor]:
-    """Append entries and drop the oldest, along the axis of slots (the second, if there are two or more)."""
+    """Append entries, at most one per slot, and drop the oldest, along the axis of slots (the second of several)."""
     on_host = usable.device.type == "cpu"  # the flag can be read without a synchronisation
     if on_host and not usable:
         return dict(state)
     result = {}
     for name, new in entries.items():
         old, axis = state[name], min(1, new.dim() - 1)
-        length = old.shape[axis]
-        taken = min(length, new.shape[axis])
-        new = new.to(old.dtype)
-        new = new if taken == new.shape[axis] else new.narrow(axis, new.shape[axis] - taken, taken)
-        moved = torch.cat([old.narrow(axis, taken, length - taken), new], dim=axis)
+        taken = new.shape[axis]
+        moved = torch.cat([old.narrow(axis, taken, old.shape[axis] - taken), new.to(old.dtype)], dim=axis)
         result[name] = moved if on_host else torch.where(usable, moved, old)
     return result
