@@ -236,8 +236,8 @@ def page(results: Results) -> str:
         body.append([arm, *values, str(len(runs)), mean_spread([run["scale"] for run in runs])])
     about = (
         f"All methods train the same small open_clip model (`recipes/clip/icons.json`) for {EPOCHS} epochs on 20,480 "
-        f"icons, at batch {BATCH} where the row does not say otherwise. Whole families of icons are held out. The table "
-        "has the metrics of clip-benchmark in per cent: mean ± standard deviation of the seeds "
+        f"icons, at batch {BATCH} where the row does not say otherwise. Whole families of icons are held out. The "
+        "table has the metrics of clip-benchmark in per cent: mean ± standard deviation of the seeds "
         f"{', '.join(map(str, SEEDS))}. `open_clip` is the trainer of "
         "that package with its own loss, `open_clip, adapter` is the same command with `--estimator clip`, and the "
         "other methods use `recipes/clip_trainer.py`. `CLIP` and both runs of open_clip learn one temperature, "
