@@ -89,6 +89,11 @@ class Batch:
         """``z1, z2``, ... of all ranks, ``(B, d)`` each."""
         return tuple(z for name, z in self.values.items() if name.startswith("z"))
 
+    @cached_property
+    def views(self) -> Tensor:
+        """The same as one tensor, ``(V, B, d)``; a copy if the features come from several ranks."""
+        return torch.stack(self.features)
+
     @property
     def momentum(self) -> tuple[Tensor, ...]:
         """``k1, k2`` of all ranks, ``(B, d)`` each; empty without ``momentum_features=``."""

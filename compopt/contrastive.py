@@ -43,6 +43,8 @@ from compopt.stores.table import Placement
 from compopt.summary import Summary
 from compopt.tiles.choice import BACKENDS, Backend
 
+LEAST_SCALE = 5.0  # larger temperatures of normalised features are taken for logit scales, usually 10 to 100
+
 
 class ContrastiveEstimator(Estimator):
     r"""Contrastive loss composed of a normalizer and a temperature, with optional state per sample.
@@ -109,9 +111,10 @@ class ContrastiveEstimator(Estimator):
         MemoryError, OSError: the memory or the disk has no room for the rows.
 
     Warns:
-        UserWarning: feature rows that are not finite, with their number; a ``rho`` too large for a batch of this size,
-            once; with ``offload="disk"`` a disk with less room than the table needs, or a file that was removed; and
-            the warnings of :class:`~compopt.Estimator`.
+        UserWarning: feature rows that are not finite, with their number; once each, a ``rho`` too large for a batch of
+            this size, and a shared temperature of 5 or more, which is probably a logit scale; with ``offload="disk"`` a
+            disk with less room than the table needs, or a file that was removed; and the warnings of
+            :class:`~compopt.Estimator`.
 
     Example:
         >>> import torch, compopt
@@ -183,7 +186,7 @@ class ContrastiveEstimator(Estimator):
         if pairs is not None:
             normalizer.check_pairs(pairs)  # again, now that sample_groups are known
         self._anchors = count  # directions that have anchors
-        self._warned = False  # about the gradient of a learned temperature
+        self._warned: set[str] = set()  # causes of warnings that are given once
         self._at_first: int | None = None  # fingerprint of the learned parameters at the first call of several ranks
         self._shown: Mapping[str, Tensor | Callable[[], Tensor]] = {}
         self._last: Summary | None = None
@@ -397,6 +400,8 @@ class ContrastiveEstimator(Estimator):
             values |= zip(("k1", "k2"), given.momentum, strict=True)
         more = 0 if given.extra is None else given.extra.unit.shape[1]
         batch = self._read(given.keys, values, given.facts, least=2, more=more)
+        if self._engine.ranks.size == 1:
+            batch.views = given.own.unit  # without a copy
         if given.sample_weight is not None:
             batch.sample_weight = with_mean_one(batch.values["sample_weight"])
         return batch
@@ -435,18 +440,34 @@ class ContrastiveEstimator(Estimator):
         pairs = swept(Source(own, tau, batch, self._engine.ranks, self.backend), options, policy)
         if self.temperature.learns and pairs.negatives:  # before any proposal, since a warning may be an error
             self.temperature.look_at_negatives(pairs.negatives + self.normalizer.outside)
-        if self.multiply_tau and self.normalizer.divides and given.wants(temperature):
-            self._warn_of_rising_tau()
+        self._look_at_temperature(temperature, given)
         return pairs
 
-    def _warn_of_rising_tau(self) -> None:
-        """Warn, once, that the gradient of a temperature that an optimizer learns has one sign."""
-        if not self._warned:
-            self._warned = True
-            warn(
+    def _look_at_temperature(self, temperature: float | Tensor, given: Given) -> None:
+        """Warn, once, of a logit scale in place of a temperature, and of a learned one whose gradient has one sign."""
+        if self.multiply_tau and self.normalizer.divides and given.wants(temperature):
+            self._warn_once(
+                "rising",
                 "the gradient of a learned temperature only raises it, because tau * log(mean(exp(h / tau))) falls as "
-                "tau grows: pass multiply_tau=False, or add a term that lowers tau to your loss, such as rho * tau"
+                "tau grows: pass multiply_tau=False, or add a term that lowers tau to your loss, such as rho * tau",
             )
+        if not self.normalize or self.temperature.learns or "scale" in self._warned:
+            return
+        if isinstance(temperature, Tensor):
+            if temperature.dim() or temperature.device.type != "cpu":
+                return
+            temperature = temperature.item()
+        if temperature >= LEAST_SCALE:
+            self._warn_once(
+                "scale",
+                f"tau is {temperature:.4g}, which weighs all candidates of normalised features nearly alike; if this "
+                f"is a logit scale, pass its inverse, tau=1 / scale",
+            )
+
+    def _warn_once(self, cause: str, message: str) -> None:
+        if cause not in self._warned:
+            self._warned.add(cause)
+            warn(message)
 
     def _call(self, batch: Batch, pairs: PairStatistics, tau: float | Tensor, given: Given | None) -> Call:
         """Return the input of the normalizer; ``given`` is ``None`` for a diagnostic."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from compopt import functional as F
@@ -105,9 +104,7 @@ class Objective:
         """Return pairs of a tensor (features or ``extra`` of this rank) and its gradient; consumes the pairs."""
         gradient, of_extra = self._weighted()
         if self.estimate.through_alpha is not None:
-            by_alpha = self.estimate.through_alpha(self._alpha_slope())
-            by_alpha = by_alpha if isinstance(by_alpha, Tensor) else torch.stack(by_alpha)
-            gradient += by_alpha[:, self.batch.own]
+            self.estimate.through_alpha(self._alpha_slope(), gradient)
         gradients = [(own, gradient)]
         if extra is not None and of_extra is not None:
             gradients.append((extra, of_extra[None]))
@@ -119,7 +116,7 @@ class Objective:
         if self.estimate.weights is not None and self.estimate.weights.serves:
             self._weighted()
         if self.estimate.through_alpha is not None:
-            self.estimate.through_alpha(self._alpha_slope())
+            self.estimate.through_alpha(self._alpha_slope(), None)
 
     def _alpha_slope(self) -> Tensor:
         """Return the derivative of the value with respect to ``alpha``, ``(B, A)``."""

@@ -46,7 +46,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(newest / "model.safetensors")
 
 
-PLAIN = ["minimal", "chosen_batches", "gradient_cache", "several_captions", "two_data_sets", "wrong_pairs"]
+PLAIN = ["minimal", "chosen_batches", "gradient_cache", "momentum", "several_captions", "two_data_sets", "wrong_pairs"]
 
 
 @pytest.mark.slow

@@ -281,3 +281,18 @@ def test_a_temperature_without_a_gradient_is_not_warned_about():
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         est(*torch.randn(2, 8, 8))
+
+
+@pytest.mark.parametrize("options", [{"tau": 14.3}, {"tau": torch.tensor(14.3)}, {}], ids=["number", "tensor", "call"])
+@pytest.mark.parametrize(("normalize", "value"), [(True, 14.3), (False, 14.3), (True, 1.0)])
+def test_a_logit_scale_in_place_of_a_temperature_is_warned_about_once(options, normalize, value):
+    given = {key: value * torch.ones(()) if isinstance(tau, torch.Tensor) else value for key, tau in options.items()}
+    est = compopt.DCLEstimator(**given, normalize=normalize)
+    z1, z2 = torch.randn(2, 8, 8)
+    told = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            est(z1, z2, torch.arange(8), **({} if options else {"tau": value}))
+        told.append(["logit scale" in str(warning.message) for warning in found])
+    assert told == [[True] * (normalize and value > 5), []]

@@ -108,7 +108,7 @@ class Memory(compopt.MemoryNormalizer):
             updated,
             alpha=updated.alpha + more,
             weight_alpha=self.used,
-            through_alpha=lambda slope: updated.through_alpha(slope * more.neg().exp()),
+            through_alpha=lambda slope, gradient: updated.through_alpha(slope * more.neg().exp(), gradient),
         )
 
     def _known_sum(self, call: Call, updated: Estimate) -> Tensor:

@@ -115,8 +115,10 @@ class Estimate:
         outside_wh: ``sum w h`` over candidates from outside the batch, ``(B, A)``; for the gradient of temperatures.
         weights: weights of the pairs, if they are not ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
         positive_weight: weight of each anchor's positive, a number or ``(B, A)``, if it is not ``sum_j w_ij``.
-        through_alpha: function from the derivative of the value with respect to ``alpha``, ``(B, A)``, to the gradients
-            of the features of the whole batch, ``(B, d)`` each or ``(V, B, d)``; ``None``: ``alpha`` is held constant.
+        through_alpha: function ``f(slope, gradient)`` that adds, in place, the gradient through ``alpha`` to that of
+            this rank's features, ``(V, b, d)``; ``slope`` is the derivative of the value with respect to ``alpha``,
+            ``(B, A)``. If this rank's features need no gradient, it is called with ``None``, and only takes part in
+            the communication. At most one call. ``None``: ``alpha`` is held constant.
         learned: pairs of a 0-d parameter of the normalizer and the derivative of ``alpha`` with respect to it,
             ``(B, A)``.
         metrics: 0-d tensors, or picklable functions that compute them on demand, by name.
@@ -129,7 +131,7 @@ class Estimate:
     outside_wh: Tensor | None = None
     weights: SampledPairs | None = None
     positive_weight: Scalar | None = None
-    through_alpha: Callable[[Tensor], Tensor | tuple[Tensor, ...]] | None = None
+    through_alpha: Callable[[Tensor, Tensor | None], None] | None = None
     learned: Sequence[tuple[Tensor, Tensor]] = ()
     metrics: Mapping[str, Tensor | Callable[[], Tensor]] = field(default_factory=dict)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -174,67 +174,74 @@ class MemoryNormalizer(Normalizer):
     def estimate(self, call: Call) -> Estimate:
         pairs, directions, policy = call.pairs, call.pairs.directions, call.policy or NO_POLICY
         positive = pairs.positive[:, :directions]  # the first of each anchor
-        z, state = self._stack(call.batch.features), self._state_on(call.batch.rows.device, call.training)
-        k = self._stack(call.batch.momentum) if call.batch.momentum else z
+        z, state = self._checked(call.batch.views), self._state_on(call.batch.rows.device, call.training)
+        k = torch.stack(call.batch.momentum) if call.batch.momentum else z
         keys, scale = self._keys(call.batch), scale_of(call.tau, positive, *positive.shape)
-        means = self._means(k)
-        centred, mean = k - means, self._of_candidates(means)
-        queue, included = self._queue(state, z.dtype), self._included(keys, state, directions)
-        logits = self._logits(z, queue, mean, positive, scale)
+        mean = self._of_candidates(self._means(k))
+        queue, included = self._queue(state, mean), self._included(keys, state, directions)
+        logits = self._logits(z, queue, positive, scale)
         threshold = policy.threshold(mean_positive(pairs.positive, directions))
         if threshold is not None:
             included = included & (logits <= self._column((threshold - positive) * scale))
-        # one softmax over batch and queue: the kernel's weights are divided by the sum over both
         of_batch = self._by_queue(pairs.log_sum[:, :directions])
         if is_uniform(call.tau, pairs.options) and scale <= LARGEST_SCALE:
-            weights, log_total = bounded_softmax(logits, included, of_batch)
+            included = included.to(logits.dtype)
+            softmax = SharedSoftmax.bounded(logits, included, of_batch)
         else:
             weighted = self._hardened(logits.masked_fill_(~included, -math.inf), positive, scale, policy.strengths[0])
-            weights, log_total = shared_softmax(weighted, of_batch, keep=pairs.mean_h is not None)
-        total, count = weights.sum(2, keepdim=True), self._count(included, positive)
+            softmax = SharedSoftmax.shifted(weighted, of_batch, keep=pairs.mean_h is not None)
+        count = self._by_sample(included.sum(2, dtype=positive.dtype), positive)
         # all positives of an anchor have the same weights
-        log_total = pairs.per_pair(self._by_sample(log_total, positive), scale)
+        log_total = pairs.per_pair(self._by_sample(softmax.log_total, positive), scale)
         if call.training:
             # a bad feature of a sample without pairs is in no sum, but in the mean; it must not enter the queue
             usable = all_finite(log_total + mean.sum() if pairs.may_lack_negatives else log_total)
-            self._keep(call.batch, state, centred, keys, usable)
+            self._keep(call.batch, state, k, mean, keys, usable)
         outside_wh: Tensor | None = None
         if pairs.mean_h is not None:
-            outside_wh = self._by_sample((weights * logits.masked_fill_(~included, 0)).sum(2), positive) / scale
-            outside_wh = pairs.per_pair(outside_wh, self._by_sample(total.squeeze(2), positive))
+            dot = (softmax.exp * logits.masked_fill_(~included, 0)).sum(2, keepdim=True).div_(softmax.total)
+            share = self._by_sample((softmax.sum / softmax.total).squeeze(2), positive)
+            outside_wh = pairs.per_pair(self._by_sample(dot.squeeze(2), positive) / scale, share)
 
-        def through_alpha(slope: Tensor) -> Tensor:
-            """Return ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of every anchor, averaged over its partners."""
-            factor = self._column(pairs.sum_over_positives(slope) * scale)
-            gradient = torch.bmm(weights * factor, queue).view(-1, *z.shape[1:])
-            pull = (total * factor).view(len(gradient), -1, 1)
-            for of_view, share, partner in zip(gradient, pull, mean_partners(centred), strict=False):
-                of_view.addcmul_(share, partner, value=-1)
-            return gradient if len(gradient) == len(z) else torch.cat([gradient, torch.zeros_like(z[len(gradient) :])])
+        def through_alpha(slope: Tensor, gradient: Tensor | None) -> None:
+            """Add ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of this rank's anchors, averaged over partners."""
+            if gradient is None:
+                return
+            own = call.batch.own
+            exp, of_queue, total = (x.view(directions, -1, x.shape[2])[:, own] for x in softmax[:3])
+            factor = (pairs.sum_over_positives(slope) * scale).T[:, own].unsqueeze(2) / total
+            gradient[:directions].baddbmm_(exp.mul_(factor), queue.expand(directions, -1, -1))
+            pulls = zip(gradient, of_queue * factor, mean_partners(k[:, own]), strict=False)
+            for of_view, pull, partner in pulls:
+                of_view.addcmul_(pull, partner, value=-1)
 
-        norms = torch.linalg.vector_norm(weights, dim=2)
-        effective = partial(effective_negatives, pairs.sides, call.batch.own, directions, total, norms)
+        norms = torch.linalg.vector_norm(softmax.exp, dim=2, keepdim=True)
+        effective = partial(effective_negatives, pairs.sides, call.batch.own, directions, *softmax[1:3], norms)
         return Estimate(
             log_total - (pairs.count + pairs.per_pair(count)).clamp(min=1).log(),
             weight_alpha=log_total - pairs.log_count,
             outside_wh=outside_wh,
             through_alpha=through_alpha,
-            metrics={"queue_share": partial(torch.mean, total), "effective_negatives": effective},
+            metrics={"queue_share": partial(mean_ratio, *softmax[1:3]), "effective_negatives": effective},
         )
 
     def _keep(
-        self, batch: Batch, state: Mapping[str, Tensor], centred: Tensor, keys: Mapping[str, Tensor], usable: Tensor
+        self,
+        batch: Batch,
+        state: Mapping[str, Tensor],
+        k: Tensor,
+        mean: Tensor,
+        keys: Mapping[str, Tensor],
+        usable: Tensor,
     ) -> None:
         """Store the newest features in the queue, without the mean of their batch.
 
         A later call adds the mean of its own batch, so that the queue follows the encoders.
         """
-        newest = slice(-self.length, None)
-        names = stored_names(keys)[:, newest]
-        new, kept = self._of_candidates(centred[:, newest]), torch.ones_like(names[0], dtype=torch.bool)
-        entries = {"queue": new, "keys": names, "kept": kept}
+        names, features = stored_names(keys)[:, -self.length :], self._of_candidates(k[:, -self.length :])
+        entries = {"queue": features - mean, "keys": names, "kept": torch.ones_like(names[0], dtype=torch.bool)}
         if batch.momentum:  # the queue stores the copy's features; the others may be bad, too
-            usable = usable & all_finite(torch.stack(batch.features)) & all_finite(torch.stack(batch.momentum))
+            usable = usable & all_finite(batch.views) & all_finite(k)
         if batch.bad is not None:
             usable = usable & ~batch.bad
         self._pending_state = pushed(state, entries, usable)
@@ -248,9 +255,9 @@ class MemoryNormalizer(Normalizer):
         """Arrange values of views by queue: the candidates of direction 1 are the second view."""
         return value[: self._directions] if self._views else value.flip(0)[: self._directions]
 
-    def _queue(self, state: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the queue, ``(Q, M, d)``, without the mean of the current batch."""
-        queue = state["queue"].to(dtype)
+    def _queue(self, state: Mapping[str, Tensor], mean: Tensor) -> Tensor:
+        """Return the queue, shifted to the mean of the current batch, ``(Q, M, d)``."""
+        queue = state["queue"].to(mean.dtype) + mean
         return queue.view(1, -1, self.dim) if self._views else queue
 
     def _keys(self, batch: Batch) -> dict[str, Tensor]:
@@ -269,20 +276,14 @@ class MemoryNormalizer(Normalizer):
             included &= keys["within"][:, None] == stored[-1]
         return (included.repeat(directions, 2) if self._views else included).unsqueeze(0)
 
-    def _logits(self, z: Tensor, queue: Tensor, mean: Tensor, positive: Tensor, scale: Scalar) -> Tensor:
+    def _logits(self, z: Tensor, queue: Tensor, positive: Tensor, scale: Scalar) -> Tensor:
         """Return ``h_iq / tau_i`` of all slots, ``(Q, P, M)``."""
-        # the scale and the mean of the batch are applied to the narrow matrices
         anchors, alpha = self._anchors(z, positive.shape[1]), 1.0
         if isinstance(scale, Tensor):
-            anchors = anchors * self._column(scale)
+            anchors = anchors * self._column(scale)  # the narrow matrix
         else:
             alpha = scale
-        less = torch.baddbmm(self._column(positive * scale), anchors, mean.mT, alpha=-alpha)
-        return torch.baddbmm(less, anchors, queue.mT, beta=-1, alpha=alpha)
-
-    def _count(self, included: Tensor, positive: Tensor) -> Tensor:
-        """Return the number of slots that are negatives of an anchor, ``(B, a)``."""
-        return self._by_sample(included.sum(2, dtype=positive.dtype), positive)
+        return torch.baddbmm(self._column(positive * scale), anchors, queue.mT, beta=-1, alpha=alpha)
 
     def _hardened(self, logits: Tensor, positive: Tensor, scale: Scalar, beta: float) -> Tensor:
         """Return ``h_iq / tau_i + beta s_iq``."""
@@ -297,12 +298,10 @@ class MemoryNormalizer(Normalizer):
 
     # -- arrangement: by sample (B, a), by queue (Q, P) --------------------------------------------------------
 
-    def _stack(self, features: tuple[Tensor, ...]) -> Tensor:
-        if features[0].shape[1] != self.dim:
-            raise ValueError(
-                f"dim is {self.dim}, the features have {features[0].shape[1]} dimensions; build it with theirs"
-            )
-        return torch.stack(features)
+    def _checked(self, z: Tensor) -> Tensor:
+        if z.shape[2] != self.dim:
+            raise ValueError(f"dim is {self.dim}, the features have {z.shape[2]} dimensions; build it with theirs")
+        return z
 
     def _anchors(self, z: Tensor, directions: int) -> Tensor:
         """Rearrange ``(V, B, d)`` -> ``(Q, P, d)``; all views share one queue."""
@@ -323,8 +322,8 @@ class MemoryNormalizer(Normalizer):
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor:
         """Return the queue's part of ``alpha``, ``(n, A)``; row ``i`` is sample ``i``. NaN without negatives."""
-        z, state = self._stack(features), self._state_on(features[0].device, False)
-        queue, mean = self._queue(state, z.dtype), self._of_candidates(self._means(z))
+        z, state = self._checked(torch.stack(features)), self._state_on(features[0].device, False)
+        queue = self._queue(state, self._of_candidates(self._means(z)))
         index = torch.arange(z.shape[1], device=z.device)
         chunks = []
         for own, names in zip(z.split(STORED_CHUNK, 1), index.split(STORED_CHUNK), strict=True):
@@ -332,8 +331,9 @@ class MemoryNormalizer(Normalizer):
             of_names = tau[names] if isinstance(tau, Tensor) and tau.dim() else tau
             scale = scale_of(of_names, positive, *positive.shape)
             included = self._included({"index": names}, state, self._directions)
-            logits = self._logits(own, queue, mean, positive, scale).masked_fill_(~included, -math.inf)
-            chunks.append(self._by_sample(logits.logsumexp(2), positive) - self._count(included, positive).log())
+            logits = self._logits(own, queue, positive, scale).masked_fill_(~included, -math.inf)
+            mean_exp = logits.logsumexp(2) - included.sum(2, dtype=logits.dtype).log()
+            chunks.append(self._by_sample(mean_exp, positive))
         return torch.cat(chunks)
 
 
@@ -345,38 +345,64 @@ def mean_partners(views: Tensor) -> Iterator[Tensor]:
     return ((total - view) / (len(views) - 1) for view in views)
 
 
-def shared_softmax(logits: Tensor, log_sum: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    """Return the softmax along the last axis, normalised together with other terms, and the log-normalizer.
+class SharedSoftmax(NamedTuple):
+    """Softmax along the last axis that is normalised together with other terms.
 
-    Args:
-        logits: logits, ``(Q, P, M)``; overwritten, unless ``keep``.
-        log_sum: log-sum-exp of the other terms, finite, ``(Q, P)``.
-        keep: do not overwrite the logits.
+    Attributes:
+        exp: exponentials, ``(Q, P, M)``; the weights are ``exp / total``.
+        sum: their sum, ``(Q, P, 1)``.
+        total: the sum of all terms, ``(Q, P, 1)``.
+        log_total: its logarithm without the shift of the exponentials, ``(Q, P)``.
     """
-    shift = torch.maximum(logits.amax(2), log_sum)
-    e = exp_(torch.sub(logits, shift.unsqueeze(2), out=None if keep else logits))
-    total = (log_sum - shift).exp_().add_(e.sum(2))
-    return e.div_(total.unsqueeze(2)), total.log_().add_(shift)
+
+    exp: Tensor
+    sum: Tensor
+    total: Tensor
+    log_total: Tensor
+
+    @classmethod
+    def bounded(cls, logits: Tensor, included: Tensor, log_sum: Tensor) -> SharedSoftmax:
+        """Exponentiate logits that need no shift, in place.
+
+        Args:
+            logits: logits, ``(Q, P, M)``.
+            included: 1 for logits that are in the sum, else 0.
+            log_sum: log-sum-exp of the other terms, finite, ``(Q, P)``.
+        """
+        exp = logits.exp_().mul_(included)  # faster on a CPU than masked_fill_, and than exponentials of -inf
+        of_queue = exp.sum(2, keepdim=True)
+        total = log_sum.exp().unsqueeze(2).add_(of_queue)
+        return cls(exp, of_queue, total, total.squeeze(2).log())
+
+    @classmethod
+    def shifted(cls, logits: Tensor, log_sum: Tensor, keep: bool) -> SharedSoftmax:
+        """Exponentiate logits of any size, or -inf, relative to the largest; in place, unless ``keep``."""
+        shift = torch.maximum(logits.amax(2), log_sum)
+        exp = exp_(torch.sub(logits, shift.unsqueeze(2), out=None if keep else logits))
+        of_queue = exp.sum(2, keepdim=True)
+        total = (log_sum - shift).exp_().unsqueeze(2).add_(of_queue)
+        return cls(exp, of_queue, total, total.squeeze(2).log().add_(shift))
 
 
-def bounded_softmax(logits: Tensor, included: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Return :func:`shared_softmax` of the included logits, whose exponentials need no shift; overwrites the logits."""
-    e = logits.exp_().mul_(included)  # faster on a CPU than masked_fill_, and than exponentials of -inf
-    total = log_sum.exp().add_(e.sum(2))
-    return e.div_(total.unsqueeze(2)), total.log_()
+def mean_ratio(one: Tensor, other: Tensor) -> Tensor:
+    """Return the mean of the ratios of two tensors."""
+    return (one / other).mean()
 
 
-def effective_negatives(sides: Sequence[Sums], own: slice, directions: int, share: Tensor, norms: Tensor) -> Tensor:
+def effective_negatives(
+    sides: Sequence[Sums], own: slice, directions: int, of_queue: Tensor, total: Tensor, norms: Tensor
+) -> Tensor:
     """Return ``(sum w)^2 / sum w^2`` over batch and queue, averaged over the first anchors of ``sides``.
 
-    ``share`` and ``norms`` are the sum and the root of the sum of squares of the queue's weights for all anchors.
+    ``of_queue`` and ``norms`` are the sum and the root of the sum of squares of the queue's exponentials for all
+    anchors, and ``total`` is the sum of all exponentials.
     """
-    of_queue = (value.view(directions, -1)[:, own].reshape(len(sides), -1) for value in (share, norms))
+    shares = ((x / total).view(directions, -1)[:, own].reshape(len(sides), -1) for x in (of_queue, norms))
     found = []
-    for side, total, norm in zip(sides, *of_queue, strict=True):
+    for side, share, norm in zip(sides, *shares, strict=True):
         of_batch = side.effective()
         first = slice(len(of_batch))
-        squares = (1 - total[first]).square() / of_batch + norm[first].square()
+        squares = (1 - share[first]).square() / of_batch + norm[first].square()
         found.append(squares.reciprocal())
     return torch.cat(found).nanmean()
 

@@ -286,24 +286,25 @@ class Prediction:
         """``log(eps + ghat)``, ``(B, A)``."""
         return self._batch.per_sample(self._batch.target)
 
-    def through_alpha(self, alpha: Tensor, slope: Tensor) -> Tensor:
-        """Return the gradients of the objective with respect to the features through ``alpha``, ``(V, B, d)``.
+    def through_alpha(self, alpha: Tensor, own: slice, slope: Tensor, gradient: Tensor | None) -> None:
+        """Add the gradient of the objective through ``alpha`` to that of the features ``own``, ``(V, b, d)``.
 
         ``alpha`` is this prediction up to a constant, ``slope`` the derivative of the value by ``alpha``, ``(B, A)``.
+        Collective if the prototypes are divided over the ranks, also without a gradient.
         """
-        batch, layout, features = self._batch, self._batch.layout, self._batch.features
+        batch, features = self._batch, self._batch.features
         weight = self._through_alpha(alpha, slope)
         gradients = self._prototypes.feature_gradients(weight).reshape(-1, *features[0].shape).to(features[0].dtype)
-        if not layout.unit_features:
-            for gradient, z in zip(gradients, features, strict=False):  # features that are not anchors get none
+        if gradient is None:
+            return
+        gradients, features = gradients[:, own], tuple(z[own] for z in features)
+        if not batch.layout.unit_features:
+            for of_view, z in zip(gradients, features, strict=False):  # features that are not anchors get none
                 norm = torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_(min=NORM_MIN)
-                through_normalization(gradient, z / norm, norm)
+                through_normalization(of_view, z / norm, norm)
         directions = len(gradients)
-        if directions < len(features):
-            more = gradients.new_zeros(len(features) - directions, *features[0].shape)
-            gradients = torch.cat([gradients, more])
-        pull_positives(gradients, features, batch.per_sample(weight / batch.tau), directions)
-        return gradients
+        gradient[:directions].add_(gradients)
+        pull_positives(gradient, features, batch.per_sample(weight / batch.tau)[own], directions)
 
     def outside_wh(self, alpha: Tensor) -> Tensor:
         """Return the prototypes' part of ``sum w h``, ``(B, A)``, for the gradient of temperatures through ``alpha``.

@@ -176,12 +176,12 @@ class NeuralNormalizer(Normalizer):
         return self.layout.ranks.part(self.prototypes)
 
     def estimate(self, call: Call) -> Estimate:
-        prediction = self.learn_from(call)
+        prediction, own = self.learn_from(call), call.batch.own
         return Estimate(
             prediction.alpha,
             target=prediction.target,
             outside_wh=prediction.outside_wh(prediction.alpha) if self.through_alpha and call.pairs.moments else None,
-            through_alpha=partial(prediction.through_alpha, prediction.alpha) if self.through_alpha else None,
+            through_alpha=partial(prediction.through_alpha, prediction.alpha, own) if self.through_alpha else None,
             metrics={"network_gap": partial(torch_functional.l1_loss, prediction.target, prediction.alpha)},
         )
 

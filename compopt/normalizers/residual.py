@@ -124,7 +124,7 @@ class ResidualNormalizer(Normalizer):
             alpha,
             proposals={"log_ratio": log_ratio} if self.remembers else {},
             outside_wh=network.outside_wh(alpha) if self.neural.through_alpha and call.pairs.moments else None,
-            through_alpha=partial(network.through_alpha, alpha) if self.neural.through_alpha else None,
+            through_alpha=partial(network.through_alpha, alpha, call.batch.own) if self.neural.through_alpha else None,
             metrics={"network_gap": partial(l1_loss, network.target, network.alpha)},
         )
 
