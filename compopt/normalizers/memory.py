@@ -72,10 +72,11 @@ class MemoryNormalizer(Normalizer):
     modifies a copy, which ``step()`` commits; within an accumulation window the copy also contains the features of
     earlier batches. With ``offload=`` the state stays on the device (``benchmarks/results/off_device.md``).
 
-    Cost: two products of the global batch's anchors with the queue, on every rank; three matrices ``(D B, m)``, which
-    ``chunk_size`` does not split. With ``directions="forward"`` candidates only learn from the batch's share of the
-    weights, and :class:`~compopt.DCLEstimator` is better (benchmarks/results/text.md). In ``eval()`` do not pass the
-    index of validation data, since equal numbers would mask the slots of training samples.
+    Cost: a product of the global batch's anchors with the queue on every rank, and one of the rank's own anchors for
+    their gradient; two matrices ``(D B, m)``, which ``chunk_size`` does not split. With ``directions="forward"``
+    candidates only learn from the batch's share of the weights, and :class:`~compopt.DCLEstimator` is better
+    (benchmarks/results/text.md). In ``eval()`` do not pass the index of validation data, since equal numbers would mask
+    the slots of training samples.
 
     Metrics: ``queue_share``, the mean of ``1 - sum_j w_ij``, the queue's share of an anchor's weights;
     ``effective_negatives`` includes the queue. Communicates nothing itself; with momentum features the pairs of the
