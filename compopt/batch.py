@@ -91,7 +91,7 @@ class Batch:
 
     @cached_property
     def views(self) -> Tensor:
-        """The same as one tensor, ``(V, B, d)``; a copy if the features come from several ranks."""
+        """:attr:`features` as one tensor, ``(V, B, d)``: a copy, unless the caller has set it."""
         return torch.stack(self.features)
 
     @property

@@ -43,7 +43,7 @@ from compopt.stores.table import Placement
 from compopt.summary import Summary
 from compopt.tiles.choice import BACKENDS, Backend
 
-LEAST_SCALE = 5.0  # larger temperatures of normalised features are taken for logit scales, usually 10 to 100
+LEAST_SCALE = 5.0  # from here on a temperature may be a logit scale, which is usually 10 to 100
 
 
 class ContrastiveEstimator(Estimator):
@@ -112,9 +112,9 @@ class ContrastiveEstimator(Estimator):
 
     Warns:
         UserWarning: feature rows that are not finite, with their number; once each, a ``rho`` too large for a batch of
-            this size, and a shared temperature of 5 or more, which is probably a logit scale; with ``offload="disk"`` a
-            disk with less room than the table needs, or a file that was removed; and the warnings of
-            :class:`~compopt.Estimator`.
+            this size, and with normalised features a first temperature of 5 or more, if all samples share it and it is
+            known on the host, since it is probably a logit scale; with ``offload="disk"`` a disk with less room than
+            the table needs, or a file that was removed; and the warnings of :class:`~compopt.Estimator`.
 
     Example:
         >>> import torch, compopt
@@ -186,7 +186,7 @@ class ContrastiveEstimator(Estimator):
         if pairs is not None:
             normalizer.check_pairs(pairs)  # again, now that sample_groups are known
         self._anchors = count  # directions that have anchors
-        self._warned: set[str] = set()  # causes of warnings that are given once
+        self._settled: set[str] = set()  # warnings about the temperature that were given, or do not apply
         self._at_first: int | None = None  # fingerprint of the learned parameters at the first call of several ranks
         self._shown: Mapping[str, Tensor | Callable[[], Tensor]] = {}
         self._last: Summary | None = None
@@ -444,30 +444,25 @@ class ContrastiveEstimator(Estimator):
         return pairs
 
     def _look_at_temperature(self, temperature: float | Tensor, given: Given) -> None:
-        """Warn, once, of a logit scale in place of a temperature, and of a learned one whose gradient has one sign."""
-        if self.multiply_tau and self.normalizer.divides and given.wants(temperature):
-            self._warn_once(
-                "rising",
+        """Warn, once, of a learned temperature whose gradient has one sign, and of a logit scale as the first one."""
+        if self.multiply_tau and self.normalizer.divides and given.wants(temperature) and "rising" not in self._settled:
+            warn(
                 "the gradient of a learned temperature only raises it, because tau * log(mean(exp(h / tau))) falls as "
-                "tau grows: pass multiply_tau=False, or add a term that lowers tau to your loss, such as rho * tau",
+                "tau grows: pass multiply_tau=False, or add a term that lowers tau to your loss, such as rho * tau"
             )
-        if not self.normalize or self.temperature.learns or "scale" in self._warned:
+            self._settled.add("rising")
+        if "scale" in self._settled or not self.normalize or self.temperature.learns:
             return
         if isinstance(temperature, Tensor):
             if temperature.dim() or temperature.device.type != "cpu":
                 return
             temperature = temperature.item()
         if temperature >= LEAST_SCALE:
-            self._warn_once(
-                "scale",
+            warn(
                 f"tau is {temperature:.4g}, which weighs all candidates of normalised features nearly alike; if this "
-                f"is a logit scale, pass its inverse, tau=1 / scale",
+                f"is a logit scale, pass its inverse, tau=1 / scale"
             )
-
-    def _warn_once(self, cause: str, message: str) -> None:
-        if cause not in self._warned:
-            self._warned.add(cause)
-            warn(message)
+        self._settled.add("scale")  # a temperature that is learned, or follows a schedule, may grow
 
     def _call(self, batch: Batch, pairs: PairStatistics, tau: float | Tensor, given: Given | None) -> Call:
         """Return the input of the normalizer; ``given`` is ``None`` for a diagnostic."""

@@ -12,7 +12,7 @@ MOST = {
     "SogCLR": 59,
     "iSogCLR": 87,  # four on a CPU only, for exponentials that underflow, as in FastCLIP v3
     "Residual": 99,
-    "Memory": 89,
+    "Memory": 88,
     "FastCLIP v3": 110,  # computes log tau, exponentiates it, and scales the rate with tau
     "EMC2": 188,
     "NeuCLIP, 10 updates": 250,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,10 +73,10 @@ class MemoryNormalizer(Normalizer):
     earlier batches. With ``offload=`` the state stays on the device (``benchmarks/results/off_device.md``).
 
     Cost: a product of the global batch's anchors with the queue on every rank, and one of the rank's own anchors for
-    their gradient; two matrices ``(D B, m)``, which ``chunk_size`` does not split. With ``directions="forward"``
-    candidates only learn from the batch's share of the weights, and :class:`~compopt.DCLEstimator` is better
-    (benchmarks/results/text.md). In ``eval()`` do not pass the index of validation data, since equal numbers would mask
-    the slots of training samples.
+    their gradient; one to three matrices ``(D B, m)``, which ``chunk_size`` does not split. With
+    ``directions="forward"`` candidates only learn from the batch's share of the weights, and
+    :class:`~compopt.DCLEstimator` is better (benchmarks/results/text.md). In ``eval()`` do not pass the index of
+    validation data, since equal numbers would mask the slots of training samples.
 
     Metrics: ``queue_share``, the mean of ``1 - sum_j w_ij``, the queue's share of an anchor's weights;
     ``effective_negatives`` includes the queue. Communicates nothing itself; with momentum features the pairs of the
@@ -184,46 +184,46 @@ class MemoryNormalizer(Normalizer):
         threshold = policy.threshold(mean_positive(pairs.positive, directions))
         if threshold is not None:
             included = included & (logits <= self._column((threshold - positive) * scale))
+        # one softmax over batch and queue: the kernel's weights are divided by the sum over both
         of_batch = self._by_queue(pairs.log_sum[:, :directions])
         if is_uniform(call.tau, pairs.options) and scale <= LARGEST_SCALE:
             included = included.to(logits.dtype)
-            softmax = SharedSoftmax.bounded(logits, included, of_batch)
+            weights, share, log_total = bounded_softmax(logits, included, of_batch)
         else:
             weighted = self._hardened(logits.masked_fill_(~included, -math.inf), positive, scale, policy.strengths[0])
-            softmax = SharedSoftmax.shifted(weighted, of_batch, keep=pairs.mean_h is not None)
+            weights, share, log_total = shared_softmax(weighted, of_batch, keep=pairs.mean_h is not None)
         count = self._by_sample(included.sum(2, dtype=positive.dtype), positive)
         # all positives of an anchor have the same weights
-        log_total = pairs.per_pair(self._by_sample(softmax.log_total, positive), scale)
+        log_total = pairs.per_pair(self._by_sample(log_total, positive), scale)
         if call.training:
             # a bad feature of a sample without pairs is in no sum, but in the mean; it must not enter the queue
             usable = all_finite(log_total + mean.sum() if pairs.may_lack_negatives else log_total)
             self._keep(call.batch, state, k, mean, keys, usable)
         outside_wh: Tensor | None = None
         if pairs.mean_h is not None:
-            dot = (softmax.exp * logits.masked_fill_(~included, 0)).sum(2, keepdim=True).div_(softmax.total)
-            share = self._by_sample((softmax.sum / softmax.total).squeeze(2), positive)
-            outside_wh = pairs.per_pair(self._by_sample(dot.squeeze(2), positive) / scale, share)
+            dot = self._by_sample((weights * logits.masked_fill_(~included, 0)).sum(2), positive) / scale
+            outside_wh = pairs.per_pair(dot, self._by_sample(share.squeeze(2), positive))
 
         def through_alpha(slope: Tensor, gradient: Tensor | None) -> None:
             """Add ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of this rank's anchors, averaged over partners."""
             if gradient is None:
                 return
             own = call.batch.own
-            exp, of_queue, total = (x.view(directions, -1, x.shape[2])[:, own] for x in softmax[:3])
-            factor = (pairs.sum_over_positives(slope) * scale).T[:, own].unsqueeze(2) / total
-            gradient[:directions].baddbmm_(exp.mul_(factor), queue.expand(directions, -1, -1))
-            pulls = zip(gradient, of_queue * factor, mean_partners(k[:, own]), strict=False)
+            factor = (pairs.sum_over_positives(slope) * scale).T[:, own].unsqueeze(2)
+            own_weights, own_share = (x.view(directions, -1, x.shape[2])[:, own] for x in (weights, share))
+            gradient[:directions].baddbmm_(own_weights.mul_(factor), queue.expand(directions, -1, -1))
+            pulls = zip(gradient, own_share * factor, mean_partners(k[:, own]), strict=False)
             for of_view, pull, partner in pulls:
                 of_view.addcmul_(pull, partner, value=-1)
 
-        norms = torch.linalg.vector_norm(softmax.exp, dim=2, keepdim=True)
-        effective = partial(effective_negatives, pairs.sides, call.batch.own, directions, *softmax[1:3], norms)
+        norms = torch.linalg.vector_norm(weights, dim=2)
+        effective = partial(effective_negatives, pairs.sides, call.batch.own, directions, share, norms)
         return Estimate(
             log_total - (pairs.count + pairs.per_pair(count)).clamp(min=1).log(),
             weight_alpha=log_total - pairs.log_count,
             outside_wh=outside_wh,
             through_alpha=through_alpha,
-            metrics={"queue_share": partial(mean_ratio, *softmax[1:3]), "effective_negatives": effective},
+            metrics={"queue_share": partial(torch.mean, share), "effective_negatives": effective},
         )
 
     def _keep(
@@ -346,64 +346,46 @@ def mean_partners(views: Tensor) -> Iterator[Tensor]:
     return ((total - view) / (len(views) - 1) for view in views)
 
 
-class SharedSoftmax(NamedTuple):
-    """Softmax along the last axis that is normalised together with other terms.
+def shared_softmax(logits: Tensor, log_sum: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a softmax along the last axis that is normalised together with other terms.
 
-    Attributes:
-        exp: exponentials, ``(Q, P, M)``; the weights are ``exp / total``.
-        sum: their sum, ``(Q, P, 1)``.
-        total: the sum of all terms, ``(Q, P, 1)``.
-        log_total: its logarithm without the shift of the exponentials, ``(Q, P)``.
+    Args:
+        logits: logits, ``(Q, P, M)``; overwritten, unless ``keep``.
+        log_sum: log-sum-exp of the other terms, finite, ``(Q, P)``.
+        keep: do not overwrite the logits.
+
+    Returns:
+        The weights ``(Q, P, M)``, their sums ``(Q, P, 1)``, and the log-normalizers ``(Q, P)``.
     """
-
-    exp: Tensor
-    sum: Tensor
-    total: Tensor
-    log_total: Tensor
-
-    @classmethod
-    def bounded(cls, logits: Tensor, included: Tensor, log_sum: Tensor) -> SharedSoftmax:
-        """Exponentiate logits that need no shift, in place.
-
-        Args:
-            logits: logits, ``(Q, P, M)``.
-            included: 1 for logits that are in the sum, else 0.
-            log_sum: log-sum-exp of the other terms, finite, ``(Q, P)``.
-        """
-        exp = logits.exp_().mul_(included)  # faster on a CPU than masked_fill_, and than exponentials of -inf
-        of_queue = exp.sum(2, keepdim=True)
-        total = log_sum.exp().unsqueeze(2).add_(of_queue)
-        return cls(exp, of_queue, total, total.squeeze(2).log())
-
-    @classmethod
-    def shifted(cls, logits: Tensor, log_sum: Tensor, keep: bool) -> SharedSoftmax:
-        """Exponentiate logits of any size, or -inf, relative to the largest; in place, unless ``keep``."""
-        shift = torch.maximum(logits.amax(2), log_sum)
-        exp = exp_(torch.sub(logits, shift.unsqueeze(2), out=None if keep else logits))
-        of_queue = exp.sum(2, keepdim=True)
-        total = (log_sum - shift).exp_().unsqueeze(2).add_(of_queue)
-        return cls(exp, of_queue, total, total.squeeze(2).log().add_(shift))
+    shift = torch.maximum(logits.amax(2), log_sum)
+    e = exp_(torch.sub(logits, shift.unsqueeze(2), out=None if keep else logits))
+    share = e.sum(2, keepdim=True)
+    total = (log_sum - shift).exp_().unsqueeze(2).add_(share)
+    return e.div_(total), share.div_(total), total.squeeze(2).log_().add_(shift)
 
 
-def mean_ratio(one: Tensor, other: Tensor) -> Tensor:
-    """Return the mean of the ratios of two tensors."""
-    return (one / other).mean()
+def bounded_softmax(logits: Tensor, included: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return :func:`shared_softmax` of logits whose exponentials need no shift; overwrites the logits.
+
+    ``included`` is 1 for the logits that are candidates and 0 for the others.
+    """
+    e = logits.exp_().mul_(included)  # faster on a CPU than masked_fill_, and than exponentials of -inf
+    share = e.sum(2, keepdim=True)
+    total = log_sum.exp().unsqueeze(2).add_(share)
+    return e.div_(total), share.div_(total), total.squeeze(2).log_()
 
 
-def effective_negatives(
-    sides: Sequence[Sums], own: slice, directions: int, of_queue: Tensor, total: Tensor, norms: Tensor
-) -> Tensor:
+def effective_negatives(sides: Sequence[Sums], own: slice, directions: int, share: Tensor, norms: Tensor) -> Tensor:
     """Return ``(sum w)^2 / sum w^2`` over batch and queue, averaged over the first anchors of ``sides``.
 
-    ``of_queue`` and ``norms`` are the sum and the root of the sum of squares of the queue's exponentials for all
-    anchors, and ``total`` is the sum of all exponentials.
+    ``share`` and ``norms`` are the sum and the root of the sum of squares of the queue's weights for all anchors.
     """
-    shares = ((x / total).view(directions, -1)[:, own].reshape(len(sides), -1) for x in (of_queue, norms))
+    of_queue = (value.view(directions, -1)[:, own].reshape(len(sides), -1) for value in (share, norms))
     found = []
-    for side, share, norm in zip(sides, *shares, strict=True):
+    for side, total, norm in zip(sides, *of_queue, strict=True):
         of_batch = side.effective()
         first = slice(len(of_batch))
-        squares = (1 - share[first]).square() / of_batch + norm[first].square()
+        squares = (1 - total[first]).square() / of_batch + norm[first].square()
         found.append(squares.reciprocal())
     return torch.cat(found).nanmean()
 

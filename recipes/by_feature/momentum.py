@@ -18,7 +18,7 @@ def main(argv=None):
     parser.add_argument("--planned-epochs", type=int, default=2, help="epochs of the schedule of the learning rate")
     args = parser.parse_args(argv)
     if args.epochs > args.planned_epochs:
-        parser.error(f"--epochs {args.epochs} exceeds --planned-epochs {args.planned_epochs}; raise the latter")
+        parser.error(f"--epochs {args.epochs} exceeds --planned-epochs {args.planned_epochs}, the schedule of a run")
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)
     loader = DataLoader(compopt.data.Indexed(train), args.batch_size, shuffle=True, drop_last=True)
@@ -31,6 +31,8 @@ def main(argv=None):
     encoder.attach(est)  # the copy moves after each commit of the estimator
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "encoder": encoder}
     first = load(args.folder, est, parts) if args.resume else 0
+    if schedule.total_steps != args.planned_epochs * len(loader):
+        raise SystemExit("--planned-epochs and the data must be those with which the run was started")
     for epoch in range(first, args.epochs):
         torch.manual_seed(epoch)  # the order of an epoch is the same after a resume
         for images, tokens, index in loader:
