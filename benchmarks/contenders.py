@@ -127,11 +127,11 @@ def autograd(loss: LossFn):
     return lambda B, d: loss_and_gradients(loss)
 
 
-PRODUCTS, ALONE = "products", "operations alone"
+PRODUCTS, ALONE, CROSS_ENTROPY, DEFAULT = "products", "operations alone", "cross_entropy", "recommended + step"
 BIMODAL = {
     PRODUCTS: Contender("the three matrix products alone, with newly allocated results", products(False)),
     "products, preallocated": Contender("the same, with results in preallocated buffers", products(True)),
-    "cross_entropy": Contender("autograd, `F.cross_entropy` in both directions", autograd(cross_entropy_both_ways)),
+    CROSS_ENTROPY: Contender("autograd, `F.cross_entropy` in both directions", autograd(cross_entropy_both_ways)),
     ALONE: Contender(
         "only the operations that `InfoNCEEstimator` needs, without checks, options and state",
         autograd(operations_alone),
@@ -151,6 +151,10 @@ BIMODAL = {
         "`ISogCLREstimator(n)`: individual temperatures",
         estimator(lambda n: compopt.ISogCLREstimator(n, tau_init=TAU, rho=1.0)),
     ),
+    DEFAULT: Contender(
+        "`recommended(d)`, a memory of 128 samples, and its commit",
+        estimator(compopt.recommended, commit=True, with_dim=True),
+    ),
 }
 UNIMODAL = {
     PRODUCTS: Contender("the two matrix products of the 2B stacked features alone", unimodal_products),
@@ -159,12 +163,6 @@ UNIMODAL = {
         '`SogCLREstimator(n, tau, mode="unimodal")`',
         estimator(lambda n: compopt.SogCLREstimator(n, tau=TAU, mode="unimodal")),
     ),
-}
-CROSS_ENTROPY, DEFAULT = "cross_entropy", "recommended + step"
-DEFAULTS = {
-    DEFAULT: Contender(
-        "`recommended(d)` and the commit of its queue", estimator(compopt.recommended, commit=True, with_dim=True)
-    )
 }
 SMALL = [CROSS_ENTROPY, ALONE, "InfoNCE", "DCL", "SogCLR", "SogCLR + step", "iSogCLR", DEFAULT]
 LOW = {
@@ -183,4 +181,4 @@ LOW = {
     ),
 }
 SPREAD = "bimodal, spread similarities"
-SUITES = {"bimodal": BIMODAL, SPREAD: LOW, "unimodal": UNIMODAL, "small": BIMODAL | DEFAULTS}
+SUITES = {"bimodal": BIMODAL, SPREAD: LOW, "unimodal": UNIMODAL, "small": BIMODAL}
