@@ -187,7 +187,7 @@ class MemoryNormalizer(Normalizer):
         # one softmax over batch and queue: the kernel's weights are divided by the sum over both
         of_batch = self._by_queue(pairs.log_sum[:, :directions])
         if is_uniform(call.tau, pairs.options) and scale <= LARGEST_SCALE:
-            included = included.to(logits.dtype)
+            included = included.to(logits.dtype)  # once, for the product and for the count
             weights, share, log_total = bounded_softmax(logits, included, of_batch)
         else:
             weighted = self._hardened(logits.masked_fill_(~included, -math.inf), positive, scale, policy.strengths[0])
