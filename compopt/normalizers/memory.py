@@ -333,8 +333,8 @@ class MemoryNormalizer(Normalizer):
             scale = scale_of(of_names, positive, *positive.shape)
             included = self._included({"index": names}, state, self._directions)
             logits = self._logits(own, queue, positive, scale).masked_fill_(~included, -math.inf)
-            mean_exp = logits.logsumexp(2) - included.sum(2, dtype=logits.dtype).log()
-            chunks.append(self._by_sample(mean_exp, positive))
+            log_mean = logits.logsumexp(2) - included.sum(2, dtype=logits.dtype).log()
+            chunks.append(self._by_sample(log_mean, positive))
         return torch.cat(chunks)
 
 
@@ -359,9 +359,8 @@ def shared_softmax(logits: Tensor, log_sum: Tensor, keep: bool) -> tuple[Tensor,
     """
     shift = torch.maximum(logits.amax(2), log_sum)
     e = exp_(torch.sub(logits, shift.unsqueeze(2), out=None if keep else logits))
-    share = e.sum(2, keepdim=True)
-    total = (log_sum - shift).exp_().unsqueeze(2).add_(share)
-    return e.div_(total), share.div_(total), total.squeeze(2).log_().add_(shift)
+    weights, share, log_total = _normalised(e, (log_sum - shift).exp_())
+    return weights, share, log_total.add_(shift)
 
 
 def bounded_softmax(logits: Tensor, included: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -370,8 +369,13 @@ def bounded_softmax(logits: Tensor, included: Tensor, log_sum: Tensor) -> tuple[
     ``included`` is 1 for the logits that are candidates and 0 for the others.
     """
     e = logits.exp_().mul_(included)  # faster on a CPU than masked_fill_, and than exponentials of -inf
+    return _normalised(e, log_sum.exp())
+
+
+def _normalised(e: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Divide exponentials ``e`` by their sum with ``rest``, in place; return them, their sum and the log of the sum."""
     share = e.sum(2, keepdim=True)
-    total = log_sum.exp().unsqueeze(2).add_(share)
+    total = rest.unsqueeze(2).add_(share)
     return e.div_(total), share.div_(total), total.squeeze(2).log_()
 
 

@@ -67,7 +67,7 @@ class SigmoidPairs(SampledPairs):
         chunk_size: int | None,
         ranks: Ranks,
     ) -> None:
-        self._pairs, self._z, self._own = pairs, torch.stack(batch.features), batch.own
+        self._pairs, self._z, self._own = pairs, batch.views, batch.own
         self._rows = chunk_size or BLOCK_ROWS
         self._scale = self._of_anchors(scale_of(tau, self._z, self._z.shape[1], pairs.directions))
         self._bias = self._of_anchors(bias)
