@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compopt.checks.context import refuse_tangents, refuse_transforms
-from compopt.kernel.features import with_gradients
+from compopt.kernel.features import reaches_others, with_gradients
 from compopt.normalizers import MovingAverageEstimator
 
 
@@ -25,6 +25,9 @@ def compositional_loss(
 ) -> Tensor:
     r"""Return ``1/B sum_i f(u_i)`` with gradient ``1/B sum_i f'(u_i) grad g_i``; ``u_i`` are averages of ``g_i``.
 
+    Parameters inside ``f``, and ``args`` with a graph, receive the derivative of the returned value, with ``u_i`` held
+    constant.
+
     The objective is ``F(w) = 1/n sum_i f(g_i(w))``, where each inner ``g_i`` is an expectation and a batch provides one
     sample of it. The gradient of a nonlinear ``f`` at the sample is biased; at the moving average ``u_i`` the bias
     vanishes as the average converges. With an optimizer that has momentum, such as ``SGD(momentum=0.9)`` or Adam,
@@ -38,8 +41,10 @@ def compositional_loss(
         estimator: stores ``log u`` or ``u``; commit with its ``step()`` or ``attach``. In training mode with gradients
             enabled the new rows are deposited.
         f: differentiable outer function, called as ``f(u, *args)`` on the averages of the samples of all ranks, in the
-            shape of ``g``; returns one value per sample, ``(B,)``.
-        args: further arguments of ``f``, ``(B, ...)`` each, without gradients, for example ``args=(weight[index],)``.
+            shape of ``g``; returns one value per sample, ``(B,)``. Every rank returns the whole gradient of parameters
+            inside ``f``.
+        args: further arguments of ``f``, ``(B, ...)`` each, optionally with a graph, for example
+            ``args=(weight[index],)``.
         previous, beta: correction of the averages, see :meth:`~compopt.MovingAverageEstimator.update`.
 
     Returns:
@@ -49,7 +54,7 @@ def compositional_loss(
         ValueError: ``g`` has another shape, is empty, or (on the CPU) has an entry <= 0 while averages are kept as
             logarithms; ``f`` returns another shape than ``(B,)``; ``previous`` or ``beta``, see ``update``.
         TypeError: ``estimator`` is not a :class:`~compopt.MovingAverageEstimator`; ``g`` is not floating point;
-            ``index`` is not an integer tensor; ``f`` returns no tensor, or a tensor without a graph.
+            ``index`` is not an integer tensor; ``f`` returns no tensor, or one that does not depend on ``u``.
         IndexError: an index is outside ``0 .. n - 1``.
         RuntimeError: the estimator is part of another one; a transform or a tangent is active, as in a call of
             :class:`~compopt.ContrastiveEstimator`.
@@ -92,26 +97,41 @@ def compositional_loss(
             )
     inner = (inner.log() if logs else inner).view(g.shape)
     average, batch = estimator._average(inner, index, previous, beta, args)
-    u = batch.nan_if_bad(average.exp() if logs else average).view(-1, *g.shape[1:])
-    value, slope = outer(f, u, *(batch.values[str(k)] for k in range(len(args))))
-    estimator._deposit_average(average, batch)
-    if not (torch.is_grad_enabled() and g.requires_grad):
-        return value
-    # frameworks average gradients over ranks: multiply by the number of ranks to obtain the gradient of the global mean
-    return with_gradients(value, [(g, (slope[batch.own] * len(batch.sizes)).to(g.dtype))])
+    with estimator._engine.undone_on_error():
+        u = batch.nan_if_bad(average.exp() if logs else average).view(-1, *g.shape[1:])
+        given = [batch.values[str(k)].detach().requires_grad_(x.requires_grad) for k, x in enumerate(args)]
+        value, slopes = outer(f, u, *given)
+        estimator._deposit_average(average, batch)
+        if not torch.is_grad_enabled():
+            return value
+        # multiplied by the number of ranks, since frameworks average gradients over ranks
+        slopes = [slope[batch.own] * len(batch.sizes) for slope in slopes]
+        inputs = [g, *(x for x in args if x.requires_grad)]
+        return with_gradients(value.detach(), [*zip(inputs, slopes, strict=True), *through(value)])
 
 
-def outer(f: Callable[..., Tensor], u: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """Return the mean of ``f(u, *args)`` over the samples, and its derivative with respect to ``u``."""
+def outer(f: Callable[..., Tensor], u: Tensor, *args: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the mean of ``f(u, *args)`` over the samples, and its derivatives by ``u`` and ``args`` that require one.
+
+    The value has a graph if ``f`` uses other tensors that require a gradient, see :func:`through`.
+    """
     if torch.is_inference_mode_enabled():  # without derivatives
-        return _per_sample(f(u, *args), len(u)).mean(), torch.zeros_like(u)
+        return _per_sample(f(u, *args), len(u)).mean(), [torch.zeros_like(u)]
+    graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        u = u.detach().requires_grad_()
-        value = _per_sample(f(u, *args), len(u)).mean()
-        if not value.requires_grad:
-            raise TypeError("f must be differentiable: what it returned has no graph")
-        (slope,) = torch.autograd.grad(value, u)
-    return value.detach(), slope
+        leaves = [u.detach().requires_grad_(), *(x for x in args if x.requires_grad)]
+        value = _per_sample(f(leaves[0], *args), len(u)).mean()
+        graph = graph and reaches_others(value, *leaves)
+        slopes = torch.autograd.grad(value, leaves, None, graph, allow_unused=True) if value.requires_grad else [None]
+        if slopes[0] is None:
+            raise TypeError("f must be differentiable: what it returned has no graph, or none that leads to u")
+    slopes = [torch.zeros_like(x) if slope is None else slope for x, slope in zip(leaves, slopes, strict=True)]
+    return value if graph else value.detach(), slopes
+
+
+def through(value: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the value of :func:`outer` and its gradient for ``with_gradients``, if it has a graph."""
+    return [(value, torch.ones_like(value.detach()))] if value.requires_grad else []
 
 
 def _per_sample(values: Any, count: int) -> Tensor:

@@ -329,7 +329,8 @@ class ContrastiveEstimator(Estimator):
         given = check_call(self, z1, z2, asked)
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
-            self._at_first = given.facts.get("parameters")
+        self._at_first = given.facts.get("parameters")
+        with self._engine.undone_on_error(), full_precision(z1.device):
             hyper = self._hyper("temperature", batch)
             temperature = self._temperature(batch, given.tau, hyper)  # perhaps with a graph
             with torch.no_grad():
@@ -337,17 +338,14 @@ class ContrastiveEstimator(Estimator):
                 used = used.detach() if isinstance(used, Tensor) else used
                 call = self._call(batch, self._pairs(batch, given, used, temperature), used, given)  # log-sum-exps
                 estimate = self.normalizer.estimate(call)  # alpha, proposed rows; a network learns here
-                try:
-                    objective = Objective(call, estimate, self.temperature.rho(hyper), self.multiply_tau)
-                    value = self._value(objective, given)
-                    if batch.depositing:
-                        self._propose(call, hyper, objective)  # new rows and temperatures, until step()
-                    gradients = self._gradients(objective, given, temperature)
-                except BaseException:
-                    self.discard()  # for example for a call that is repeated with less memory
-                    raise
-        self._last, self._shown = Summary.of(objective), estimate.metrics
-        return with_gradients(batch.nan_if_bad(value), gradients)
+                objective = Objective(call, estimate, self.temperature.rho(hyper), self.multiply_tau)
+                value = self._value(objective, given)
+                if batch.depositing:
+                    self._propose(call, hyper, objective)  # new rows and temperatures, until step()
+                gradients = self._gradients(objective, given, temperature)
+            loss = with_gradients(batch.nan_if_bad(value), gradients)
+            self._last, self._shown = Summary.of(objective), estimate.metrics
+        return loss
 
     @outside_of_graphs
     @with_arguments_of(__call__)
@@ -374,7 +372,8 @@ class ContrastiveEstimator(Estimator):
         Communicates: as a call.
         """
         check_cached(self, given["z1"], *map(given.get, ("z2", "encode", "tau", "extra", "extra_index")))
-        with torch.enable_grad():
+        self._drop_skipped()  # before the context, which restores what is pending now
+        with torch.enable_grad(), self._engine.undone_on_error():
             leaves = {name: _leaf(given[name]) for name in ("z1", "z2", "extra") if given.get(name) is not None}
             loss = self(**{**given, **leaves})
             loss.backward(inputs=[*leaves.values(), *(p for p in self.parameters() if p.requires_grad)])
@@ -484,7 +483,7 @@ class ContrastiveEstimator(Estimator):
         units += given.guides
         units += [] if given.momentum is None else [given.momentum]
         # before anything is deposited, since a warning may be an error
-        self._engine.async_checks.watch_features(value, unit, *units)
+        self._engine.async_checks.watch_features(self._engine.handshake.agree, value, unit, *units)
         return value
 
     def _propose(self, call: Call, hyper: Hyper, objective: Objective) -> None:

@@ -3,13 +3,17 @@
 import math
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import compopt
-from tests.database import BY_NAME, GLOBAL, MODES, STATEFUL
+from compopt import losses
+from compopt.estimator.attach import Attachments
+from tests import four, test_losses
+from tests.database import BY_NAME, DATABASE, GLOBAL, MODES, STATEFUL
 from tests.helpers import assert_same_bits, batches, bits, run, snapshot, warmed
 from tests.pool import the_pool
 
@@ -292,6 +296,162 @@ def test_a_save_refuses_what_no_load_accepts(tmp_path, blocking):
     est.data_fingerprint = 123
     with pytest.raises(TypeError, match="data_fingerprint must be a str or None, got 123"):
         compopt.save(est, tmp_path / "other", blocking=blocking)
+
+
+# errors after the estimate ------------------------------------------------------------------------------------------
+
+
+def saved(obj):
+    """Return all tensors of the state, and the counters, by name."""
+    state = obj.state_dict()
+    extra = {f"{role}.{name}": value for role, own in state["extra"].items() for name, value in own.items()}
+    return {**state["rows"], **extra, "t": torch.tensor([obj.t, obj.pending])}
+
+
+@pytest.mark.covering()
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_a_warning_as_error_drops_the_deposit_of_its_own_call_alone(info, mode):
+    est, twin = (warmed(info, mode, N, 90) for _ in range(2))
+    first, (z1, z2, index), last = batches(N, 3, seed=97)
+    for each in (est, twin):
+        run(each, *first)
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="1 feature rows of a batch are NaN")
+            with pytest.raises(UserWarning, match="1 feature rows"):
+                run(est, poisoned(z1, [2], math.nan), z2, index)
+    assert_same_bits(saved(twin), saved(est))
+    for each in (est, twin):
+        run(each, *last)
+        each.step()
+    assert_same_bits(saved(twin), saved(est))
+
+
+def gradients(est, z1, z2, index):
+    return est.feature_gradients(z1, z2, index)
+
+
+def composed(u, x, index):
+    return compopt.compositional_loss(x[:, 0].abs() + 0.1, index, u, torch.log)
+
+
+LOSSES = {kind: name for name, (kind, _) in test_losses.CASES.items()}
+# every operation that deposits: how to build its object, and how to call it in a step
+OPERATIONS = {
+    **{
+        info.name: (partial(warmed, info, "bimodal", N, 2), lambda o, k: run(o, *batches(N, k + 1)[k]))
+        for info in STATEFUL
+    },
+    **{
+        kind: (make, lambda o, k: four.call(o, *batches(N, k + 1, dim=four.DIM)[k][1:]))
+        for kind, make in four.KINDS.items()
+    },
+    **{kind: (partial(kind, 30), lambda o, k: o(*test_losses.batch(LOSSES[type(o)], k))) for kind in LOSSES},
+    "one risk": (losses.RobustLoss, lambda o, k: o(test_losses.batch("robust", k)[0])),
+    "compositional_loss": (four.KINDS["average"], lambda o, k: composed(o, *batches(N, k + 1)[k][1:])),
+    "feature_gradients": (partial(compopt.SogCLREstimator, N), lambda o, k: gradients(o, *batches(N, k + 1)[k])),
+}
+
+
+def test_no_loss_is_missing_here():
+    assert {*LOSSES, losses.CompositionalLoss, losses.PairLoss} == {getattr(losses, name) for name in losses.__all__}
+
+
+@pytest.mark.covering(all=True)
+@pytest.mark.parametrize("name", OPERATIONS, ids=str)
+def test_an_error_after_a_deposit_drops_it_alone(name, monkeypatch):
+    """The last thing that a deposit does is to look at the loop, and a warning may be an error."""
+    make, call = OPERATIONS[name]
+    one, two = make(), make()
+    for obj in (one, two):
+        call(obj, 0)
+
+    def fails(*args):
+        raise RuntimeError("no commit")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Attachments, "pending", fails)
+        with pytest.raises(RuntimeError, match="no commit"):
+            call(one, 1)
+    assert_same_bits(saved(one), saved(two))
+    for obj in (one, two):
+        call(obj, 2)
+        obj.step()
+    assert_same_bits(saved(one), saved(two))
+    assert one.t == 1 + 2 * (name in BY_NAME)
+
+
+def test_feature_gradients_that_run_out_of_memory_in_backward(monkeypatch):
+    est = compopt.SogCLREstimator(N)
+    batch = batches(N, 1)[0]
+    gradients(est, *batch)
+
+    def fails(*args, **options):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.Tensor, "backward", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        gradients(est, *batch)
+    assert est.pending == 1
+
+
+def two_windows(group):
+    """Per entry: the state after a window in which the call with a NaN on rank 1 is an error, and after one without."""
+    rank, found = dist.get_rank(group), {}
+    own = slice(4 * rank, 4 * rank + 4)
+    for info in STATEFUL:
+        states = []
+        for fails in (True, False):
+            est = info.build("bimodal", N, torch.float64, max(0.07, info.min_tau), 0.6, process_group=group)
+            for k, (z1, z2, index) in enumerate(batches(N, 3, batch=8, seed=98, repeats=False)):
+                if k == 1 and not fails:
+                    continue
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("error", message=".* feature rows of a batch are NaN")
+                    try:
+                        run(est, poisoned(z1, [5], math.nan)[own] if k == 1 else z1[own], z2[own], index[own])
+                    except (UserWarning, RuntimeError) as error:
+                        assert k == 1 and isinstance(error, UserWarning if rank else RuntimeError)
+                        assert rank or "rank 1 failed: UserWarning: 1 feature rows" in str(error)
+                    else:
+                        assert k != 1
+                assert est.pending == max(1, k)
+            est.step()
+            states.append(saved(est))
+        found[info.name] = states
+    return found
+
+
+@pytest.mark.distributed
+def test_ranks_agree_on_a_warning_that_is_an_error_on_one():
+    answers = the_pool().run(two_windows, 2)
+    for name in answers[0]:
+        states = [state for answer in answers for state in answer[name]]
+        for state in states[1:]:
+            assert_same_bits(states[0], state)
+
+
+def alone_in_error(group):
+    est, rank = compopt.SogCLREstimator(N, process_group=group), dist.get_rank(group)
+    data = [[x[4 * rank : 4 * rank + 4] for x in batch] for batch in batches(N, 3, batch=8, repeats=False)]
+    run(est, *data[0])
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:  # after all communication of the call
+            patch.setattr(compopt.contrastive, "with_gradients", lambda *given: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                run(est, *data[1])
+        else:
+            run(est, *data[1])
+    for _ in range(2):
+        est.step()
+        with pytest.raises(RuntimeError, match=r"the ranks differ in the number of calls .* committed .*: by rank \[2, 1\]"):
+            run(est, *data[2])
+
+
+@pytest.mark.distributed
+def test_a_call_that_only_one_rank_has_completed_is_noticed():
+    the_pool().run(alone_in_error, 2)
 
 
 @pytest.mark.parametrize("name", ["sogclr", "memory", "neural", "memory-global-dual"])

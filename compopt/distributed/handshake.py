@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compopt.distributed.collectives import CALL, Doing
+from compopt.distributed.collectives import CALL, Doing, doing
 from compopt.distributed.ranks import Ranks
 
 KEYS = ("index", "index2", "labels")
@@ -21,6 +22,7 @@ FACTS = {
     "depositing": "training mode (1: deposits, 0: eval() or no_grad)",
     "t": "the number of commits so far; every rank must call step() after the same updates",
     "pending": "the number of calls since the last commit",
+    "calls": "the number of calls that were committed or wait for it; one that raised on a rank counts on the others",
     "configuration": "configuration: mode, n, dtype, shard, options and sample_groups (fingerprints)",
     "named": "index= (0: none, 1: given)",
     "encode": "encode= (0: none, 1: given)",
@@ -95,6 +97,11 @@ class Handshake:
                 raise error from other
             raise
 
+    def agree(self, action: Callable[[], Any]) -> Any:
+        """Run ``action`` in the middle of the operation, on all ranks; if it raises on one, raise on the others."""
+        with doing(self.operation):
+            return self.ranks.agree(action)
+
     def exchange(
         self, keys: Mapping[str, Tensor], facts: Mapping[str, int], prefetched: int = 0, more: int = 0
     ) -> Agreement:
@@ -105,15 +112,15 @@ class Handshake:
         keys = {name: key.cpu() for name, key in keys.items()}
         kinds = sum(1 << KEYS.index(name) for name in keys)
         header = [0, 0, size, kinds, prefetched, more, *(facts.get(name, 0) for name in FACTS)]
-        doing = Doing(self.operation, facts.get("t"))
-        table = self.ranks.open(self._message(header, keys), doing)
+        now = Doing(self.operation, facts.get("t"))
+        table = self.ranks.open(self._message(header, keys), now)
         _compare(table)
         sizes = table[:, SIZE].tolist()
         # Every rank decides from the same table: all ranks send the second message, or none does. Lengths never shrink,
         # so that batches of a constant size need a second message once per run.
         if max(sizes) > _room(table):
             self.ranks.make_room(HEADER + len(KEYS) * max(sizes))
-            table = self.ranks.open(self._message(header, keys), doing)
+            table = self.ranks.open(self._message(header, keys), now)
         blocks = dict(zip(KEYS, table[:, HEADER:].split(_room(table), dim=1), strict=False))
         first, numbers = sum(sizes[: self.ranks.rank]), table[:, PREFETCHED].tolist()
         return Agreement(
@@ -148,7 +155,7 @@ def _compare(table: Tensor) -> None:
     for number, (name, meaning) in enumerate(FACTS.items(), start=HEADER - len(FACTS)):
         values = table[:, number].tolist()
         if len(set(values)) > 1:
-            kind = RuntimeError if name in ("t", "pending", "depositing") else ValueError
+            kind = RuntimeError if name in ("t", "pending", "calls", "depositing") else ValueError
             raise kind(f"the ranks differ in {meaning}: by rank {values}")
 
 

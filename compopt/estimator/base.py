@@ -206,8 +206,7 @@ class Estimator:
         depositing = engine.training and torch.is_grad_enabled()
         self._refuse_checkpoint(engine, depositing)
         if depositing:
-            if engine.attachments.skipped():
-                self.discard()
+            self._drop_skipped()
             with engine.handshake.guard():  # warning filters may turn a warning into an error
                 if engine.attachments.unsure_of_positions:
                     engine.attachments.positions(keys["index"], self.n, self._remembers_index)
@@ -215,7 +214,8 @@ class Estimator:
                     engine.attachments.learned(list(self.parameters()), engine.async_checks)
         elif torch.is_grad_enabled() and not engine.training:
             engine.attachments.evaluated = engine.commits()
-        progress = {"depositing": int(depositing), "t": engine.t, "pending": engine.pending, **(facts or {})}
+        progress = {"depositing": int(depositing), "t": engine.t, "pending": engine.pending}
+        progress |= {"calls": engine.committed + engine.pending, **(facts or {})}
         batch = engine.reader.read(keys, values, depositing, progress, self._identity, least, more)
         if depositing:
             for part in engine.parts.values():
@@ -372,8 +372,7 @@ class Estimator:
         engine = self._engine
         if engine.saving is not None:
             engine.saving.warn()
-        if engine.attachments.skipped():  # an attached engine has skipped the update
-            self.discard()
+        self._drop_skipped()
         if engine.attachments.unsure_of_optimizer:
             engine.attachments.updated(list(self.parameters()))
         if not engine.pending:
@@ -392,10 +391,15 @@ class Estimator:
             for part in engine.parts.values():
                 part.commit_state(found_inf)
             engine.attachments.committed(engine.pending)
-            engine.pending = 0
+            engine.committed, engine.pending = engine.committed + engine.pending, 0
             engine.t += 1
         engine.attachments.look_for_scale()
         self._run("step_post", (), {})
+
+    def _drop_skipped(self) -> None:
+        """Drop what is pending if an attached engine has skipped the update."""
+        if self._engine.attachments.skipped():
+            self.discard()
 
     @outside_of_graphs
     def discard(self) -> None:

@@ -58,6 +58,7 @@ class Engine:
         width: number of values per column and sample, ``D``.
         device: device of rows that are created later.
         t, pending: number of commits so far; number of calls with proposals that wait for the next commit.
+        committed: number of calls in the commits of this process.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Engine:
         self.ranks = Ranks(self.placement.process_group)
         self.device = torch.device("cpu")
         self.table: RowTable | None = None
-        self.t = self.pending = 0
+        self.t = self.pending = self.committed = 0
         self.training = True
         self._make_own()
 
@@ -162,6 +163,21 @@ class Engine:
                 yield
             finally:
                 self._writing = before
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Drop what the block deposits if it raises; the deposits of earlier calls of the window stay pending."""
+        pending, states = self.pending, [(part, part._pending_state) for part in self.parts.values()]
+        try:
+            yield
+        except BaseException:
+            with self.writing():
+                self.pending = pending
+                if self.table is not None:
+                    self.table.discard(pending)
+                for part, state in states:
+                    part._pending_state = state  # deposits replace the mapping, and leave its tensors as they are
+            raise
 
     def discard(self) -> None:
         """Drop all pending deposits and pending state."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from compopt import accelerator
 from compopt.batch import Batch
+from compopt.checks.context import warn
 from compopt.checks.inputs import INDEX_REMEDY, Survey, check_range, survey
 from compopt.distributed.handshake import KEYS, Agreement, Handshake, fingerprint
 from compopt.estimator.groups import SampleGroups
@@ -66,13 +66,20 @@ class AsyncChecks:
             )
         return None
 
-    def watch_features(self, value: Tensor, *features: Tensor) -> None:
-        """Warn about bad rows of prepared features ``(k, b, d)``; a finite ``value`` on the CPU rules them out."""
-        if value.device.type == "cpu" and math.isfinite(value.item()):
+    def watch_features(self, agree: Callable[[Callable[[], Any]], Any], value: Tensor, *features: Tensor) -> None:
+        """Warn about bad rows of prepared features ``(k, b, d)``; a finite ``value`` on the CPU rules them out.
+
+        ``value`` is the same on all ranks. If the warning is an error on one rank, ``agree`` raises on the others.
+        """
+        on_host = value.device.type == "cpu"
+        if on_host and math.isfinite(value.item()):
             return  # a bad feature makes the value NaN, see ``zero_or_nan``
         with torch.no_grad():
-            bad = torch.cat([z[..., 0].flatten() for z in features]).isnan()  # every entry of a bad row is NaN
-            self.watch(bad.sum(), _warn_features)
+            bad = torch.cat([z[..., 0].flatten() for z in features]).isnan().sum()  # every entry of a bad row is NaN
+        if on_host:
+            agree(lambda: _warn_features(int(bad)))
+        else:
+            self.watch(bad, _warn_features)
 
 
 def _refuse_batch(one_sample: int) -> None:
@@ -85,10 +92,9 @@ def _refuse_batch(one_sample: int) -> None:
 
 def _warn_features(bad: int) -> None:
     if bad:
-        warnings.warn(
+        warn(
             f"{bad} feature rows of a batch are NaN, infinite or too large to compute similarities of: its loss is "
-            f"not finite and the rows of its samples keep their previous values",
-            stacklevel=6,
+            f"not finite and the rows of its samples keep their previous values"
         )
 
 

@@ -185,6 +185,21 @@ class _ClosedForm(torch.autograd.Function):
         return tuple(found)
 
 
+def reaches_others(value: Tensor, *own: Tensor) -> bool:
+    """Return whether the graph of ``value`` has leaves other than ``own``, for example parameters inside a function."""
+    nodes, seen = [value.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not any(leaf is each for each in own):
+            return True
+        nodes.extend(function for function, _ in node.next_functions)
+    return False
+
+
 def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Return ``value`` as a node of the graph of some tensors, passed in pairs with their gradients.
 

@@ -14,13 +14,13 @@ from typing_extensions import Unpack
 from compopt import checks
 from compopt import functional as F
 from compopt.batch import Batch
-from compopt.checks.context import outside_of_graphs, refuse_tangents, refuse_transforms
+from compopt.checks.context import outside_of_graphs, refuse_tangents, refuse_transforms, warn
 from compopt.checks.inputs import check_values
-from compopt.compositional import outer
+from compopt.compositional import outer, through
 from compopt.estimator.component import Component, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups, as_groups
 from compopt.estimator.options import PlacementOptions, takes_options
-from compopt.kernel.features import with_gradients, working_dtype
+from compopt.kernel.features import reaches_others, with_gradients, working_dtype
 from compopt.normalizers.moving_average import DOMAINS, Domain
 from compopt.stores.layout import Column
 
@@ -97,7 +97,8 @@ class CompositionalLoss(Component):
 
     def weights(self, u: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor]:
         """Return the loss, and its derivative with respect to the stored averages (or logarithms)."""
-        return outer(lambda x: self.outer(x, batch, hyper), u)
+        value, (slope,) = outer(lambda x: self.outer(x, batch, hyper), u)
+        return value, slope
 
     def _total(self, log_g: Tensor, batch: Batch, hyper: Hyper) -> Tensor:
         """Update ``log v``, the average over all samples, with ``log_g``, one number in any shape; return it, 0-d."""
@@ -105,7 +106,7 @@ class CompositionalLoss(Component):
         gamma, first = hyper.of_first_group()("gamma"), state["updates"] == 0
         log_v = F.moving_average(state["log_v"], log_g.to(state["log_v"]).squeeze(), gamma, first)
         if batch.depositing:
-            self.deposit_state(log_v=log_v, updates=state["updates"] + 1)
+            self.deposit_state(log_v=batch.nan_if_bad(log_v), updates=state["updates"] + 1)
         return log_v.to(log_g)
 
     def _compose(self, index: Tensor, given: Sequence[Tensor], values: Mapping[str, Tensor]) -> Tensor:
@@ -120,18 +121,40 @@ class CompositionalLoss(Component):
         hyper = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)
         everyone = [batch.values["given"], *(ranks.gather(ready[1:], batch.more) if ready[1:] else ())]
         leaves = [x.detach().to(batch.dtype).requires_grad_(torch.is_grad_enabled()) for x in everyone]
-        inner = self.inner(leaves, batch, hyper)
-        value, slope, proposals = self.estimate(inner.detach(), batch, hyper)
-        if batch.depositing:
-            self._deposit(batch, proposals)
-        value = batch.nan_if_bad(value)
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
-            return value
-        first = sum(batch.more[: ranks.rank])
-        own = [batch.own, slice(first, first + sum(map(len, ready[1:])))]
-        # multiplied by the number of ranks, since frameworks average gradients over ranks
-        gradients = [g[at] * ranks.size for g, at in zip(torch.autograd.grad(inner, leaves, slope), own, strict=False)]
-        return with_gradients(value, list(zip(given, gradients, strict=True)))
+        with self._engine.undone_on_error():
+            numbers = [*everyone, *(value for name, value in batch.values.items() if name != "given")]
+            bad = torch.cat([number.flatten() for number in numbers]).isfinite().logical_not_().sum()
+            self._engine.async_checks.watch(bad, _warn_scores)
+            batch.bad = bad > 0 if batch.bad is None else batch.bad | (bad > 0)
+            inner = self.inner(leaves, batch, hyper)
+            value, slope, proposals = self.estimate(inner.detach(), batch, hyper)
+            batch.bad = batch.bad | ~value.detach().isfinite()
+            if batch.depositing:
+                self._deposit(batch, proposals)
+            return self._with_gradients(batch, value, inner, batch.nan_if_bad(slope), leaves, given)
+
+    def _with_gradients(
+        self, batch: Batch, value: Tensor, inner: Tensor, slope: Tensor, leaves: list[Tensor], given: Sequence[Tensor]
+    ) -> Tensor:
+        """Return the value as a node of the graph of ``given``, and of parameters inside ``inner`` and ``outer``."""
+        pairs, ranks = through(value), self._engine.ranks
+        if reaches_others(inner, *leaves):
+            pairs.append((inner, slope))
+        if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+            found = torch.autograd.grad(inner, leaves, slope, retain_graph=bool(pairs))
+            first = sum(batch.more[: ranks.rank])
+            own = [batch.own, *(slice(first, first + len(x)) for x in given[1:])]
+            # multiplied by the number of ranks, since frameworks average gradients over ranks
+            pairs += [(x, g[at] * ranks.size) for x, g, at in zip(given, found, own, strict=True)]
+        return with_gradients(batch.nan_if_bad(value.detach()), pairs)
+
+
+def _warn_scores(bad: int) -> None:
+    if bad:
+        warn(
+            f"{bad} scores, or values of samples, of a batch are NaN, infinite or too large to compare: its loss is NaN "
+            f"and nothing of it is committed"
+        )
 
 
 def check_scores(name: str, value: Tensor, axes: int) -> None:

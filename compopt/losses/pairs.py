@@ -34,19 +34,23 @@ class PairLoss(CompositionalLoss):
 
         Args:
             scores: predictions of any scale, with their graph, ``(B,)``; with several ranks, of this rank's samples.
-            labels: labels, positive if > 0, ``(B,)``, preferably on the CPU, since the host reads them.
+            labels: labels, positive if > 0, not NaN, ``(B,)``, preferably on the CPU, since the host reads them.
             index: data-set positions, ``(B,)`` integers.
 
         Raises:
             TypeError: scores that are not a floating-point tensor, an index without integers.
-            ValueError: wrong shapes; a batch without positives, or without negatives if the loss needs them.
+            ValueError: wrong shapes, a label that is NaN; a batch without positives, or without negatives if the loss
+                needs them.
             IndexError: the index of a positive is outside ``0 .. n - 1``.
         """
         with self._engine.handshake.guard():
             check_scores("scores", scores, 1)
-            positive = alike("labels", labels, scores) > 0
+            labels = alike("labels", labels, scores).cpu()
+            if bool(labels.isnan().any()):
+                sample = int(labels.isnan().nonzero()[0])
+                raise ValueError(f"labels must be numbers, got nan for sample {sample}; leave such samples out")
             index = check_vector("index", index, len(scores))
-            own, others = (torch.nonzero(x.cpu())[:, 0] for x in (positive, ~positive))
+            own, others = (torch.nonzero(x)[:, 0] for x in (labels > 0, labels <= 0))
         given = [scores[at.to(scores.device)] for at in (own, others)]
         return self._compose(index[own.to(index.device)], given, {})
 
@@ -340,7 +344,7 @@ class TwoWayCVaRPartialAUCLoss(CVaRPartialAUCLoss):
         hard = (u > state).to(u.dtype)  # other positives change neither the model nor their thresholds
         if batch.depositing:
             new = state - outermost("lr") * (1 - (hard + 0 * u).mean() / share)
-            self.deposit_state(threshold=new.to(state))
+            self.deposit_state(threshold=batch.nan_if_bad(new).to(state))
         value = state + (u - state).relu().mean() / share
         moved = old + hard * (proposals["threshold"] - old)
         return value.to(u.dtype), slope * hard / share, {"threshold": moved, "u": u}

@@ -48,20 +48,24 @@ class ListLoss(CompositionalLoss):
         with self._engine.handshake.guard():
             check_scores("scores", scores, 2)
             relevance, index = (alike(k, v, scores) for k, v in (("relevance", relevance), ("index", index)))
+            dtype = working_dtype(scores.dtype, self.dtype)
+            relevance = relevance.to(scores.device, dtype)
             query, item = torch.nonzero(_grades(relevance) > 0, as_tuple=True)
             pair = check_vector("index", index[query.to(index.device), item.to(index.device)], len(query))
-            dtype = working_dtype(scores.dtype, self.dtype)
             every = (
                 torch.full((len(scores),), scores.shape[1]) if items is None else alike("items", items, scores[:, 0])
             )
-            if every.device.type == "cpu" and not bool((every >= 1).all()):
-                raise ValueError(f"items must be at least 1, the number that each query ranks, got {every.tolist()!r}")
-            relevance = relevance.to(scores.device, dtype)
+            if every.device.type == "cpu" and not bool(((every >= 1) & every.isfinite()).all()):
+                raise ValueError(
+                    f"items must be at least 1 and finite, the number that each query ranks, got {every.tolist()!r}"
+                )
             at = query.to(scores.device), item.to(scores.device)
             values = {"items": every.to(scores.device, dtype)[at[0]], **self.gains(relevance, at)}
             hyper = self._engine.groups.hyper(self.role, pair.to(scores.device)[:, None], dtype)
             scores = scores.to(dtype)  # differences in half precision would be inexact or overflow
-            own = self.compare(scores[at[0]] - scores[at][:, None], hyper)
+            excess = scores[at[0]] - scores[at][:, None]
+            # a surrogate may be finite at an infinite score
+            own = self.compare(excess, hyper).where(excess.isfinite().all(1, keepdim=True), torch.nan)
         return self._compose(pair, [own], values)
 
     def compare(self, excess: Tensor, hyper: Hyper) -> Tensor:
@@ -126,6 +130,12 @@ class NDCGLoss(ListLoss):
         gain = torch.exp2(relevance) - 1
         discount = torch.arange(2, relevance.shape[1] + 2, dtype=gain.dtype, device=gain.device).log2()
         ideal = (gain.sort(1, descending=True).values / discount).sum(1)
+        wrong = relevance[(relevance > 0).any(1) & ~((ideal > 0) & ideal.isfinite())]
+        if len(wrong):
+            raise ValueError(
+                f"relevance must be grades whose gains 2^y - 1 are above 0 and finite in {gain.dtype}, got "
+                f"{wrong.max().item():.6g}; pass log2(1 + y) in place of a count y"
+            )
         return {"gain": gain[at] / ideal[at[0]]}
 
     def outer(self, u: Tensor, batch: Batch, hyper: Hyper) -> Tensor:

@@ -300,12 +300,12 @@ class MCMCNegativeSampler(Normalizer):
             names = accelerator.to_device(check_pool(candidates, scores), scores.device)
         batch = self._read(keys, {"scores": scores[:, :1]})
         hyper = engine.groups.hyper(self.role, batch.rows, batch.dtype)
-        with torch.no_grad():
+        with engine.undone_on_error(), torch.no_grad():
             weights, sample, score = self._walk(scores.to(batch.dtype), names, batch, hyper)
             sample, score = engine.ranks.gather([sample, score], batch.sizes)
-        if batch.depositing:
-            self._deposit(batch, {"chain": sample, "score": score})
-        return batch.nan_if_bad(weights)
+            if batch.depositing:
+                self._deposit(batch, {"chain": sample, "score": score})
+            return batch.nan_if_bad(weights)
 
     def _walk(self, scores: Tensor, names: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights ``(b, M)``, and current positions and scores of this rank's chains, ``(b, 1)`` each."""

@@ -222,8 +222,9 @@ class MovingAverageEstimator(Normalizer):
             Multi-block-Single-probe Estimator, eq. 4 and section 3.2.
         """
         log_u, batch = self._average(log_g, index, previous, beta)
-        self._deposit_average(log_u, batch)
-        return batch.nan_if_bad(log_u)[batch.own].view(log_g.shape)
+        with self._engine.undone_on_error():
+            self._deposit_average(log_u, batch)
+            return batch.nan_if_bad(log_u)[batch.own].view(log_g.shape)
 
     def _average(
         self,

@@ -340,15 +340,16 @@ class NeuralNormalizer(Normalizer):
         batch, tau = self._gather(anchors, tau, log_g, candidates)
         if not len(batch.rows):
             raise ValueError("anchors are empty, of every rank; skip such a batch")
-        with torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
-            log_g, engine = batch.values["log_g"][:, None], self._engine
+        engine = self._engine
+        with engine.undone_on_error(), torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
+            log_g = batch.values["log_g"][:, None]
             hyper = engine.groups.hyper(self.role, batch.rows, batch.dtype)
             zero, weight = torch.zeros_like(log_g), 1 / len(log_g)
             observed = NetworkBatch(self.layout, batch.features, zero, tau, hyper("eps"), log_g, weight)
             prediction = self._learn(observed, hyper.of_first_group(), engine.t, batch.depositing)
-        if batch.depositing:
-            self._deposit(batch, {})
-        return prediction.alpha[:, 0][batch.own]
+            if batch.depositing:
+                self._deposit(batch, {})
+            return prediction.alpha[:, 0][batch.own]
 
     @outside_of_graphs
     def predict(self, anchors: Tensor, tau: float | Tensor) -> Tensor:

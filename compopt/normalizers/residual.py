@@ -154,14 +154,15 @@ class ResidualNormalizer(Normalizer):
         return self.neural.split_state
 
     @property
-    def has_pending_state(self) -> bool:
-        return self.neural.has_pending_state
+    def _pending_state(self) -> dict[str, Tensor] | None:  # type: ignore[override]
+        return self.neural._pending_state
+
+    @_pending_state.setter
+    def _pending_state(self, state: dict[str, Tensor] | None) -> None:
+        self.neural._pending_state = state
 
     def commit_state(self, found_inf: Tensor | None) -> None:
         self.neural.commit_state(found_inf)
-
-    def discard_state(self) -> None:
-        self.neural.discard_state()
 
     def move(self, device: torch.device) -> None:
         self.neural.move(device)

@@ -199,8 +199,9 @@ class RowTable:
         self.rows.commit(rows, new)
         self._deposits.clear()
 
-    def discard(self) -> None:
-        self._deposits.clear()
+    def discard(self, first: int = 0) -> None:
+        """Drop the deposits from number ``first`` on."""
+        del self._deposits[first:]
 
     def _pick_owned(self, rows: Tensor) -> Tensor:
         """Return the positions of the rows that this process holds; counted on the host, to avoid synchronisation."""

@@ -395,18 +395,19 @@ class TemperatureDual(Temperature):
         hyper = engine.groups.hyper(self.role, batch.rows, batch.dtype)
         wanted = batch.values["gradient"].to(batch.dtype)[:, None]
         wanted = torch.where(wanted.isfinite(), wanted, torch.nan)
-        if self.mode == "global":
-            if not len(wanted):
-                raise ValueError("gradient is empty, of every rank; skip such a batch: a global dual takes its mean")
-            moved = self._moved_state(hyper, wanted)
+        if self.mode == "global" and not len(wanted):
+            raise ValueError("gradient is empty, of every rank; skip such a batch: a global dual takes its mean")
+        with engine.undone_on_error():
+            if self.mode == "global":
+                moved = self._moved_state(hyper, wanted)
+                if batch.depositing:
+                    self.deposit_state(**moved)
+                    self._deposit(batch, {})
+                return moved["tau"].clone()
+            moved = self._moved_rows(batch, hyper, wanted)
             if batch.depositing:
-                self.deposit_state(**moved)
-                self._deposit(batch, {})
-            return moved["tau"].clone()
-        moved = self._moved_rows(batch, hyper, wanted)
-        if batch.depositing:
-            self._deposit(batch, moved)
-        return batch.nan_if_bad(moved["tau"])[batch.own].view(gradient.shape)
+                self._deposit(batch, moved)
+            return batch.nan_if_bad(moved["tau"])[batch.own].view(gradient.shape)
 
     def value(self, index: Tensor | None = None) -> Tensor:
         """Return committed temperatures; ``tau_init`` for samples that were never visited.
