@@ -164,14 +164,15 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
         facts = {name: int(value is not None) for name, value in given.items()}
         facts |= {"extra": 0 if extra is None else 1 if positions is None else 2, **inputs.tau_facts(tau)}
         wants = tau.requires_grad if isinstance(tau, Tensor) else tau is None and est.temperature.wants_gradient
-        if (first := est._at_first) is None:
-            learned = [parameter.detach().cpu().tolist() for parameter in est.parameters()]
-            first = fingerprint((learned, est.temperature.constants()))
-        facts["parameters"] = first
+        facts["parameters"] = _parameters(est)
         facts |= {"learning": int(wants and torch.is_grad_enabled()), "views": views, "anchors": directions}
         if policy is not None:  # a fingerprint, since facts are single integers
             widths = [value.shape[1:] for value in values.values()]
-            facts["policy"] = fingerprint((policy, widths))
+            facts["policy"] = fingerprint({"pairs": policy, "dimensions": dict(zip(values, widths, strict=True))})
+        numbers = [*_shared(est), *([tau] if isinstance(tau, Tensor) and tau.dim() == 0 else [])]
+        there = [number.detach().flatten().float() for number in numbers if number.device.type != "cpu"]
+        if there:
+            values["shared"] = torch.cat([number.to(one.device) for number in there]).expand(batch, -1)
     encoder = None if encode is None else Encoder(encode, one, est.normalize, est.mode == "unimodal")
     with full_precision(z1.device):  # autocast cannot stack tensors of the other half-precision dtype
         own = Features.of(*features, normalize=est.normalize)
@@ -181,6 +182,24 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
     return Given(
         keys, own, directions, tau, further, positions, encoder, facts, policy, values, of_extra, momentum, weight
     )
+
+
+def _shared(est: Called) -> list[Tensor]:
+    """Return the tensors that all samples share and that may change between calls: parameters, and a given ``tau``."""
+    tensor = getattr(est.temperature, "tensor", None)
+    return [*est.parameters(), *([] if tensor is None else [tensor])]
+
+
+def _parameters(est: Called) -> int:
+    """Return the fact for these tensors on the host; on a device, and for a dual, for their values at the first call.
+
+    The host would wait for a device, where :meth:`AsyncChecks.alike` compares them in later calls.
+    """
+    shared = _shared(est)
+    if est._at_first is not None and (est.temperature.learns or any(x.device.type != "cpu" for x in shared)):
+        return est._at_first
+    values = [f"{x.detach().cpu().tolist()} {x.dtype}" for x in shared]
+    return fingerprint({"parameters": values, "tau": est.temperature.constants()})
 
 
 def _check_keys(est: Called, asked: Mapping[str, Any], batch: int) -> dict[str, Tensor]:

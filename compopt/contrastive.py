@@ -31,7 +31,7 @@ from compopt.estimator.component import Call, Component, Normalizer, Setting, Te
 from compopt.estimator.engine import Engine
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.options import with_arguments_of
-from compopt.estimator.reader import ROW_KEYS
+from compopt.estimator.reader import ROW_KEYS, either
 from compopt.kernel.features import Encode, with_gradients, zero_or_nan
 from compopt.kernel.joined import Source
 from compopt.kernel.pairs import PairOptions, PairStatistics
@@ -399,6 +399,8 @@ class ContrastiveEstimator(Estimator):
             values |= zip(("k1", "k2"), given.momentum, strict=True)
         more = 0 if given.extra is None else given.extra.unit.shape[1]
         batch = self._read(given.keys, values, given.facts, least=2, more=more)
+        if (shared := batch.values.pop("shared", None)) is not None:
+            batch.bad = either(batch.bad, self._engine.async_checks.alike(shared))
         if self._engine.ranks.size == 1:
             batch.views = given.own.unit  # without a copy
         if given.sample_weight is not None:

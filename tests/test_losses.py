@@ -25,6 +25,7 @@ CASES = {
     "ndcg": (losses.NDCGLoss, {"gamma": 0.6, "margin": 0.8}),
     "listwise": (losses.ListwiseLoss, {"gamma": 0.6}),
 }
+CASES_BY_KIND = {kind: name for name, (kind, _) in CASES.items()}
 
 
 def batch(name, step):

@@ -336,7 +336,7 @@ def composed(u, x, index):
     return compopt.compositional_loss(x[:, 0].abs() + 0.1, index, u, torch.log)
 
 
-LOSSES = {kind: name for name, (kind, _) in test_losses.CASES.items()}
+LOSSES = test_losses.CASES_BY_KIND
 # every operation that deposits: how to build its object, and how to call it in a step
 OPERATIONS = {
     **{
@@ -445,7 +445,7 @@ def alone_in_error(group):
             run(est, *data[1])
     for _ in range(2):
         est.step()
-        with pytest.raises(RuntimeError, match=r"the ranks differ in the number of calls .* committed .*: by rank \[2, 1\]"):
+        with pytest.raises(RuntimeError, match=r"differ in the number of calls .* committed .*: by rank \[2, 1\]"):
             run(est, *data[2])
 
 

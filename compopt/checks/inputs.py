@@ -6,7 +6,6 @@ flag or NaN there.
 
 from __future__ import annotations
 
-import struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from compopt import checks
+from compopt.distributed.handshake import fingerprint
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INDEX_REMEDY = (
@@ -317,14 +317,10 @@ def check_tau(tau: Any, batch: int, directions: int = 2) -> float | Tensor:
 
 
 def tau_facts(tau: float | Tensor | None) -> dict[str, int]:
-    """Return the facts of ``tau`` that must be equal on all ranks: its kind, and the bits of a value on the host."""
+    """Return the facts of ``tau`` that must be equal on all ranks: its kind, and its value on the host."""
     if tau is None:
         return {"tau_kind": 0, "tau": 0}
     if not isinstance(tau, Tensor):
-        return {"tau_kind": 1, "tau": _bits(tau)}
+        return {"tau_kind": 1, "tau": fingerprint(tau)}
     kind = (1 if tau.dim() == 0 else 1 + tau.shape[1]) + 4 * tau.requires_grad + 8 * (tau.dtype == torch.float64)
-    return {"tau_kind": kind, "tau": _bits(tau.item()) if tau.dim() == 0 and tau.device.type == "cpu" else 0}
-
-
-def _bits(value: float) -> int:
-    return struct.unpack("<q", struct.pack("<d", value))[0]
+    return {"tau_kind": kind, "tau": fingerprint(tau.item()) if tau.dim() == 0 and tau.device.type == "cpu" else 0}

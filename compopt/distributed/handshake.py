@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from compopt.distributed.collectives import CALL, Doing, doing
 from compopt.distributed.ranks import Ranks
@@ -23,31 +24,45 @@ FACTS = {
     "t": "the number of commits so far; every rank must call step() after the same updates",
     "pending": "the number of calls since the last commit",
     "calls": "the number of calls that were committed or wait for it; one that raised on a rank counts on the others",
-    "configuration": "configuration: mode, n, dtype, shard, options and sample_groups (fingerprints)",
+    "configuration": "the configuration",
     "named": "index= (0: none, 1: given)",
     "encode": "encode= (0: none, 1: given)",
     "tau_kind": "tau= (0: none, 1: a number, 2: one per sample, 3: two per sample; 4 more: it requires grad; 8 more: "
     "float64)",
-    "tau": "the value of tau= (its bits)",
+    "tau": "the value of tau=",
+    "beta": "the value of beta=",
     "learning": "a gradient for the temperature (1: the graph is enabled and the temperature requires grad)",
-    "parameters": "learned parameters, or tau, at the first call (fingerprints); load the same state on all ranks",
+    "parameters": "learned parameters, or tau; load the same state on all ranks, and change it on all",
     "views": "the number of views",
     "anchors": "the number of views that are anchors",
     "extra": "extra= (0: none, 1: given, 2: with extra_index=)",
     "momentum": "momentum_features= (0: none, 1: given)",
     "weighted": "sample_weight= (0: none, 1: given)",
-    "sampler": "the options of the sampler, seed= for example (fingerprints)",
-    "policy": "pairs= of the call, or the dimensions of guide= or teacher= (fingerprints; 0: no policy)",
+    "sampler": "the options of the sampler, seed= for example",
+    "policy": "pairs= of the call, or the dimensions of guide= or teacher= (0: no policy)",
+    "values": "the tensors of the call: their names, dtypes and shapes per sample",
 }
 # Layout of a message: the operation, these five, FACTS, and blocks of equal length for the keys.
 REFUSED, SIZE, KINDS, PREFETCHED, MORE = range(1, 6)
 HEADER = 6 + len(FACTS)
+MOST_ENTRIES = 4  # of those that differ, in an error message
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def fingerprint(value: object) -> int:
-    """Return an integer for a value of FACTS that is not one, a checksum of its ``repr``."""
-    return zlib.crc32(repr(value).encode())
+class Fact(int):
+    """Integer that stands for a value in a message; error messages contain the value."""
+
+    def __new__(cls, number: int, value: object = None) -> Self:
+        fact = super().__new__(cls, number)
+        fact.value = value
+        return fact
+
+    value: object
+
+
+def fingerprint(value: object) -> Fact:
+    """Return the fact for a value of FACTS that is not an integer, by a checksum of its ``repr``."""
+    return Fact(zlib.crc32(repr(value).encode()), value)
 
 
 @dataclass
@@ -114,7 +129,7 @@ class Handshake:
         header = [0, 0, size, kinds, prefetched, more, *(facts.get(name, 0) for name in FACTS)]
         now = Doing(self.operation, facts.get("t"))
         table = self.ranks.open(self._message(header, keys), now)
-        _compare(table)
+        self._compare(table, facts)
         sizes = table[:, SIZE].tolist()
         # Every rank decides from the same table: all ranks send the second message, or none does. Lengths never shrink,
         # so that batches of a constant size need a second message once per run.
@@ -142,21 +157,40 @@ class Handshake:
             message[start : start + len(key)] = key
         return message
 
+    def _compare(self, table: Tensor, facts: Mapping[str, int]) -> None:
+        """Raise on every rank if one rank failed, or if the kinds of keys or FACTS differ."""
+        refused = table[:, REFUSED].nonzero().flatten().tolist()
+        if refused:
+            raise RuntimeError(f"rank {refused[0]} refused its arguments, see its own error; no rank computed anything")
+        kinds = table[:, KINDS].tolist()
+        if len(set(kinds)) > 1:
+            names = [[name for bit, name in enumerate(KEYS) if kind >> bit & 1] for kind in kinds]
+            raise ValueError(f"all ranks must pass the same arguments (labels= is group=), got by rank {names}")
+        for number, (name, meaning) in enumerate(FACTS.items(), start=HEADER - len(FACTS)):
+            if len(set(table[:, number].tolist())) > 1:  # on all ranks, so that all take part in the next message
+                fact = facts.get(name, 0)
+                with doing(self.operation):
+                    found = [*_differences(self.ranks.gather_objects(_shown(getattr(fact, "value", fact))))]
+                found[MOST_ENTRIES:] = ["..."] * (len(found) > MOST_ENTRIES)
+                kind = RuntimeError if name in ("t", "pending", "calls", "depositing") else ValueError
+                raise kind(f"the ranks differ in {meaning}: {'; '.join(found)}")
 
-def _compare(table: Tensor) -> None:
-    """Raise on every rank if one rank failed, or if the kinds of keys or FACTS differ."""
-    refused = table[:, REFUSED].nonzero().flatten().tolist()
-    if refused:
-        raise RuntimeError(f"rank {refused[0]} refused its arguments, see its own error; no rank computed anything")
-    kinds = table[:, KINDS].tolist()
-    if len(set(kinds)) > 1:
-        names = [[name for bit, name in enumerate(KEYS) if kind >> bit & 1] for kind in kinds]
-        raise ValueError(f"all ranks must pass the same arguments (labels= is group=), got by rank {names}")
-    for number, (name, meaning) in enumerate(FACTS.items(), start=HEADER - len(FACTS)):
-        values = table[:, number].tolist()
-        if len(set(values)) > 1:
-            kind = RuntimeError if name in ("t", "pending", "calls", "depositing") else ValueError
-            raise kind(f"the ranks differ in {meaning}: by rank {values}")
+
+def _shown(value: object) -> Any:
+    """Return nested mappings and lists as dicts of the ``repr`` of their entries."""
+    if isinstance(value, list):
+        value = {f"[{number}]": entry for number, entry in enumerate(value)}
+    return {str(key): _shown(entry) for key, entry in value.items()} if isinstance(value, Mapping) else repr(value)
+
+
+def _differences(found: list[Any], path: str = "") -> Iterator[str]:
+    """Yield the entries that differ between ranks, with their values by rank."""
+    mappings = [each if isinstance(each, dict) else {} for each in found]
+    for key in dict.fromkeys(key for each in mappings for key in each):
+        inside = [each.get(key, "none") if isinstance(each, dict) else each for each in found]
+        yield from _differences(inside, f"{path}.{key}".replace(".[", "[").removeprefix("."))
+    if not any(mappings) and len(set(map(str, found))) > 1:
+        yield f"{path} by rank [{', '.join(map(str, found))}]".strip()
 
 
 def _room(messages: Tensor) -> int:

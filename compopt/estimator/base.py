@@ -185,9 +185,12 @@ class Estimator:
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def _identity(self) -> object:
-        table = self._engine.table
-        return states.config(self._engine), table is not None and table.sharded
+    def _identity(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks: what a load compares, and options that no checkpoint depends on."""
+        engine, config = self._engine, states.config(self._engine)
+        own = {role: part.shared_options() for role, part in engine.parts.items()}
+        columns = config.pop("columns")  # last, since they follow from the others
+        return {**config, **own, "shard": engine.placement.shard, "columns": columns}
 
     @property
     def _remembers_index(self) -> bool:

@@ -222,6 +222,10 @@ class Component(Estimator, ABC):
         """Return further plain values, by name, that determine the meaning of the state; a load compares them."""
         return {}
 
+    def shared_options(self) -> dict[str, Any]:
+        """Return further plain values, by name, that must be equal on all ranks and that no checkpoint depends on."""
+        return {}
+
     def described(self) -> dict[str, Any]:
         """Return values to show in ``repr`` in addition to hyper-parameters, by name."""
         return self.structure()

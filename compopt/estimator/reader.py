@@ -21,6 +21,7 @@ from compopt.stores.layout import Column
 from compopt.stores.prefetch import Fetch, Prefetcher
 from compopt.stores.table import RowTable
 
+SAME = 1e-3  # relative difference of values on devices, which may round differently
 ROW_KEYS = KEYS[:2]  # index and index2 contain row numbers; labels do not
 
 
@@ -66,6 +67,12 @@ class AsyncChecks:
             )
         return None
 
+    def alike(self, values: Tensor) -> Tensor:
+        """Return a flag on the device: values ``(B, k)`` that all samples share differ; refuse them later."""
+        flag = ((values - values[:1]).abs() > SAME * values[:1].abs()).any()
+        self.watch(flag.to(torch.int32), _refuse_different)
+        return flag
+
     def watch_features(self, agree: Callable[[Callable[[], Any]], Any], value: Tensor, *features: Tensor) -> None:
         """Warn about bad rows of prepared features ``(k, b, d)``; a finite ``value`` on the CPU rules them out.
 
@@ -87,6 +94,14 @@ def _refuse_batch(one_sample: int) -> None:
         raise ValueError(
             "an index, index2 or labels (group) of an earlier call was one value for the whole batch (its loss was "
             "NaN); a batch must have at least two distinct samples"
+        )
+
+
+def _refuse_different(different: int) -> None:
+    if different:
+        raise ValueError(
+            "tau, or learned parameters, differed between ranks in an earlier call (its loss was NaN); change them on "
+            "all ranks"
         )
 
 
@@ -141,7 +156,7 @@ class BatchReader:
         values: Mapping[str, Tensor],
         depositing: bool,
         facts: Mapping[str, int],
-        identity: Callable[[], object],
+        identity: Callable[[], Mapping[str, Any]],
         least: int = 1,
         more: int = 0,
     ) -> Batch:
@@ -174,6 +189,8 @@ class BatchReader:
         if several:
             facts = {"width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize, **facts}
             facts["configuration"] = self._fingerprint(identity)
+            shapes = {name: f"{value.dtype} {[*value.shape[1:]]}" for name, value in values.items()}
+            facts["values"] = fingerprint(shapes)
         agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, more)
         if several:
             there = _on(agreed.keys, device)
@@ -183,7 +200,7 @@ class BatchReader:
         batch = self._batch(agreed, there, everyone, rows, host_rows, block, bad, like, known["index"], depositing)
         if least == 2:
             for name, key in agreed.keys.items():
-                batch.bad = _either(batch.bad, self.async_checks.two_samples(name, key, known[name]))
+                batch.bad = either(batch.bad, self.async_checks.two_samples(name, key, known[name]))
         return batch
 
     def look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
@@ -220,11 +237,11 @@ class BatchReader:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _fingerprint(self, identity: Callable[[], object]) -> int:
+    def _fingerprint(self, identity: Callable[[], Mapping[str, Any]]) -> int:
         # Computed again only after a change of a sample group, which replaces the list `checked`.
         if self._described is not self.groups.checked:
             values = [{k: v for k, v in g.items() if not isinstance(v, Tensor)} for g in self.groups.checked]
-            self._crc = fingerprint((identity(), values))
+            self._crc = fingerprint({**identity(), "sample_groups": values})
             self._described = self.groups.checked
         return self._crc
 
@@ -239,7 +256,7 @@ class BatchReader:
         n = self.groups.n
         for name in self.row_keys if n is not None else ():
             flag = check_range(name, keys[name], n, known[name]) if name in keys else None
-            bad = bad if flag is None else _either(bad, flag.to(there[name].device))
+            bad = bad if flag is None else either(bad, flag.to(there[name].device))
         rows = self._stack(there)
         if bad is not None:
             self.async_checks.watch(bad.to(torch.int32), self._refuse_index)
@@ -349,5 +366,6 @@ def _on(keys: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     return {name: key if key.device == device else accelerator.to_device(key, device) for name, key in keys.items()}
 
 
-def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the disjunction of two flags, of which ``None`` is False."""
     return one if other is None else other if one is None else one | other

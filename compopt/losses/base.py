@@ -152,8 +152,8 @@ class CompositionalLoss(Component):
 def _warn_scores(bad: int) -> None:
     if bad:
         warn(
-            f"{bad} scores, or values of samples, of a batch are NaN, infinite or too large to compare: its loss is NaN "
-            f"and nothing of it is committed"
+            f"{bad} scores, or values of samples, of a batch are NaN, infinite or too large to compare: its loss is "
+            f"NaN and nothing of it is committed"
         )
 
 

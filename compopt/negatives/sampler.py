@@ -183,6 +183,9 @@ class MCMCNegativeSampler(Normalizer):
     def structure(self) -> dict[str, Any]:
         return {"proposals": self.proposals}
 
+    def shared_options(self) -> dict[str, Any]:
+        return {"rescore": self.rescore, "draws": self.draws, "seed": int(self.state["seed"])}
+
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
         self._ranks, self._groups = setting.ranks, groups

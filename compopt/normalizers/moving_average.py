@@ -15,6 +15,7 @@ from compopt import functional as F
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_values, check_vector
+from compopt.distributed.handshake import fingerprint
 from compopt.estimator.component import (
     Call,
     Estimate,
@@ -244,7 +245,8 @@ class MovingAverageEstimator(Normalizer):
             keys = {"index": check_vector("index", index, len(log_g))}
             values |= self._correction(previous, beta, len(log_g))
             values |= {str(k): _per_sample(f"args[{k}]", value, len(log_g)) for k, value in enumerate(args)}
-        batch = self._read(keys, values, {"width": sum(prod(x.shape[1:]) for x in values.values())})
+        facts = {"width": sum(prod(x.shape[1:]) for x in values.values()), "beta": fingerprint(beta)}
+        batch = self._read(keys, values, facts)
         hyper = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)
         new, gamma, eps = batch.values["log_g"].to(batch.dtype), hyper("gamma"), hyper("eps")
         if self.domain == "log":

@@ -353,7 +353,7 @@ class FunctionalOptimizer:
         self.name = type(trial).__name__
         # some optimizers, such as AdaGrad, initialise their state before the first step
         self._initial = {key: value.flatten()[0].item() for key, value in trial.state.get(tensor, {}).items()}
-        options = {key: value for key, value in trial.param_groups[0].items() if key != "params"}
+        self.options = options = {key: value for key, value in trial.param_groups[0].items() if key != "params"}
         for _ in range(2):
             tensor.grad = torch.ones_like(tensor)
             trial.step()

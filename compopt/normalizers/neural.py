@@ -152,6 +152,9 @@ class NeuralNormalizer(Normalizer):
             "seed": self.seed,
         }
 
+    def shared_options(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.options}
+
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
         ranks, shared = setting.ranks, setting.mode == "unimodal"

@@ -178,6 +178,9 @@ class TemperatureDual(Temperature):
             return {"tau": "learned, one per sample" if self.mode == "individual" else "learned, one for all", **log}
         return {"tau": f"{self.state['tau'].item():.6g} (learned)", **log}
 
+    def shared_options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("optimizer", "parametrization", "lr_switch")}
+
     def check(self, group: Mapping[str, Any]) -> None:
         given = {key: value for key, value in group.items() if value is not None}
         for key in ("tau_init", "tau_min", "tau_max", "max_grad"):
