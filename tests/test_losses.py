@@ -1,5 +1,7 @@
 """Non-contrastive losses against float64 references; ranks, placements and checkpoints are in tests/test_alone.py."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -189,6 +191,117 @@ def test_differences_of_half_precision_are_taken_in_full(name, dtype):
         found.append((leaf.grad, *loss.read(I[:1]).values()))
     (gradient, *rows), (expected, *expected_rows) = found
     assert torch.equal(gradient, expected.to(dtype)) and all(map(torch.equal, rows, expected_rows))
+
+
+# values that are not finite ----------------------------------------------------------------------------------------
+
+
+def hostile(name):
+    """Return arguments of which no mean is finite, in float32, by a description."""
+    scores, *rest = batch(name, 0)
+    found = {"all scores": (1e300 * scores, *rest)}
+    places = [(0, 0), (0, 1), (0, 2)] if scores.dim() == 2 else [0, 1, 2, BATCH - 1]
+    for at, value in itertools.product(places, (torch.nan, torch.inf, -torch.inf, 1e200, -1e200)):
+        bad = scores.clone()
+        bad[at] = value
+        found[f"scores[{at}] = {value}"] = (bad, *rest)
+    if name in ("ndcg", "listwise"):
+        for value in (torch.nan, torch.inf, 1e39, *((2000, 128, 1e-30) if name == "ndcg" else ())):
+            relevance = torch.where(rest[0] > 0, torch.tensor(value, dtype=scores.dtype), 0)
+            found[f"relevance {value}"] = (scores, relevance, rest[1])
+        for value in (torch.nan, torch.inf, 0.0):
+            found[f"items {value}"] = (scores, *rest, torch.tensor([value, 5.0, 5.0]))
+    elif not name.startswith("robust"):
+        for at in range(3):
+            labels = rest[0].to(scores.dtype)
+            labels[at] = torch.nan
+            found[f"labels[{at}]"] = (scores, labels, rest[1])
+    return found
+
+
+def committed(loss):
+    """Return all tensors of the state."""
+    state = loss.state_dict()
+    return [*state["rows"].values(), *state["extra"]["loss"].values()]
+
+
+@pytest.mark.filterwarnings("ignore:.*NaN, infinite or too large to compare.*:UserWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_not_finite_is_refused_or_withholds_the_batch(name):
+    """Labels, relevance and items are refused; with other scores the loss is not finite and nothing is committed."""
+    kind, hyper = CASES[name]
+    loss = kind(None if name == "robust_total" else N, **hyper, dtype=torch.float32)
+    drop = 1 if name == "robust_total" else 0
+    arguments = batch(name, 1)
+    loss(arguments[0].float(), *arguments[1 : len(arguments) - drop])
+    loss.step()
+    before, wrong = committed(loss), []
+    for what, (scores, *rest) in hostile(name).items():
+        given = scores.float().requires_grad_(), *rest[: len(rest) - drop]
+        if "scores" in what:
+            value = loss(*given)
+            value.backward()
+            right = not value.isfinite()
+        else:
+            with pytest.raises(ValueError, match=f"{what.partition(' ')[0].partition('[')[0]} must be .*, got "):
+                loss(*given)
+            right = loss.pending == 0
+        loss.step()
+        if not (right and all(torch.equal(a, b) for a, b in zip(before, committed(loss), strict=True))):
+            wrong.append(what)
+    assert not wrong
+
+
+def test_a_warning_names_the_number_of_scores():
+    with pytest.warns(UserWarning, match="2 scores, or values of samples, of a batch are NaN, infinite or too large"):
+        losses.PartialAUCLoss(N)(torch.tensor([0.0, torch.nan, torch.inf]), Y, I)
+
+
+class Scaled(losses.CompositionalLoss):
+    """A loss with parameters of its own: the mean over i of b_i u_i^2 with u_i the average of a_i g_i."""
+
+    def __init__(self, n, **options):
+        super().__init__(n, {"gamma": 0.5}, **options)
+        self.a, self.b = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (2.0, 3.0))
+
+    domain = "linear"
+
+    def __call__(self, g, index):
+        return self._compose(index, [g], {})
+
+    def inner(self, given, batch, hyper):
+        return self.a * given[0][:, None]
+
+    def outer(self, u, batch, hyper):
+        return self.b * u[:, 0].square()
+
+
+def scaled(group, frozen):
+    """Return the gradients of g / K, a and b after a first commit."""
+    loss = Scaled(N, process_group=group, dtype=torch.float64)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    own = slice(0, None) if ranks == 1 else (slice(0, 3), slice(3, None))[rank]
+    for step in range(2):
+        g = torch.arange(1.0, 5.0, dtype=torch.float64)[own].requires_grad_(not frozen)
+        loss(g, torch.arange(4)[own]).backward()
+        if not step:
+            loss.a.grad = loss.b.grad = None
+            loss.step()
+    return None if frozen else g.grad / ranks, loss.a.grad, loss.b.grad
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_of_a_loss_receive_their_gradient(frozen):
+    g = torch.arange(1.0, 5.0, dtype=torch.float64)
+    u = 2 * g  # of the first commit, and of every later one
+    expected = 3 * 2 * u / 4 * 2, (3 * 2 * u / 4 * g).sum(), u.square().mean()
+    for ranks in (1, 2):
+        answers = the_pool().run(scaled, ranks, frozen)
+        for _, a, b in answers:
+            torch.testing.assert_close((a, b), expected[1:])
+        if not frozen:
+            torch.testing.assert_close(torch.cat([answer[0] for answer in answers]), expected[0])
 
 
 class Mean(losses.CompositionalLoss):

@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import compopt
 from compopt.estimator import Component, Estimator
 from tests.helpers import near
+from tests.pool import the_pool
 
 N = 7
 
@@ -167,6 +169,64 @@ def test_an_outer_function_of_vectors_with_values_of_each_sample():
     near(g.grad, u.grad, 1e-12)  # the derivative with respect to u, passed to g
     ma.step()
     assert ma.read(index)["u"].shape == (3, 2) and ma.read(index)["count"].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("how", ["parameter", "function of a parameter", "args"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_inside_f_receive_their_gradient(how, frozen):
+    """The derivative of the returned value with the averages held constant; g may require none."""
+    ma, index = compopt.MovingAverageEstimator(6, gamma=0.3, dtype=torch.float64), torch.tensor([4, 1, 2])
+    first, g, theta = torch.rand(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
+    ma.update(first.log(), index)
+    ma.step()
+    u, factor = (0.7 * first + 0.3 * g).requires_grad_(), theta.clone().requires_grad_()
+    expected = (factor.exp() * u.square()).mean()
+    expected.backward()
+    g.requires_grad_(not frozen), theta.requires_grad_()
+    weight = theta.exp() if how != "parameter" else None
+    f, args = {
+        "parameter": (lambda u: theta.exp() * u.square(), ()),
+        "function of a parameter": (lambda u: weight * u.square(), ()),
+        "args": (lambda u, w: w * u.square(), (weight,)),
+    }[how]
+    loss = compopt.compositional_loss(g, index, ma, f, args=args)
+    loss.backward()
+    near(loss, expected, 1e-12)
+    near(theta.grad, factor.grad, 1e-12)
+    if not frozen:
+        near(g.grad, u.grad, 1e-12)
+    with torch.no_grad():
+        assert not compopt.compositional_loss(g, index, ma, f, args=args).requires_grad
+
+
+def test_a_loss_without_anything_to_learn_has_no_graph():
+    ma, index = linear(), torch.arange(3)
+    assert not compopt.compositional_loss(torch.ones(3), index, ma, torch.square).requires_grad
+    theta = torch.ones(3, requires_grad=True)
+    with pytest.raises(TypeError, match="f must be differentiable: .* none that leads to u"):
+        compopt.compositional_loss(torch.ones(3), index, ma, lambda u: theta * u.detach())
+
+
+def inside_f(group):
+    """Return the gradients of g / K, of a parameter inside f, and of a further argument / K."""
+    ma, rank, ranks = linear(process_group=group), dist.get_rank(group), dist.get_world_size(group)
+    own = slice(None) if ranks == 1 else (slice(0, 1), slice(1, None))[rank]
+    g, w = (torch.arange(k, k + 3.0, dtype=torch.float64)[own].requires_grad_() for k in (1, 2))
+    theta = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    f = lambda u, w: theta.square() * w * u.square()  # noqa: E731
+    compopt.compositional_loss(g, torch.arange(3)[own], ma, f, args=(w,)).backward()
+    return g.grad / ranks, theta.grad, w.grad / ranks
+
+
+@pytest.mark.distributed
+def test_parameters_inside_f_on_ranks():
+    """Every rank receives the whole gradient of a parameter, and that of its own samples of g and args."""
+    ((g, theta, w),) = the_pool().run(inside_f, 1)
+    several = the_pool().run(inside_f, 2)
+    for at, whole in ((0, g), (2, w)):
+        near(torch.cat([answer[at] for answer in several]), whole, 1e-12)
+    for answer in several:
+        near(answer[1], theta, 1e-12)
 
 
 def test_the_corrected_average_follows_a_moving_value():
