@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import compopt
 from tests.accelerated import BUILD, KINDS, B, batch, same, train
 from tests.devices import DEVICE, PRETEND, counted, synchronize
 from tests.pool import the_pool
@@ -61,3 +62,38 @@ def test_two_ranks_are_one(name, kind, options, tmp_path):
     same(joined, expected)
     # gloo itself copies the device's tensors through the host; the library adds no wait
     assert {line for _, waits in answers for line in waits} == set()
+
+
+def changed(group, how):
+    """Change a temperature on the device of rank 1 after two commits; return the next loss, waits, and what follows."""
+    rank, tau = dist.get_rank(group), torch.tensor(0.5, device=DEVICE)
+    est = compopt.InfoNCEEstimator(0.5, learn_tau=how == "learned", multiply_tau=False, process_group=group)
+    if how == "given":
+        est = compopt.ContrastiveEstimator(
+            compopt.BatchNormalizer(True), compopt.FixedTemperature(tau), process_group=group
+        )
+    est.to(DEVICE)
+    number = next(est.parameters(), tau)
+    more = {"tau": tau} if how == "of the call" else {}
+    z1, z2, index = batch(0)
+    half = slice(rank * B // 2, (rank + 1) * B // 2)
+    given = z1.detach()[half].to(DEVICE), z2.detach()[half].to(DEVICE), index[half]
+    for step in range(3):
+        synchronize()
+        with torch.no_grad():
+            number.mul_(1 + 0.5 * rank * (step == 2))
+        with counted() as found:
+            loss = est(*given, **more)
+    synchronize()
+    try:
+        est(*given, **more)
+    except (ValueError, RuntimeError) as error:
+        return loss.detach().cpu(), [f"{wait.what} {wait.line}" for wait in found], str(error)
+
+
+@pytest.mark.parametrize("how", ["given", "learned", "of the call"])
+def test_a_temperature_that_one_rank_changes_on_its_device(how):
+    """The loss of that call is NaN and a later call raises; the host waits for nothing."""
+    for loss, waits, message in the_pool(2).run(changed, 2, how):
+        assert loss.isnan() and waits == []
+        assert "differed between ranks in an earlier call" in message or "refused its arguments" in message
