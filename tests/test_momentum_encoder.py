@@ -326,12 +326,15 @@ def test_what_is_refused():
         (lambda state: state.pop("buffers"), "the state of a MomentumEncoder has"),
         (
             lambda state: state["parameters"].pop("bias"),
-            r"parameters of the state and of the copy differ in \['bias'\]",
+            r"the state of MomentumEncoder.parameters must have the entries \['bias'\], the checkpoint has \[\]",
         ),
-        (lambda state: state["parameters"].update(bias=torch.ones(5)), r"bias has shape \(4,\), the state has \(5,\)"),
+        (
+            lambda state: state["parameters"].update(bias=torch.ones(5)),
+            r"bias of MomentumEncoder.parameters differs: the checkpoint has shape \(5,\), expected \(4,\)",
+        ),
         (
             lambda state: state["parameters"].update(bias=torch.ones(4, device="meta")),
-            "bias of the state is on the meta",
+            "bias of MomentumEncoder.parameters is on the meta",
         ),
     ],
 )
@@ -484,9 +487,9 @@ def test_an_attached_encoder_is_pickled_without_its_hook():
 
 @pytest.mark.parametrize(("state", "error", "message"), [
     (5, TypeError, "state_dict"),
-    ({"parameters": None, "buffers": {}}, TypeError, "parameters of the state"),
-    ({"parameters": {"weight": torch.full((2, 2), torch.nan)}, "buffers": {}}, ValueError, "not finite"),
-    ({"parameters": {"weight": torch.ones(2, 2, dtype=torch.int64)}, "buffers": {}}, ValueError, "the state has"),
+    ({"parameters": None, "buffers": {}}, TypeError, "parameters of the checkpoint must be a dict"),
+    ({"parameters": {"weight": torch.full((2, 2), torch.nan)}, "buffers": {}}, ValueError, "weight of .* must be finite, got nan"),
+    ({"parameters": {"weight": torch.ones(2, 2, dtype=torch.int64)}, "buffers": {}}, ValueError, "the checkpoint has"),
 ])  # fmt: skip
 def test_states_that_no_run_writes_are_refused(state, error, message):
     encoder = compopt.MomentumEncoder(nn.Linear(2, 2, bias=False))

@@ -158,11 +158,7 @@ def load_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
 
 def _check_keys(state: Mapping[str, Any]) -> None:
     """Refuse an object that ``state_dict()`` did not return, or a newer format version."""
-    if not isinstance(state, Mapping):
-        raise TypeError(f"state_dict must be a dict made by est.state_dict(), got {type(state).__name__}")
-    missing = [key for key in KEYS if key not in state]
-    if missing:
-        raise ValueError(f"state_dict lacks {', '.join(missing)}; pass what est.state_dict() returned")
+    values.entries("state_dict", state, KEYS)
     if values.integer("version", state["version"], 1, values.MOST) > FORMAT_VERSION:
         raise ValueError(
             f"version {state['version']} is newer than this library understands ({FORMAT_VERSION}); update compopt"

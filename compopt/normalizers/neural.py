@@ -295,6 +295,7 @@ class NeuralNormalizer(Normalizer):
 
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
         found = {name: FINITE for name in names if name != "queue_active"}
+        found |= dict.fromkeys(self.optimizer.never_negative & found.keys(), Range(least=0))
         # next slot, number of filled slots, commits at the last restart
         found["queue_place"] = Range(least=(0, 0, -1), most=(self.prototypes - 1, self.prototypes, MOST))
         return found
