@@ -270,7 +270,7 @@ class ShardBatches(IterableDataset[Any]):
         """
         values.mapping("state_dict", state_dict)
         mine = self.state_dict()
-        if any(state_dict.get(name) != mine[name] for name in ("shards", "seed")):
+        if not all(values.equal(mine[name], state_dict.get(name)) for name in ("shards", "seed")):
             raise ValueError(
                 "the position is of other shards or another seed, where it means nothing; give the same shards, of the "
                 "same sizes and in the same order, the same repeats and replacement, and the same seed, or begin with "

@@ -16,7 +16,6 @@ from compopt.kernel.features import prepare
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Offload = Literal["cpu"]
-UNIT = values.Range(least=-1.01, most=1.01)  # coordinates of normalised features, rounded
 
 
 class FeatureBank:
@@ -170,7 +169,7 @@ class FeatureBank:
             given["rows"] = rows
             width = rows.shape[2] if isinstance(rows, Tensor) and rows.dim() == 3 else 1
             expected["rows"] = torch.empty(self.n, 2, width, dtype=self.dtype, device="meta")
-        values.tensors("FeatureBank", given, expected, {} if rows is None else {"rows": UNIT}, cast=True)
+        values.tensors("FeatureBank", given, expected, {} if rows is None else {"rows": values.UNIT}, cast=True)
         if rows is None and any(bool(mask.any()) for mask in given.values()):
             raise ValueError("the state of the bank has samples with features, but no rows; load an earlier state")
 

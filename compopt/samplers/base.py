@@ -368,7 +368,7 @@ class BankSampler(Sampler[list[int]]):
         values.mapping("config", state_dict["config"])
         own, other = self.config(), dict(state_dict["config"])
         for name in {**own, **other}:
-            if own.get(name) != other.get(name):
+            if not values.equal(own.get(name), other.get(name)):
                 raise ValueError(f"the state is of a sampler with {name}={other.get(name)!r}, not {own.get(name)!r}")
         values.integer("epoch", state_dict["epoch"], 0, values.MOST)
         values.integer("batch", state_dict["batch"], 0, len(self) - 1)

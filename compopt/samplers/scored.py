@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from compopt import checks, curation, rng
 from compopt.checks.inputs import check_vector
-from compopt.checks.values import MOST, entries, integer
+from compopt.checks.values import MOST, entries, equal, integer
 from compopt.curation import Scores
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator.base import Estimator
@@ -235,7 +235,7 @@ class ScoredSampler(Sampler[int]):
         """
         entries("state_dict", state_dict, STATE)
         for name, own in (("n", self._n), ("seed", self.seed)):
-            if state_dict[name] != own:
+            if not equal(own, state_dict[name]):
                 raise ValueError(f"the state is of a sampler with {name}={state_dict[name]}, not {own}")
         epoch, begun, share = integer("epoch", state_dict["epoch"], 0, MOST), state_dict["begun"], state_dict["share"]
         checks.flag("begun", begun)
