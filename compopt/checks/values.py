@@ -106,7 +106,7 @@ def form(owner: str, state: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     """
     if set(state) != set(expected):
         missing, unknown = sorted(set(expected) - set(state)), sorted(map(str, set(state) - set(expected)))
-        raise ValueError(f"the state of {owner} must have the entries {missing}, the checkpoint has {unknown} instead")
+        raise ValueError(f"the state of {owner} must have the entries {missing} and none of {unknown}")
     for name, needed in expected.items():
         differs, given = f"{name} of {owner} differs: the checkpoint has", state[name]
         if given.shape != needed.shape:
