@@ -2,6 +2,7 @@
 
     python -m benchmarks.fuzz damage --seed 0 --flips 10000 --others 1000
     python -m benchmarks.fuzz calls --seed 0 --count 100000
+    python -m benchmarks.fuzz loads --seed 0 --count 10000
 
 ``damage``: one bit of a checkpoint is flipped, or a file is truncated, lengthened, partly zeroed, removed, exchanged
 with another file, or replaced by a file of the previous save. Each trial loads the checkpoint: loading must raise an
@@ -12,6 +13,11 @@ refuse a call with a documented error and leave every bit of the state unchanged
 of ``tests/reference``; a feature that is not finite must make the loss NaN and keep the rows that it affects.
 ``--trial K`` repeats one trial.
 
+``loads``: the state of an object of any class with a ``load_state_dict`` is damaged in one or two places (entries
+removed, added or exchanged; other types, shapes, dtypes and values), and loaded into another object. The load must
+either raise a ``ValueError``, ``TypeError`` or ``FileNotFoundError`` and leave the whole object unchanged, or the
+object must be usable and finite afterwards. ``--trial K`` repeats one trial.
+
 Any other outcome ends the program with an error, after the page is written.
 """
 
@@ -20,12 +26,13 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import fuzz_calls, fuzz_damage, report
+from benchmarks import fuzz_calls, fuzz_damage, fuzz_loads, report
 from benchmarks.report import environment, heading, table
 
 NAMES = {
@@ -48,6 +55,10 @@ all bits of the state and of the pending proposals were unchanged. *Agreed*: los
 reference, and so did the rows after every commit. *NaN*: the loss was NaN, and the affected rows were unchanged. *Not
 compared*: there was no reference for the call (an anchor without negatives, extreme but valid values, or estimators
 that draw random numbers or train in lower precision). Seed {seed}, {seconds} s, commit {commit}, {date}."""
+LOADS = """Each of the {trials:,} trials damages the state of an object and loads it into another one of its class; the
+classes with a `load_state_dict` are found by introspection. *Refused*: the load raised a documented error, and the
+whole object was unchanged, to the bit. *Loaded*: the object could be used afterwards, and all its numbers were finite.
+Seed {seed}, {seconds} s, commit {commit}, {date}."""
 KEYS = ("seed", "seconds", "commit", "date")
 
 
@@ -82,6 +93,17 @@ def calls_page(results: dict[str, Any]) -> str:
     )
 
 
+def loads_page(results: dict[str, Any]) -> str:
+    columns = ("trials", "refused", "loaded", "wrong")
+    wrong = Counter(kind for _, kind, *_ in results["findings"])
+    body = [
+        [kind, *({**count, "wrong": wrong[kind]}.get(key, 0) for key in columns)]
+        for kind, count in results["counts"].items()
+    ]
+    about = LOADS.format(trials=results["trials"], **{key: results.get(key) for key in KEYS})
+    return page("Damaged states", about, ["class", *columns], body, 1)
+
+
 def failures(results: dict[str, Any]) -> int:
     """Return the number of damage trials that failed."""
     counts = [count for by_file in results["counts"].values() for count in by_file.values()]
@@ -104,20 +126,29 @@ def run_calls(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     return results, len(results["findings"])
 
 
-PAGES = {"damage": damage_page, "calls": calls_page}
+def run_loads(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    """Load damaged states and return the results and the number of failed trials."""
+    results = fuzz_loads.loads(args.seed, args.count, args.trial)
+    for number, kind, wrong, text in results["findings"]:
+        print(f"{kind}: {wrong}: {text}\npython -m benchmarks.fuzz loads --seed {args.seed} --trial {number}\n")
+    args.quick = args.quick or args.trial is not None
+    return results, len(results["findings"])
+
+
+PAGES = {"damage": damage_page, "calls": calls_page, "loads": loads_page}
+TITLES = {"damage": "Damaged checkpoints", "calls": "Random calls", "loads": "Damaged states"}
 
 
 def write(kind: str, results: dict[str, Any], env: dict[str, Any]) -> None:
-    """Write the section of this kind and keep that of the other kind."""
+    """Write the section of this kind and keep those of the other kinds."""
     path = report.RESULTS / "fuzz.json"
     known = json.loads(path.read_text())["results"] if path.exists() else {}
     page = path.with_suffix(".md")
     old = page.read_text().split("\n## ")[1:] if page.exists() else []
-    titles = {"damage": "Damaged checkpoints", "calls": "Random calls"}
-    sections = {name: f"## {text.rstrip()}" for text in old for name, title in titles.items() if text.startswith(title)}
+    sections = {name: f"## {text.rstrip()}" for text in old for name, title in TITLES.items() if text.startswith(title)}
     known[kind] = {"commit": env["commit"], "date": env["date"], **results}
     sections[kind] = PAGES[kind](known[kind])
-    text = ["\n".join(heading("Fuzzing", env)).rstrip(), *(sections[name] for name in titles if name in sections)]
+    text = ["\n".join(heading("Fuzzing", env)).rstrip(), *(sections[name] for name in TITLES if name in sections)]
     report.save("fuzz", "\n\n".join(text), env, known)
 
 
@@ -133,7 +164,10 @@ def main(arguments: list[str] | None = None) -> None:
     calls.add_argument("--count", type=int, default=10_000, help="number of trials")
     calls.add_argument("--seconds", type=float, default=float("inf"), help="time limit in seconds")
     calls.add_argument("--trial", type=int, help="run only this trial and write no files")
-    for each, run in ((damage, run_damage), (calls, run_calls)):
+    loads = kinds.add_parser("loads", help="damaged states")
+    loads.add_argument("--count", type=int, default=10_000, help="number of trials")
+    loads.add_argument("--trial", type=int, help="run only this trial and write no files")
+    for each, run in ((damage, run_damage), (calls, run_calls), (loads, run_loads)):
         each.add_argument("--seed", type=int, default=0)
         each.add_argument("--quick", action="store_true", help="print the results and write no files")
         each.set_defaults(run=run)

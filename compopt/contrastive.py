@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Never
 
 from compopt import checks, curation
 from compopt.arguments import (
@@ -24,6 +25,7 @@ from compopt.arguments import (
 from compopt.batch import Batch, with_mean_one
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_tangents, warn
+from compopt.checks.inputs import remedy_for
 from compopt.curation import ScoreKeeper
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.base import Estimator
@@ -216,7 +218,7 @@ class ContrastiveEstimator(Estimator):
         index2: Tensor | None = None,
         group: Tensor | None = None,
         encode: Encode | None = None,
-        *,
+        *unexpected: Never,
         tau: Tensor | float | None = None,
         labels: Tensor | None = None,
         extra: Tensor | None = None,
@@ -322,6 +324,11 @@ class ContrastiveEstimator(Estimator):
             >>> tuple(views.grad.shape)
             (4, 8, 16)
         """
+        if unexpected:
+            raise TypeError(
+                f"a call has up to six arguments by position, z1, z2, index, index2, group and encode, got "
+                f"{6 + len(unexpected)}{remedy_for(z1)}"
+            )
         asked: dict[str, Any] = {"index": index, "index2": index2, "group": group, "labels": labels, "encode": encode}
         asked |= {"tau": tau, "extra": extra, "extra_index": extra_index, "anchors": anchors, "pairs": pairs}
         asked |= {"guide": guide, "within": within, "teacher": teacher, "prior": prior}

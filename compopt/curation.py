@@ -112,7 +112,11 @@ class ScoreKeeper(Component):
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         moments = ["log_g", "log_g_var", "similarity", "similarity_var"]
         ranks = [Column("rank", directions, dtype, values=Range(least=0, most=1))] if self.rank else []
-        return [*(Column(name, directions, dtype) for name in moments), *ranks]
+        variance = Range(least=0)
+        return [
+            *(Column(name, directions, dtype, values=variance if name[-4:] == "_var" else None) for name in moments),
+            *ranks,
+        ]
 
     def proposals(self, call: Call) -> dict[str, Tensor]:
         """Return new values of the columns for the samples of a call, ``(B, D)`` each."""

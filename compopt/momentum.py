@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from compopt import checks
-from compopt.checks.values import dense, mapping
+from compopt.checks.values import FINITE, mapping, tensors
 from compopt.estimator.base import Estimator
-from compopt.functional import all_finite
 
 SHARDED, ENGINE = "set_requires_gradient_sync", "set_gradient_accumulation_boundary"  # of FSDP2, of DeepSpeed
 FSDP1, COMPILED = "_fsdp_wrapped_module", "_orig_mod"
@@ -273,35 +272,30 @@ class MomentumEncoder:
 
         Raises:
             TypeError: an entry is not a tensor, or a mapping of tensors.
-            ValueError: a name is missing or unknown, a shape differs, a parameter is not finite, numbers are of another
-                kind, or a tensor is whole and the copy sharded, or the reverse. Nothing is changed in these cases.
+            ValueError: a name is missing or unknown, a shape differs, a parameter or a buffer that is finite in the
+                copy is not, numbers are of another kind, or a tensor is whole and the copy sharded, or the reverse.
+                Nothing is changed in these cases.
         """
         mapping("state_dict", state_dict)
         current = self.state_dict()
         if set(state_dict) != set(current):
-            raise ValueError(f"the state of a MomentumEncoder has {sorted(current)}, got {sorted(state_dict)}")
-        pairs = []
+            raise ValueError(
+                f"the state of a MomentumEncoder has {sorted(current)}, got {sorted(map(str, state_dict))}"
+            )
+        pairs: list[tuple[Tensor, Tensor]] = []
         for kind, own in current.items():
-            mapping(f"{kind} of the state", state_dict[kind])
-            given = {_eager(name): value for name, value in state_dict[kind].items()}
-            if set(given) != set(own):
-                different = sorted(set(given) ^ set(own))
-                raise ValueError(f"{kind} of the state and of the copy differ in {different}; build it with that model")
+            mapping(kind, state_dict[kind])
+            given = {_eager(str(name)): value for name, value in state_dict[kind].items()}
+            # values that are not finite in the copy, such as the -inf of a mask, may be so in the state
+            whole = {name: value for name, value in own.items() if not hasattr(value, SHARD)}
+            finite = [name for name, value in whole.items() if kind == "parameters" or value.isfinite().all()]
+            tensors(f"MomentumEncoder.{kind}", given, own, dict.fromkeys(finite, FINITE), cast=True)
             for name, value in own.items():
-                dense(f"{name} of the state", given[name], value)
                 if hasattr(value, SHARD) and not hasattr(given[name], SHARD):
                     raise ValueError(
                         f"{name} is sharded, and whole in the state; load it before fully_shard, or save and load with "
                         f"torch.distributed.checkpoint"
                     )
-                if given[name].shape != value.shape:
-                    wanted, found = tuple(value.shape), tuple(given[name].shape)
-                    raise ValueError(f"{name} has shape {wanted}, the state has {found}; build it with that model")
-                if _kind(given[name]) != _kind(value):
-                    raise ValueError(f"{name} is {value.dtype}, the state has {given[name].dtype}")
-                whole = not hasattr(value, SHARD)
-                if kind == "parameters" and whole and value.dtype.is_floating_point and not all_finite(given[name]):
-                    raise ValueError(f"{name} of the state is not finite; load an earlier state")
                 pairs.append((value, given[name]))
         self._begins = False
         for value, new in pairs:
@@ -345,10 +339,6 @@ def _is_replaced(module: nn.Module) -> bool:
 def _eager(name: str) -> str:
     """Return the name of a parameter without the modules that ``torch.compile`` adds."""
     return name.replace(f"{COMPILED}.", "")
-
-
-def _kind(x: Tensor) -> tuple[bool, bool]:
-    return x.is_floating_point(), x.is_complex()
 
 
 def _describe(p: Tensor) -> str:

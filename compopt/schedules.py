@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from compopt import checks
+from compopt.checks.values import MOST, entries, integer
 from compopt.estimator.base import Estimator
 from compopt.estimator.groups import plain_value
 
@@ -42,28 +43,32 @@ class Schedule:
         if not callable(fn):
             raise TypeError(f"fn must be a function of the step number, got {fn!r} of type {type(fn).__name__}")
         checks.known_keys(type(est).__name__, {key: None}, est.defaults)
-        self.est, self.key, self.fn, self.t = est, key, fn, 0
-        self._apply()
+        self.est, self.key, self.fn = est, key, fn
+        self._move(0)
 
-    def _apply(self) -> None:
-        values = [plain_value(self.key, self.fn(self.t)) for _ in self.est.sample_groups]
+    def _move(self, t: int) -> None:
+        values = [plain_value(self.key, self.fn(t)) for _ in self.est.sample_groups]
         with self.est.between_commits():
             for group, value in zip(self.est.sample_groups, values, strict=True):
                 group[self.key] = value
+        self.t = t
 
     def step(self) -> None:
         """Increment ``t``, and set the value for it in all sample groups."""
-        self.t += 1
-        self._apply()
+        self._move(self.t + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, ``{"t": t}``; the function is not saved."""
         return {"t": self.t}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`, and set the value for it in all sample groups."""
-        self.t = int(state_dict["t"])
-        self._apply()
+        """Restore the result of :meth:`state_dict`, and set the value for it in all sample groups.
+
+        Raises:
+            TypeError, ValueError: ``t`` is missing, negative or not an integer. Nothing is changed in these cases.
+        """
+        entries("state_dict", state_dict, ("t",))
+        self._move(integer("t", state_dict["t"], 0, MOST))
 
 
 class CosineGamma(Schedule):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,6 +141,23 @@ def snapshot(est, n) -> dict[str, Tensor]:
 def bits(x: Tensor) -> bytes:
     """Return the bytes of a tensor; their equality is bitwise equality (NaN included)."""
     return x.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes() if x.dim() else bits(x.reshape(1))
+
+
+class ByValue(pickle.Pickler):
+    """Pickler that writes tensors by value, for comparisons; torch writes their addresses."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return tuple, ((str(value.dtype), tuple(value.shape), content),)
+
+
+def whole(made: Any) -> bytes:
+    """Return everything that belongs to an object, as bytes."""
+    file = io.BytesIO()
+    ByValue(file).dump(made)
+    return file.getvalue()
 
 
 def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]):

@@ -181,6 +181,59 @@ def test_numbers_in_no_tensor_are_told_how_to_become_one(index):
             call()
 
 
+NAMES = [f"{i}.jpg" for i in range(B)]
+
+
+@pytest.mark.parametrize("strings", [NAMES, tuple(NAMES), np.array(NAMES)], ids=["list", "tuple", "array"])
+@pytest.mark.parametrize("name", ["index", "index2", "labels", "group", "extra_index"])
+def test_strings_are_told_how_to_become_numbers(name, strings):
+    est, (z1, z2, index) = compopt.DCLEstimator(), batch()
+    given = {"index": index, **({"extra": z1} if name == "extra_index" else {})}
+    with refused(TypeError, rf"{name} must be a tensor of \d+ integers", r"compopt\.data\.key_index\(", remedy=False):
+        est(z1, z2, **{**given, name: strings})
+    number = compopt.data.key_index(strings)  # as the message says
+    est(z1, z2, **{**given, name: torch.tensor([number[string] for string in strings])})
+
+
+Output = type("Output", (dict,), {"pooler_output": property(lambda self: self["pooler_output"])})  # of transformers
+
+
+@pytest.mark.parametrize("name", ["z1", "z2", "extra", "guide", "teacher", "momentum_features"])
+def test_outputs_of_a_model_in_place_of_features(name):
+    """``get_image_features`` of transformers 5 returns an object; ``*model(...)`` yields the names in the output."""
+    policy = {"guide": {"false_negatives": 0.1, "guided": True}, "teacher": {"targets": 0.1}}.get(name)
+    est = compopt.MemoryEstimator(D, length=8, momentum=name == "momentum_features")
+    est = est if policy is None else compopt.DCLEstimator(pairs=compopt.PairPolicy(**policy))
+    z1, z2, index = batch()
+    for wrong, words in (
+        (Output(last_hidden_state=z1, pooler_output=z1), "got Output; pass its .pooler_output"),
+        ({"image_embeds": z1, "text_embeds": z2}, "got dict; pass entries of it, which has image_embeds, text_embeds"),
+        ("image_embeds", "got str, a name in the output of a model.*pass output.image_embeds"),
+    ):
+        value = wrong if name in ("z1", "z2", "extra") else (wrong, wrong)
+        with refused(TypeError, name, words, est=est):
+            est(**{"z1": z1, "z2": z2, "index": index, name: value})
+
+
+def test_an_unpacked_output_and_an_index():
+    est, (z1, _, index) = make(), batch()
+    clip = dict.fromkeys(["logits_per_image", "text_embeds", "image_embeds", "text_model_output", "a", "b"], z1)
+    with refused(TypeError, "got 7, a name in the output of a model", "pass output.image_embeds", est=est):
+        est(*clip, index)
+
+
+@pytest.mark.parametrize("name", ["cuda", "half", "double", "cpu", "zero_grad", "register_forward_hook", "modules"])
+def test_methods_of_modules_are_told_what_an_estimator_has(name):
+    for est in (make(), MA(N), compopt.losses.ListwiseLoss(N)):
+        with refused(AttributeError, rf"no {name}\(\): est.to\(device\) moves it", r"as_module\(est\)", remedy=False):
+            getattr(est, name)
+        assert not hasattr(est, name) and not hasattr(est, "cuddle")
+        for dtype in ((torch.float64,), ("cpu", torch.float64)):
+            with refused(TypeError, "rows keep the dtype of the constructor, dtype=, got torch.float"):
+                est.to(*dtype)
+        assert est.to("cpu", non_blocking=True) is est
+
+
 def test_positions_of_a_split_are_positions_in_the_whole():
     """Refuse positions in the whole data set, which the samples of a split keep, if n is the size of the split."""
     est = make()

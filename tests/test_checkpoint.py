@@ -220,7 +220,7 @@ IMPOSSIBLE = {
     "a queue of integers": ("memory", at((*MEMORY, "queue"), Tensor.int), ValueError, "queue.*int32.*float32"),
     "a sparse queue": ("memory", at((*MEMORY, "queue"), Tensor.to_sparse), ValueError, "queue.*dense"),
     "a queue that is None": ("memory", at((*MEMORY, "queue"), lambda x: None), TypeError, "queue.*NoneType"),
-    "a queue with NaN": ("memory", at((*MEMORY, "queue"), put(math.nan)), ValueError, "queue.*finite, got nan"),
+    "a queue with NaN": ("memory", at((*MEMORY, "queue"), put(math.nan)), ValueError, "queue.*finite.*, got nan"),
     "places of float32": ("neuclip", at((*NETWORK, "queue_place"), Tensor.float), ValueError, "queue_place.*float32"),
     "a place outside": ("neuclip", at((*NETWORK, "queue_place"), put(8)), ValueError, "queue_place.*got 8"),
     "prototypes of NaN": ("neuclip", at((*NETWORK, "prototypes"), put(math.nan)), ValueError, "prototypes.*finite"),

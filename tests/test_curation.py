@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 import compopt
 from compopt import curation
-from tests.helpers import batches, features, near, run, snapshot
+from tests.helpers import batches, features, near, run, snapshot, whole
 from tests.pool import the_pool
 
 N, D, RATE = 13, 4, 0.3
@@ -585,6 +585,30 @@ def test_states_that_no_sampler_writes_are_refused():
         sampler.load_state_dict({**state, "left_out": torch.tensor([40])})
     with pytest.raises(TypeError, match="state_dict"):
         sampler.load_state_dict(None)
+    before = whole(sampler)
+    for error, message, wrong in (
+        (ValueError, "epoch of the checkpoint must be from 0", {"epoch": -3}),
+        (TypeError, "epoch of the checkpoint must be an integer, got 1.5", {"epoch": 1.5}),
+        (TypeError, "begun must be True or False", {"begun": 1.0}),
+        (ValueError, r"share of the checkpoint must be in \[0, 1\), got 1", {"share": 1}),
+        (ValueError, "warm_up=0 leaves no epoch", {"share": None}),
+        (ValueError, "left_out has 40 of 40 samples.*one for each of 1 ranks must be left", {"left_out": range(40)}),
+        (ValueError, "left_out has 2 of 40 samples: each may occur once", {"left_out": [3, 3]}),
+    ):
+        if "left_out" in wrong:
+            wrong = {"left_out": torch.tensor(list(wrong["left_out"]))}
+        with pytest.raises(error, match=message):
+            sampler.load_state_dict({**state, **wrong})
+        assert whole(sampler) == before
+
+
+def test_negative_variances_are_refused():
+    est, _ = visited(warm_up=0, share=0.2)
+    state, before = est.state_dict(), whole(est)
+    state["rows"]["similarity_var"][3] = -1
+    with pytest.raises(ValueError, match="column 'similarity_var' of the checkpoint must be finite and >= 0, row 3"):
+        est.load_state_dict(state)
+    assert whole(est) == before
 
 
 def test_scores_of_another_temperature_are_refused():

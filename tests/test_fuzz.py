@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import compopt
-from benchmarks import fuzz, fuzz_calls, fuzz_damage, report
+from benchmarks import fuzz, fuzz_calls, fuzz_damage, fuzz_loads, report
 
 pytestmark = pytest.mark.filterwarnings("ignore:rho=")
 FILES = {"manifest", "rows", "state"}
@@ -85,3 +85,46 @@ def test_wrong_calls_are_told(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="trials failed"):
         fuzz.main(["calls", "--count", "20", "--quick"])
     assert "--trial" in capsys.readouterr().out
+
+
+# loads -------------------------------------------------------------------------------------------
+
+
+def test_damaged_states_are_refused_before_a_change_or_loaded_whole():
+    """Every class with a ``load_state_dict`` takes part; a new one fails here if its arguments are not known."""
+    kinds = fuzz_loads.owners()
+    assert {compopt.MomentumEncoder, compopt.samplers.ScoredSampler, compopt.schedules.CosineGamma} < set(kinds)
+    results = fuzz_loads.loads(seed=1, count=6 * len(kinds))
+    assert results["findings"] == []
+    assert results["counts"].keys() == {kind.__name__ for kind in kinds}
+    assert min(count["refused"] for count in results["counts"].values()) > 0
+    assert sum(count.get("loaded", 0) for count in results["counts"].values()) > len(kinds)
+    assert f"| all | {results['trials']} | " in fuzz.loads_page(results)
+
+
+def half(load, schedule, state):
+    """Change something before the check."""
+    schedule.t = 7
+    load(schedule, state)
+
+
+def careless_type(load, schedule, state):
+    try:
+        load(schedule, state)
+    except (TypeError, ValueError) as error:
+        raise AttributeError from error
+
+
+def blind(load, schedule, state):
+    schedule.fn = None
+
+
+@pytest.mark.parametrize("loading, wrong", [(half, "changed"), (careless_type, "another error"), (blind, "not usable")])
+def test_wrong_loads_are_told(monkeypatch, capsys, loading, wrong):
+    kind, load = compopt.schedules.Schedule, compopt.schedules.Schedule.load_state_dict
+    monkeypatch.setattr(fuzz_loads, "owners", lambda: [kind])
+    monkeypatch.setattr(kind, "load_state_dict", lambda schedule, state: loading(load, schedule, state))
+    assert wrong in {what for _, _, what, _ in fuzz_loads.loads(0, 8)["findings"]}
+    with pytest.raises(SystemExit, match="trials failed"):
+        fuzz.main(["loads", "--count", "8", "--quick"])
+    assert "loads --seed 0 --trial" in capsys.readouterr().out

@@ -438,19 +438,54 @@ def test_outputs_that_are_refused():
         compopt.gradient_cache(first, second, (x1, x2), micro_batch_size=4)
 
 
-def one_refuses(group):
-    est = compopt.DCLEstimator(0.3, process_group=group)
+class Limited(nn.Module):
+    """Tower that raises at a given call, as a model does that is out of memory or meets a bad input."""
+
+    def __init__(self, layer, last):
+        super().__init__()
+        self.layer, self.left = layer, last
+
+    def forward(self, x):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyError("the model failed")
+        return self.layer(x)
+
+
+def one_refuses(group, case, wrapped):
+    """Return the error of this rank, and the loss of the next call; only rank 0 has a mistake in the first call."""
+    est, mistaken = compopt.SogCLREstimator(16, process_group=group), dist.get_rank() == 0
     first, second = linear_towers()
-    sizes = (lambda part: [1, 2]) if dist.get_rank() == 0 else 4
-    batch = torch.randn(8, 5).double(), torch.randn(8, 4).double()
+    first = Limited(first, {"first pass": 0, "later pass": 1}.get(case, 99) if mistaken else 99)
+    towers = [DistributedDataParallel(tower, process_group=group) if wrapped else tower for tower in (first, second)]
+    batch, index = (torch.randn(8, 5).double(), torch.randn(8, 4).double()), torch.arange(8) + 8 * dist.get_rank()
+    options = {"micro_batch_size": 4}
+    if mistaken:
+        options["micro_batch_size"] = (lambda part: [1, 2]) if case == "sizes" else 4
+        options["batch_norm"] = "no such" if case == "option" else "refuse"
+        options["encode"] = (lambda tower, part: "no features") if case == "outputs" else None
     try:
-        compopt.gradient_cache(
-            est, (first, second), batch, torch.arange(8) + 8 * dist.get_rank(), micro_batch_size=sizes
-        )
-    except (ValueError, RuntimeError) as error:
-        return type(error).__name__
+        compopt.gradient_cache(est, towers, batch, index, **options)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        first.left = 99
+        loss = compopt.gradient_cache(est, towers, batch, index, micro_batch_size=4)
+        est.step()
+        return type(error).__name__, str(error)[:40], loss.isfinite().item()
 
 
 @pytest.mark.distributed
-def test_ranks_do_not_wait_for_one_that_refuses_its_inputs():
-    assert the_pool().run(one_refuses, 2) == ["ValueError", "RuntimeError"]
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    "case, error",
+    [
+        ("sizes", "ValueError"),
+        ("option", "ValueError"),
+        ("first pass", "KeyError"),
+        ("later pass", "KeyError"),
+        ("outputs", "TypeError"),
+    ],
+)
+def test_ranks_do_not_wait_for_one_that_refuses_its_inputs(case, error, wrapped):
+    (own, _, again), (other, message, other_again) = the_pool().run(one_refuses, 2, case, wrapped)
+    assert (own, other, again, other_again) == (error, "RuntimeError", True, True)
+    assert message.startswith("rank 0 refused its arguments") or (wrapped and "rank 0 is in" in message)

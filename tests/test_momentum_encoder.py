@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import compopt
 from compopt.integrations import amp
 from tests.cached import with_adapters
-from tests.helpers import through_a_file
+from tests.helpers import through_a_file, whole
 from tests.pool import the_pool
 from tests.training import DIM, Encoders, micro_batches, needs_fsdp2
 
@@ -326,12 +326,15 @@ def test_what_is_refused():
         (lambda state: state.pop("buffers"), "the state of a MomentumEncoder has"),
         (
             lambda state: state["parameters"].pop("bias"),
-            r"parameters of the state and of the copy differ in \['bias'\]",
+            r"the state of MomentumEncoder.parameters must have the entries \['bias'\] and none of \[\]",
         ),
-        (lambda state: state["parameters"].update(bias=torch.ones(5)), r"bias has shape \(4,\), the state has \(5,\)"),
+        (
+            lambda state: state["parameters"].update(bias=torch.ones(5)),
+            r"bias of MomentumEncoder.parameters differs: the checkpoint has shape \(5,\), expected \(4,\)",
+        ),
         (
             lambda state: state["parameters"].update(bias=torch.ones(4, device="meta")),
-            "bias of the state is on the meta",
+            "bias of MomentumEncoder.parameters is on the meta",
         ),
     ],
 )
@@ -484,9 +487,9 @@ def test_an_attached_encoder_is_pickled_without_its_hook():
 
 @pytest.mark.parametrize(("state", "error", "message"), [
     (5, TypeError, "state_dict"),
-    ({"parameters": None, "buffers": {}}, TypeError, "parameters of the state"),
-    ({"parameters": {"weight": torch.full((2, 2), torch.nan)}, "buffers": {}}, ValueError, "not finite"),
-    ({"parameters": {"weight": torch.ones(2, 2, dtype=torch.int64)}, "buffers": {}}, ValueError, "the state has"),
+    ({"parameters": None, "buffers": {}}, TypeError, "parameters of the checkpoint must be a dict"),
+    ({"parameters": {"weight": torch.full((2, 2), torch.nan)}, "buffers": {}}, ValueError, "must be finite, got nan"),
+    ({"parameters": {"weight": torch.ones(2, 2, dtype=torch.int64)}, "buffers": {}}, ValueError, "the checkpoint has"),
 ])  # fmt: skip
 def test_states_that_no_run_writes_are_refused(state, error, message):
     encoder = compopt.MomentumEncoder(nn.Linear(2, 2, bias=False))
@@ -494,6 +497,21 @@ def test_states_that_no_run_writes_are_refused(state, error, message):
     with pytest.raises(error, match=message):
         encoder.load_state_dict(state)
     assert torch.equal(encoder.module.weight, before)
+
+
+def test_a_buffer_that_is_finite_in_the_copy_is_so_in_its_state():
+    """A state with a bad buffer is refused before any weight is copied; a mask of -inf is none."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+    encoder, state = compopt.MomentumEncoder(model), compopt.MomentumEncoder(copy.deepcopy(model)).state_dict()
+    encoder.load_state_dict(state)
+    before = whole(encoder)
+    state["parameters"]["0.weight"] = torch.zeros(4, 4)
+    for name, bad in (("1.running_mean", torch.nan), ("1.running_var", torch.inf)):
+        wrong = {**state["buffers"], name: torch.full((4,), bad)}
+        with pytest.raises(ValueError, match=f"{name} of MomentumEncoder.buffers must be finite, got {bad}"):
+            encoder.load_state_dict({**state, "buffers": wrong})
+        assert whole(encoder) == before
 
 
 def test_a_model_that_cannot_be_copied_is_refused():

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import compopt
 from compopt import diagnostics
-from tests.helpers import assert_same_bits, features, group_key, near, run, snapshot
+from tests.helpers import assert_same_bits, features, group_key, near, run, snapshot, whole
 from tests.pool import the_pool
 from tests.reference import FixedReference, NeuralReference, Reference, equation_12
 
@@ -30,6 +30,60 @@ def batch(seed, size=4, dtype=torch.float64):
 
 def extra(est):
     return est.state_dict()["extra"]["normalizer"]
+
+
+# loads ---------------------------------------------------------------------------------------------
+
+OPTIMIZERS = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+SUMS = {"sum", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf", "step_size", "step"}
+
+
+def trainable():
+    """Return the optimizers of torch that a network accepts."""
+    found = []
+    for kind in OPTIMIZERS:
+        try:
+            found.append((kind, network(optimizer=kind, lr=0.01)))
+        except TypeError:
+            continue
+    return found
+
+
+def test_negative_sums_of_squares_are_refused():
+    """The root of a negative sum would make the network NaN at the next step; signed averages may be negative."""
+    sums = set()
+    for kind, est in trainable():
+        run(est, *batch(0))
+        est.step()
+        before = whole(est)
+        for name, value in extra(est).items():
+            if not name.startswith("optimizer."):
+                continue
+            state = est.state_dict()
+            state["extra"]["normalizer"][name] = torch.full_like(value, -1)
+            if name.rpartition(".")[2] in SUMS:
+                sums.add(name.rpartition(".")[2])
+                with pytest.raises(ValueError, match=f"{name} of NeuralNormalizer must be .*>= 0, got -1"):
+                    est.load_state_dict(state)
+                assert whole(est) == before, kind
+            elif name.rpartition(".")[2] in ("exp_avg", "prev", "ax"):
+                est.load_state_dict(state)
+                state["extra"]["normalizer"][name] = value
+                est.load_state_dict(state)
+    assert sums == SUMS - {"max_exp_avg_sq"}
+
+
+@pytest.mark.parametrize("bad", [-50.0, 1e4])
+def test_features_that_are_not_normalised_are_refused_in_a_queue(bad):
+    """Queues have unit features, or such features without the mean of their batch."""
+    for est in (network(), compopt.MemoryEstimator(D, length=8, dtype=torch.float64)):
+        run(est, *batch(0))
+        est.step()
+        state, before = est.state_dict(), whole(est)
+        state["extra"]["normalizer"]["queue"].fill_(bad)
+        with pytest.raises(ValueError, match="queue of .*Normalizer must be finite and >= "):
+            est.load_state_dict(state)
+        assert whole(est) == before
 
 
 # queue and restarts (when and how: test_agreement) -------------------------------------------------

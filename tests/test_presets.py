@@ -190,6 +190,38 @@ def test_recommended():
         compopt.recommended(8, mode="both")
 
 
+@pytest.mark.parametrize("options", [{}, {"momentum": True}, {"batch_size": 2048}, {"directions": "forward"}])
+def test_recommended_takes_a_temperature_and_no_factor(options):
+    est = compopt.recommended(8, tau=0.2, multiply_tau=False, **options)
+    assert est.sample_groups[0]["tau"] == 0.2 and est.multiply_tau is False
+
+
+def trained(multiply_tau, optimizer, lr, threshold=None):
+    """Return how far the weights move in 20 steps of the recommended estimator."""
+    model = torch.nn.Linear(4, 4, bias=False).double()
+    torch.nn.init.eye_(model.weight)
+    est, optimizer = compopt.recommended(4, multiply_tau=multiply_tau), optimizer(model.parameters(), lr=lr)
+    est.attach(optimizer)
+    for z1, z2, index in batches(N, 20, seed=8, repeats=False):
+        est(model(z1), model(z2), index).backward()
+        if threshold is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), threshold)
+        optimizer.step()
+        optimizer.zero_grad()
+    return (model.weight - torch.eye(4)).detach()
+
+
+def test_the_factor_of_the_gradient_belongs_into_the_rate_of_sgd_and_the_threshold_of_clipping():
+    """README, Notes on the loop: what to change where a loss that is not multiplied by tau was in use."""
+    tau, sgd, adam = 0.07, torch.optim.SGD, torch.optim.AdamW
+    near(trained(True, sgd, 1e-3 / tau), trained(False, sgd, 1e-3), rtol=1e-3)
+    clipped = trained(False, adam, 1e-3, threshold=1.0)
+    near(trained(True, adam, 1e-3, threshold=tau), clipped, rtol=1e-3)
+    assert trained(True, adam, 1e-3 / tau, threshold=1.0).norm() > 5 * clipped.norm()
+    both = trained(True, sgd, 1e-3 / tau, threshold=tau)
+    near(both, trained(False, sgd, 1e-3, threshold=1.0), rtol=1e-3)
+
+
 # settings ---------------------------------------------------------------------------------------------
 
 PAGES = {"osgd": "minibatch", "spectral": "minibatch"}

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 
+from tests.helpers import whole
 from tests.samplers import N, both, filled, loader, moving, ordered, spectral, table, train
 
 
@@ -51,6 +52,65 @@ def test_a_state_of_another_sampler_is_refused(make):
     other = ordered if make is spectral else spectral
     with pytest.raises(ValueError, match="kind="):
         other().load_state_dict(state)
+
+
+def edited(*path, value):
+    """Return a function that replaces an entry of a state, or, with a function as ``value``, changes it."""
+
+    def change(state):
+        *owners, last = path
+        for key in owners:
+            state = state[key]
+        state[last] = value(state[last]) if callable(value) else value
+
+    return change
+
+
+def first(value):
+    """Return a function that replaces the first element of a tensor."""
+    return lambda x: torch.cat([torch.full_like(x[:1], value), x[1:]])
+
+
+BAD = [
+    (edited("epoch", value=-3), ValueError, "epoch of the checkpoint must be from 0 to"),
+    (edited("epoch", value=1.5), TypeError, "epoch of the checkpoint must be an integer, got 1.5"),
+    (edited("batch", value=99), ValueError, "batch of the checkpoint must be from 0 to .*, got 99"),
+    (edited("batch", value=-1), ValueError, "batch of the checkpoint must be from 0"),
+    (edited("follows", value=2), TypeError, "follows must be True or False"),
+    (edited("plans", value=None), TypeError, "plans of the checkpoint must be a dict"),
+    (edited("plans", 2, value=first(N)), ValueError, rf"samples of plans\[2\] must be >= 0 and <= {N - 1}, got {N}"),
+    (edited("plans", 2, value=first(-1)), ValueError, r"samples of plans\[2\] must be >= 0"),
+    (edited("plans", 2, value=lambda x: x[:-1]), ValueError, r"samples of plans\[2\] differs: .*, expected \("),
+    (edited("plans", 2, value=lambda x: x.double()), ValueError, "torch.float64, expected torch.int64"),
+    (edited("bank", "rows", value=lambda x: x[1:]), ValueError, "rows of FeatureBank differs"),
+    (edited("bank", "rows", value=first(torch.nan)), ValueError, "rows of FeatureBank must be finite"),
+    (edited("bank", "rows", value=first(7)), ValueError, "rows of FeatureBank must be .*<= 1.01, got 7"),
+    (edited("bank", "rows", value=None), ValueError, "samples with features, but no rows"),
+    (edited("bank", "seen", value=lambda x: x[1:]), ValueError, "seen of FeatureBank differs"),
+    (edited("bank", "offered", value=lambda x: x.long()), ValueError, "offered of FeatureBank differs"),
+    (edited("bank", value=lambda bank: {"rows": bank["rows"]}), ValueError, "bank lacks seen, device"),
+    (lambda state: state.pop("follows"), ValueError, "state_dict lacks follows"),
+    (lambda state: state.pop("bank"), ValueError, "state_dict lacks bank"),
+]
+OF_ORDERED = [
+    (edited("covered", value=lambda x: x[1:]), ValueError, "covered of OrderedBatchSampler differs"),
+    (lambda state: state.pop("covered"), ValueError, "state_dict lacks covered"),
+]
+
+
+@pytest.mark.parametrize(
+    "make, change, error, message",
+    [(make, *bad) for make in (spectral, ordered) for bad in BAD] + [(ordered, *bad) for bad in OF_ORDERED],
+)
+def test_a_refused_state_leaves_the_sampler_as_it_was(make, change, error, message):
+    run, sampler = filled(make), make()
+    train(run, 2 * len(run) + 2)
+    train(sampler, 3)
+    state, before = run.state_dict(), whole(sampler)
+    change(state)
+    with pytest.raises(error, match=message):
+        sampler.load_state_dict(state)
+    assert whole(sampler) == before
 
 
 def looped(sampler, workers, steps, trace):

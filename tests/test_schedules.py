@@ -9,7 +9,7 @@ import torch
 import compopt
 from compopt.schedules import CosineGamma, Schedule
 from tests.database import BY_NAME
-from tests.helpers import batches
+from tests.helpers import batches, whole
 from tests.reference import FixedReference, MovingAverageReference, Reference
 from tests.test_agreement import compare_forward
 
@@ -77,3 +77,25 @@ def test_resume():
     for each in (schedule, resumed):
         each.step()
     assert gammas(other) == gammas(est) == [pytest.approx(cosine(5, 10), rel=1e-12)]
+
+
+@pytest.mark.parametrize("t", [-3, 1.5, None, True, "7"])
+def test_a_refused_state_leaves_schedule_and_groups_as_they_were(t):
+    schedule = CosineGamma(compopt.SogCLREstimator(N), 10)
+    schedule.step()
+    before = whole(schedule)
+    with pytest.raises((TypeError, ValueError), match="t of the checkpoint must be"):
+        schedule.load_state_dict({"t": t})
+    with pytest.raises(ValueError, match="lacks t"):
+        schedule.load_state_dict({})
+    assert whole(schedule) == before
+
+
+def test_a_function_that_raises_leaves_the_step_as_it_was():
+    est = compopt.SogCLREstimator(N)
+    schedule = Schedule(est, "gamma", lambda t: 1 / (2 - t))
+    schedule.step()
+    for call in (schedule.step, lambda: schedule.load_state_dict({"t": 2})):
+        with pytest.raises(ZeroDivisionError):
+            call()
+        assert schedule.t == 1 and gammas(est) == [1.0]

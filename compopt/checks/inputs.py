@@ -6,6 +6,7 @@ flag or NaN there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,12 +38,11 @@ def check_strided(name: str, value: Tensor) -> None:
 def check_vector(name: str, value: Any, batch: int | None, of: str = "a batch of {} samples") -> Tensor:
     """Return a 1-D integer tensor with ``batch`` entries (``None``: any number) as int64; ``of`` is for messages."""
     if not isinstance(value, Tensor):
-        remedy = f"; pass torch.as_tensor({name})" if isinstance(value, list | tuple | range | np.ndarray) else ""
         wanted = "integers" if batch is None else f"{batch} integers"
-        raise TypeError(f"{name} must be a tensor of {wanted}, got {type(value).__name__}{remedy}")
+        raise TypeError(f"{name} must be a tensor of {wanted}, got {type(value).__name__}{_numbered(name, value)}")
     check_strided(name, value)
     if value.dtype not in INTEGERS:
-        names = name in ("labels", "group") or name.startswith("within")
+        names = _are_names(name)
         kind = "any integers, equal ones for equal samples" if names else "data-set positions"
         scale = " (a scale that the model returns as a third output? pass z1, z2, index)" if value.dim() == 0 else ""
         raise TypeError(f"{name} must hold integers ({kind}), got {value.dtype}{scale}")
@@ -54,6 +54,33 @@ def check_vector(name: str, value: Any, batch: int | None, of: str = "a batch of
     if value.is_meta:
         raise ValueError(f"{name} is on the meta device and holds no values; pass it on the CPU")
     return value if value.dtype == torch.int64 else value.to(torch.int64)
+
+
+def _are_names(name: str) -> bool:
+    return name in ("labels", "group") or name.startswith("within")
+
+
+def _numbered(name: str, value: Any) -> str:
+    """Return the remedy for a list, an array or a range in place of a tensor of integers."""
+    if not isinstance(value, list | tuple | range | np.ndarray):
+        return ""
+    if not any(isinstance(entry, str | bytes) for entry in value):
+        return f"; pass torch.as_tensor({name})"
+    if _are_names(name):
+        return " of strings; number the distinct ones once, number = compopt.data.key_index(sorted(set(strings)))"
+    return (
+        " of strings; wrap the data set in compopt.data.Indexed, which adds positions to its batches, or number all "
+        "samples once, number = compopt.data.key_index(strings)"
+    )
+
+
+def remedy_for(value: Any) -> str:
+    """Return the remedy for the output of a model, or a name in it, in place of features."""
+    if isinstance(value, str):
+        return ", a name in the output of a model, which * unpacks to its names; pass output.image_embeds, for example"
+    if hasattr(value, "pooler_output"):
+        return "; pass its .pooler_output"
+    return f"; pass entries of it, which has {', '.join(map(str, value))}" if isinstance(value, Mapping) else ""
 
 
 class Survey(NamedTuple):
@@ -113,7 +140,7 @@ def check_features(z1: Any, z2: Any, least: int = 2) -> None:
     """Check that features are two floating-point matrices ``(B, d)`` of one shape, dtype and device, B >= ``least``."""
     for name, z in (("z1", z1), ("z2", z2)):
         if not isinstance(z, Tensor):
-            raise TypeError(f"{name} must be a tensor of features (B, d), got {type(z).__name__}")
+            raise TypeError(f"{name} must be a tensor of features (B, d), got {type(z).__name__}{remedy_for(z)}")
         check_strided(name, z)
         if z.dtype not in _FLOATS:
             raise TypeError(f"{name} must hold floating-point features, got {z.dtype}")
@@ -138,7 +165,7 @@ def check_features(z1: Any, z2: Any, least: int = 2) -> None:
 def check_views(views: Any, mode: str, least: int = 2) -> None:
     """Check that views are a floating-point tensor ``(V, B, d)`` with V >= 2, in unimodal mode, and B >= ``least``."""
     if not isinstance(views, Tensor):
-        remedy = "; pass torch.stack(views)" if isinstance(views, list | tuple) else ""
+        remedy = "; pass torch.stack(views)" if isinstance(views, list | tuple) else remedy_for(views)
         raise TypeError(f"without z2 z1 must be a tensor of views (V, B, d), got {type(views).__name__}{remedy}")
     check_strided("views", views)
     if views.dim() == 2:
@@ -164,7 +191,7 @@ def check_anchors(anchors: Any, views: int, mode: str) -> int:
 def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return further candidates ``(M, d)``, which must match ``like``, and their positions, ``(M,)`` int64."""
     if not isinstance(extra, Tensor):
-        raise TypeError(f"extra must be a tensor of features (M, d), got {type(extra).__name__}")
+        raise TypeError(f"extra must be a tensor of features (M, d), got {type(extra).__name__}{remedy_for(extra)}")
     check_strided("extra", extra)
     if extra.dim() != 2 or extra.shape[1] != like.shape[1]:
         raise ValueError(f"extra must have shape (M, {like.shape[1]}) as z1 and z2, got {tuple(extra.shape)}")
@@ -255,7 +282,8 @@ def _valid(value: Tensor, valid: Tensor, message: str) -> Tensor:
 def _check_floats(name: str, z: Any, shape: str = "") -> None:
     """Refuse values that are not a dense floating-point tensor with values and at least one column."""
     if not isinstance(z, Tensor) or z.dtype not in _FLOATS:
-        raise TypeError(f"{name} must be a floating-point tensor{shape}, got {getattr(z, 'dtype', type(z).__name__)}")
+        found = f"{getattr(z, 'dtype', type(z).__name__)}{remedy_for(z)}"
+        raise TypeError(f"{name} must be a floating-point tensor{shape}, got {found}")
     if z.layout != torch.strided or z.is_meta:
         raise TypeError(f"{name} must be a dense tensor with values, got {z.layout} on {z.device}")
     if z.dim() == 2 and z.shape[1] == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,7 @@ class Range:
 
 
 FINITE = Range()
+UNIT = Range(least=-1.01, most=1.01)  # coordinates of normalised features, rounded
 
 
 def dense(what: str, value: Any, like: Tensor | None = None) -> None:
@@ -80,6 +81,59 @@ def mapping(what: str, value: Any) -> None:
     if not isinstance(value, Mapping):
         found = f"{str(value)[:80]!r} of type {type(value).__name__}"
         raise TypeError(f"{what} of the checkpoint must be a dict, got {found}")
+
+
+def equal(expected: Any, given: Any) -> bool:
+    """Return whether two plain values are equal; tensors and arrays of a damaged state equal nothing."""
+    try:
+        return bool(expected == given)
+    except (RuntimeError, ValueError):
+        return False
+
+
+def entries(what: str, state: Any, names: Iterable[str]) -> None:
+    """Refuse a state that is not a mapping, or that lacks one of the entries ``names``."""
+    mapping(what, state)
+    missing = [name for name in names if name not in state]
+    if missing:
+        raise ValueError(f"{what} lacks {', '.join(missing)}; pass what state_dict() returned")
+
+
+def form(owner: str, state: Mapping[str, Tensor], expected: Mapping[str, Tensor], cast: bool = False) -> None:
+    """Refuse tensors with other names, shapes or dtypes than ``expected``; tensors may be on the meta device.
+
+    With ``cast`` any precision of floating-point and complex numbers is accepted, since the owner converts them.
+    """
+    if set(state) != set(expected):
+        missing, unknown = sorted(set(expected) - set(state)), sorted(map(str, set(state) - set(expected)))
+        raise ValueError(f"the state of {owner} must have the entries {missing} and none of {unknown}")
+    for name, needed in expected.items():
+        differs, given = f"{name} of {owner} differs: the checkpoint has", state[name]
+        if given.shape != needed.shape:
+            raise ValueError(f"{differs} shape {tuple(given.shape)}, expected {tuple(needed.shape)}")
+        alike = any(kind(given) and kind(needed) for kind in (torch.is_floating_point, torch.is_complex))
+        if given.dtype != needed.dtype and not (cast and alike):
+            raise ValueError(f"{differs} {given.dtype}, expected {needed.dtype}; it is not converted")
+
+
+def tensors(
+    owner: str,
+    state: Any,
+    expected: Mapping[str, Tensor],
+    ranges: Mapping[str, Range],
+    n: int | None = None,
+    cast: bool = False,
+) -> None:
+    """Refuse a state of ``owner`` that is not a mapping of dense tensors as ``expected``, with values in ``ranges``."""
+    mapping(f"state of {owner}", state)
+    for name, value in state.items():
+        dense(f"{name} of {owner}", value, like=expected.get(name))
+    form(owner, state, expected, cast)
+    for name, allowed in ranges.items():
+        outside = allowed.outside(state[name], n)
+        if outside is not None and outside.any():
+            found = state[name][outside][0].item()
+            raise ValueError(f"{name} of {owner} must be {allowed.describe(state[name].dtype, n)}, got {found}")
 
 
 def integer(what: str, value: Any, least: int, most: int) -> int:

@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from compopt import checks
+from compopt.checks import values
 from compopt.data.shards import ShardIndex, shard_list
 from compopt.rng import fold
 
 Sample = dict[str, Any]
 Integers = npt.NDArray[np.int64]
+MOST_WORKERS = 1 << 12  # of a rank, in a state: the division of the rest takes time for each
 
 
 class Spans:
@@ -263,25 +265,33 @@ class ShardBatches(IterableDataset[Any]):
         samples of the last incomplete batch are omitted.
 
         Raises:
-            ValueError: the state is for other shards or another seed, or is not a state of this class.
+            TypeError, ValueError: the state is for other shards or another seed, or is not a state of this class.
+                Nothing is changed in these cases.
         """
+        values.mapping("state_dict", state_dict)
         mine = self.state_dict()
-        if any(state_dict.get(name) != mine[name] for name in ("shards", "seed")):
+        if not all(values.equal(mine[name], state_dict.get(name)) for name in ("shards", "seed")):
             raise ValueError(
                 "the position is of other shards or another seed, where it means nothing; give the same shards, of the "
                 "same sizes and in the same order, the same repeats and replacement, and the same seed, or begin with "
                 "the next epoch: set_epoch"
             )
+        values.entries("state_dict", state_dict, mine)
+        epoch = values.integer("epoch", state_dict["epoch"], 0, values.MOST)
         earlier, spans = [], Spans(np.array([[0, self.n]]))
+        if not isinstance(state_dict["read"], list | tuple):
+            raise TypeError(f"read of the checkpoint must be a list, got {type(state_dict['read']).__name__}")
         for stage, options in enumerate(state_dict["read"]):
+            values.entries(f"read[{stage}]", options, (*asdict(self.layout), "done"))
             layout = Lanes(**{name: checks.count(name, options[name]) for name in asdict(self.layout)})
+            values.integer("workers", layout.workers, 1, MOST_WORKERS)
             done = checks.count("done", options["done"])
             if done > layout.batches(len(spans)):
                 raise ValueError(f"the state says {done} batches, and there were {layout.batches(len(spans))}")
             earlier.append((layout, done))
             if (layout, stage + 1) != (self.layout, len(state_dict["read"])):
-                spans = layout.rest(spans, done, (self.seed, state_dict["epoch"], stage))
-        self.set_epoch(state_dict["epoch"])
+                spans = layout.rest(spans, done, (self.seed, epoch, stage))
+        self.set_epoch(epoch)
         if earlier and earlier[-1][0] == self.layout:
             self.done = earlier.pop()[1]
         self._earlier, self._spans = earlier, spans

@@ -6,7 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -463,12 +463,20 @@ class Estimator:
         """
         return self.train(False)
 
-    def to(self, device: torch.device | str) -> Self:
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, non_blocking: bool = False
+    ) -> Self:
         """Move rows and other state to a device, and return the estimator; the meta device is a ``ValueError``.
 
         Rows and state are created on the CPU and move to the device of the features at the first training call. Rows
-        with ``offload=`` are not moved. Dtypes do not change.
+        with ``offload=`` are not moved. Dtypes do not change: ``dtype`` is a ``TypeError``. ``non_blocking`` has no
+        effect.
         """
+        if dtype is not None or isinstance(device, torch.dtype):
+            raise TypeError(
+                f"rows keep the dtype of the constructor, dtype=, got {dtype or device}; pass features of any "
+                f"floating-point dtype as they are"
+            )
         engine = self._engine
         device = torch.device(device)
         if device.type == "meta":
@@ -610,6 +618,19 @@ class Estimator:
     def register_load_state_dict_post_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
         """Call ``hook(estimator)`` after a successful load."""
         return self._register("load_state_dict_post", hook, prepend)
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if hasattr(torch.nn.Module, name):
+                raise AttributeError(
+                    f"{type(self).__name__} is no torch.nn.Module and has no {name}(): est.to(device) moves it, as the "
+                    f"first training call does by itself, est.parameters() are its learned scalars, and "
+                    f"compopt.as_module(est) is a module",
+                    name=name,
+                    obj=self,
+                )
+            object.__getattribute__(self, name)  # raises, also what a property has raised
 
     # -- copies and repr ---------------------------------------------------------------------------------------
 

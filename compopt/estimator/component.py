@@ -439,29 +439,11 @@ class Component(Estimator, ABC):
         """Refuse saved state that does not fit, with a ``TypeError`` or ``ValueError``, before anything is written."""
         kind = type(self).__name__
         values.mapping(f"state of {kind}", state)
-        expected = self.expected_state(state)
-        for name, value in state.items():
-            values.dense(f"{name} of {kind}", value, like=expected.get(name))
-        self.check_form(state)
-        for name, allowed in self.state_values(state).items():
-            outside = allowed.outside(state[name])
-            if outside is not None and outside.any():
-                found = state[name][outside][0].item()
-                raise ValueError(f"{name} of {kind} must be {allowed.describe(state[name].dtype)}, got {found}")
+        values.tensors(kind, state, self.expected_state(state), self.state_values(state))
 
     def check_form(self, state: Mapping[str, Tensor]) -> None:
         """Check names, shapes and dtypes of saved state; tensors may be on the meta device."""
-        kind, expected = type(self).__name__, self.expected_state(state)
-        if set(state) != set(expected):
-            raise ValueError(
-                f"the state of {kind} must have the entries {sorted(expected)}, the checkpoint has {sorted(state)}"
-            )
-        for name, needed in expected.items():
-            differs, given = f"{name} of {kind} differs: the checkpoint has", state[name]
-            if given.shape != needed.shape:
-                raise ValueError(f"{differs} shape {tuple(given.shape)}, expected {tuple(needed.shape)}")
-            if given.dtype != needed.dtype:
-                raise ValueError(f"{differs} {given.dtype}, expected {needed.dtype}; it is not converted")
+        values.form(type(self).__name__, state, self.expected_state(state))
 
     def take_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore copies of checked state, since the caller's tensors may be views of a mapped file."""

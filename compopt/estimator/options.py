@@ -66,8 +66,10 @@ def takes_options(base: type | tuple[type, ...], kind: Any) -> Callable[[Init], 
 def with_arguments_of(
     call: Callable[Concatenate[E, P], Any],
 ) -> Callable[[Callable[[E, dict[str, Any]], R]], Callable[Concatenate[E, P], R]]:
-    """Give a method the signature of ``call``, and pass it the bound arguments as a dict by name."""
+    """Give a method the named arguments of ``call``, and pass it the bound ones as a dict by name."""
     signature = inspect.signature(call)
+    named = [each for each in signature.parameters.values() if each.kind is not each.VAR_POSITIONAL]
+    signature = signature.replace(parameters=named)
 
     def decorate(method: Callable[[E, dict[str, Any]], R]) -> Callable[Concatenate[E, P], R]:
         @functools.wraps(method)

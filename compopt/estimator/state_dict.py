@@ -158,11 +158,7 @@ def load_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
 
 def _check_keys(state: Mapping[str, Any]) -> None:
     """Refuse an object that ``state_dict()`` did not return, or a newer format version."""
-    if not isinstance(state, Mapping):
-        raise TypeError(f"state_dict must be a dict made by est.state_dict(), got {type(state).__name__}")
-    missing = [key for key in KEYS if key not in state]
-    if missing:
-        raise ValueError(f"state_dict lacks {', '.join(missing)}; pass what est.state_dict() returned")
+    values.entries("state_dict", state, KEYS)
     if values.integer("version", state["version"], 1, values.MOST) > FORMAT_VERSION:
         raise ValueError(
             f"version {state['version']} is newer than this library understands ({FORMAT_VERSION}); update compopt"
@@ -196,7 +192,8 @@ def _compare_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
     """Refuse the state of another kind of part, or of a whole estimator."""
     needed, given, groups = config(engine, [role]), state["config"], state["sample_groups"]
     values.mapping("config", given)
-    if list(given.get("method", ())) != [role]:
+    values.mapping("options", given.get("options", {}))
+    if not isinstance(given.get("method"), Mapping) or list(given["method"]) != [role]:
         raise ValueError(
             f"the state must be that of one {role}, such as est.{role}.state_dict(); it has {given.get('method')}"
         )
@@ -204,7 +201,9 @@ def _compare_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
     for key in ("method", *(() if alone else ("mode",)), "n", "dtype", "columns"):
         _compare(key, needed[key], given.get(key))
     _compare(f"options.{role}", needed["options"].get(role), given.get("options", {}).get(role))
-    if not isinstance(groups, list) or [isinstance(g, Mapping) and g.get("n") for g in groups] != needed["n"]:
+    if not isinstance(groups, list) or not values.equal(
+        needed["n"], [isinstance(group, Mapping) and group.get("n") for group in groups]
+    ):
         raise ValueError(f"sample_groups must be mappings with n of {needed['n']}, the checkpoint has {groups!r}")
     values.mapping("meaning", state.get("meaning", {}))
 
@@ -213,8 +212,8 @@ def _compare(where: str, expected: Any, given: Any) -> None:
     """Raise at the first entry that differs; the message has both values."""
     if isinstance(expected, Mapping) and isinstance(given, Mapping):
         for key in {**expected, **given}:
-            _compare(f"{where}.{key}" if where else key, expected.get(key), given.get(key))
-    elif expected != given:
+            _compare(f"{where}.{key}" if where else str(key), expected.get(key), given.get(key))
+    elif not values.equal(expected, given):
         remedy = ""
         if where == "n" and isinstance(given, list) and all(isinstance(n, int) for n in given):
             first, *others = given

@@ -15,8 +15,9 @@ from compopt import checks
 from compopt.checks.context import outside_of_graphs
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.collectives import doing
+from compopt.distributed.handshake import NOTHING
 from compopt.distributed.ranks import Ranks
-from compopt.gradient_cache.fitting import fit, with_trials
+from compopt.gradient_cache.fitting import fit, gathers, with_trials
 from compopt.gradient_cache.towers import BOUNDARY, SYNC, Encode, Output, Sizes, Tower, kept, lengths, new_towers
 from compopt.kernel.features import with_gradients
 from compopt.pairs import PairPolicy
@@ -120,7 +121,8 @@ def gradient_cache(
         ValueError: inputs have several lengths; sizes do not sum up to the number of samples; batch normalisation, see
             above; nothing requires a gradient; or raised by the call of ``est``.
         RuntimeError: DDP still waits for parameters that the last micro-batch did not use and requires
-            ``find_unused_parameters=True``.
+            ``find_unused_parameters=True``. Another rank refused its arguments, or its model raised in the first pass
+            (except under FSDP2 and ZeRO 3, where the other ranks wait for parameters until the group's timeout).
 
     Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, RepL4NLP 2021, for
     losses without state and one device.
@@ -135,9 +137,9 @@ def gradient_cache(
     """
     if not isinstance(est, ContrastiveEstimator):
         raise TypeError(f"est must be a contrastive estimator, got {type(est).__name__}")
-    checks.one_of("batch_norm", batch_norm, ("refuse", "update_once"))
-    checks.flag("reduce", reduce)
     with est._engine.handshake.guard():  # an error in the arguments is reported to the other ranks
+        checks.one_of("batch_norm", batch_norm, ("refuse", "update_once"))
+        checks.flag("reduce", reduce)
         _check_list(model, batch, index)
         towers = new_towers(model, batch, micro_batch_size, encode, batch_norm == "update_once")
         tried = with_trials(towers)
@@ -145,9 +147,12 @@ def gradient_cache(
         fit(est._engine.ranks, towers, tried)
     with doing("compopt.gradient_cache()", est.t):
         _pad(est._engine.ranks, towers)
-    outputs = [output for tower in towers for output in tower.encode_all()]
-    z1, z2, extra, tau = _arguments(outputs, extra, tau)
-    _check_samples(towers[0], z1)
+    # Where every pass gathers parameters, the other ranks wait in a pass, and a message would wait for them.
+    alone = any(gathers(wrapper) for tower in towers for wrapper in tower.wrappers)
+    with NOTHING if alone else est._engine.handshake.guard():
+        outputs = [output for tower in towers for output in tower.encode_all()]
+        z1, z2, extra, tau = _arguments(outputs, extra, tau)
+        _check_samples(towers[0], z1)
     torch.clear_autocast_cache()  # weights that were cast without a graph would have none in the second pass
     call = functools.partial(est, z1, z2, index, index2, group, tau=tau, labels=labels, anchors=anchors)
     call = functools.partial(call, guide=guide, within=within, teacher=teacher, prior=prior, pairs=pairs)

@@ -151,13 +151,18 @@ def _fails(tower: Tower, size: FittingSize) -> bool:
 @contextmanager
 def gathered(ranks: Ranks, wrappers: Iterable[Any]) -> Iterator[None]:
     """Gather all parameters of FSDP2 and ZeRO 3 on each rank, so that passes communicate nothing."""
-    sharded = [wrapper for wrapper in dict.fromkeys(wrappers) if hasattr(wrapper, SYNC) or _is_zero3(wrapper)]
+    sharded = [wrapper for wrapper in dict.fromkeys(wrappers) if gathers(wrapper)]
     if sharded:  # a rank that lacks the memory must not block the others in the all-gather
         ranks.agree(lambda: [room_for(wrapper) for wrapper in sharded])
     with ExitStack() as stack:
         for wrapper in sharded:
             stack.enter_context(_gathered_by_zero3(wrapper) if _is_zero3(wrapper) else _gathered_by_fsdp2(wrapper))
         yield
+
+
+def gathers(wrapper: Any) -> bool:
+    """Return True for a wrapper that gathers parameters from other ranks in every pass: FSDP2, ZeRO 3."""
+    return hasattr(wrapper, SYNC) or _is_zero3(wrapper)
 
 
 def _is_zero3(wrapper: Any) -> bool:

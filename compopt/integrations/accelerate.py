@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from compopt.checkpoint import SaveHandle, load, save
+from compopt.checks.values import entries
 from compopt.estimator.base import Estimator
 from compopt.integrations import amp
 from compopt.integrations.refusals import warn_alone
@@ -134,9 +135,10 @@ class _CheckpointEntry:
         return {"name": self._name, "checkpoint": self._saved}
 
     def load_state_dict(self, state_dict: dict[str, str]) -> None:
-        if state_dict.get("name") != self._name:
+        entries("state_dict", state_dict, ("name", "checkpoint"))
+        if state_dict["name"] != self._name:
             raise ValueError(
-                f"the checkpoint has {state_dict.get('name')!r} where {self._name!r} is registered; register the same "
+                f"the checkpoint has {state_dict['name']!r} where {self._name!r} is registered; register the same "
                 f"estimators in the same order as when it was saved"
             )
         load(self._est, Path(self._folder) / self._name / state_dict["checkpoint"])

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from compopt.checkpoint import loading
+from compopt.checks import values
 from compopt.distributed.collectives import doing
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
@@ -94,10 +95,8 @@ class Stateful:
         """
         est = self.est
         engine = est._engine
-        rows = state_dict["rows"]
-        parts = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in rows.items()}
         with doing("load_state_dict()", est.t), engine.writing():
-            state = engine.ranks.agree(lambda: _checked(est, state_dict["rest"]))
+            state, parts = engine.ranks.agree(lambda: _checked(est, state_dict))
             found = _checksums(est, parts)
             engine.ranks.agree(lambda: _check_rows(est, state["checksums"], found, parts))
             engine.groups.replace(state["sample_groups"])
@@ -180,10 +179,13 @@ def _packed(about: Mapping[str, Any], extra: Mapping[str, Tensor]) -> bytes:
     return f"{zlib.crc32(content):08x}".encode() + content
 
 
-def _checked(est: Estimator, packed: Any) -> dict[str, Any]:
-    """Return the unpacked rest in the form of ``est.state_dict()``, after checks against the estimator."""
+def _checked(est: Estimator, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the unpacked rest in the form of ``est.state_dict()``, and this rank's rows, after checks of both."""
     from safetensors.torch import load as from_bytes
 
+    values.entries("state_dict", state_dict, ("rows", "rest"))
+    values.mapping("rows", state_dict["rows"])
+    packed, engine = state_dict["rest"], est._engine
     if not isinstance(packed, bytes) or packed[:8] != f"{zlib.crc32(packed[8:]):08x}".encode():
         raise ValueError(
             "'rest' of the estimator's state is damaged: its checksum does not fit; load another checkpoint"
@@ -194,15 +196,17 @@ def _checked(est: Estimator, packed: Any) -> dict[str, Any]:
     state: dict[str, Any] = json.loads(header["__metadata__"]["about"])
     loading.check_data(est, "the checkpoint", state["data_fingerprint"])
     with torch.device("cpu"):
-        state |= {"rows": {}, "extra": states.by_role(est._engine, from_bytes(content))}
-    states.check(est._engine, state)
-    return state
+        state |= {"rows": {}, "extra": states.by_role(engine, from_bytes(content))}
+    states.check(engine, state)
+    parts = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in state_dict["rows"].items()}
+    columns, count = () if engine.table is None else engine.table.layout.columns, len(_share(engine))
+    expected = {c.name: torch.empty(count, c.width, dtype=c.dtype, device="meta") for c in columns}
+    values.tensors("the rows", parts, expected, {})
+    return state, parts
 
 
 def _check_rows(est: Estimator, saved: Mapping[str, int], found: Mapping[str, int], parts: Mapping[str, Any]) -> None:
     """Raise if rows are not those that were saved, or have invalid values."""
-    if saved.keys() - found.keys():
-        raise ValueError(f"rows must have the columns {sorted(saved)} of the checkpoint, got {sorted(found)}")
     for name in found:
         if saved.get(name) != found[name]:
             raise ValueError(

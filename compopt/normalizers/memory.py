@@ -170,7 +170,8 @@ class MemoryNormalizer(Normalizer):
         }
 
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        return {"queue": FINITE}
+        # features without the mean of their batch
+        return {"queue": Range(least=-2.02, most=2.02) if self._normalized else FINITE}
 
     def estimate(self, call: Call) -> Estimate:
         pairs, directions, policy = call.pairs, call.pairs.directions, call.policy or NO_POLICY

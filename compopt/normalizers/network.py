@@ -354,8 +354,10 @@ class FunctionalOptimizer:
         # some optimizers, such as AdaGrad, initialise their state before the first step
         self._initial = {key: value.flatten()[0].item() for key, value in trial.state.get(tensor, {}).items()}
         self.options = options = {key: value for key, value in trial.param_groups[0].items() if key != "params"}
+        signs = torch.ones_like(tensor)
+        signs[0] = -1
         for _ in range(2):
-            tensor.grad = torch.ones_like(tensor)
+            tensor.grad = signs.clone()
             trial.step()
         if {key: value for key, value in trial.param_groups[0].items() if key != "params"} != options:
             raise TypeError("it keeps state among its options")
@@ -363,6 +365,8 @@ class FunctionalOptimizer:
         for key, value in self._kept.items():
             if not isinstance(value, Tensor) or value.shape not in (tensor.shape, ()):
                 raise TypeError(f"its state {key!r} is neither a 0-d tensor nor one of the parameter's shape")
+        # sums of squares and counters, which a step divides by or takes the root of
+        self.never_negative = {PREFIX + key for key, value in self._kept.items() if bool((value >= 0).all())}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_optimizer": None}
@@ -402,7 +406,7 @@ class FunctionalOptimizer:
         found = {}
         for key, value in self._kept.items():
             dtype = prototypes.dtype if value.dim() and value.is_floating_point() else value.dtype
-            saved = state[PREFIX + key].dtype if PREFIX + key in state else dtype
+            saved = getattr(state.get(PREFIX + key), "dtype", dtype)
             # a counter has the default dtype of the run that created it
             if not value.dim() and {saved, dtype} <= {torch.float32, torch.float64}:
                 dtype = saved

@@ -16,7 +16,7 @@ from compopt import checks
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_tau, check_values, tau_facts
-from compopt.checks.values import FINITE, MOST, Range
+from compopt.checks.values import FINITE, MOST, UNIT, Range
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
@@ -298,6 +298,8 @@ class NeuralNormalizer(Normalizer):
 
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
         found = {name: FINITE for name in names if name != "queue_active"}
+        found |= dict.fromkeys(self.optimizer.never_negative & found.keys(), Range(least=0))
+        found["queue"] = UNIT
         # next slot, number of filled slots, commits at the last restart
         found["queue_place"] = Range(least=(0, 0, -1), most=(self.prototypes - 1, self.prototypes, MOST))
         return found

@@ -197,6 +197,8 @@ def recommended(
     pairs: PairPolicy | None = None,
     momentum: bool = False,
     backend: Backend = "auto",
+    tau: float | Tensor = TAU,
+    multiply_tau: bool = True,
 ) -> ContrastiveEstimator:
     """Return the recommended estimator, which has no hyper-parameters to tune apart from the learning rate.
 
@@ -215,13 +217,15 @@ def recommended(
         batch_size: number of samples of a call over all ranks; with gradient accumulation, of one micro-batch.
             ``None``: unknown, assumed to be small.
         mode: ``"bimodal"`` or ``"unimodal"``.
-        directions, chunk_size, process_group, pairs, backend: see :class:`~compopt.ContrastiveEstimator`.
+        directions, chunk_size, process_group, pairs, backend, multiply_tau: see
+            :class:`~compopt.ContrastiveEstimator`.
         keep_scores: keep a row of 48 bytes per sample in addition to the loss (:class:`~compopt.ScoreKeeper`), from
             which :mod:`compopt.curation` finds wrong pairs; needs ``n``, and ``index`` in every call. No gradient
             changes.
         momentum: require ``momentum_features=`` from a :class:`~compopt.MomentumEncoder` in every call; a call without
             them raises a ``ValueError``. The default ``decay`` of that encoder is meant for it. Not supported with
             ``directions="forward"``, where the encoder of the candidates would not be trained.
+        tau: temperature, a number or a 0-d tensor.
 
     Returns:
         The estimator. This function communicates nothing; for the calls see the class of the estimator.
@@ -259,7 +263,8 @@ def recommended(
         "scores": ScoreKeeper(n) if keep_scores and n is not None else None,
         "pairs": pairs,
         "backend": backend,
+        "multiply_tau": multiply_tau,
     }
     if not momentum and (large or directions == "forward"):
-        return DCLEstimator(TAU, **options)
-    return MemoryEstimator(dim, length, TAU, momentum, **options)
+        return DCLEstimator(tau, **options)
+    return MemoryEstimator(dim, length, tau, momentum, **options)

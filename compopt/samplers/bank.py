@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator, checks
+from compopt.checks import values
 from compopt.kernel.features import prepare
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -159,17 +160,38 @@ class FeatureBank:
         seen = self.seen.to("cpu", copy=True)
         return {"rows": rows, "seen": seen, "offered": self.offered.clone(), "device": device}
 
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that does not fit, with a ``TypeError`` or ``ValueError``; change nothing."""
+        values.entries("the state of the bank", state_dict, ("rows", "seen", "device"))
+        given, expected = self._flags(state_dict), {"seen": self.seen, "offered": self.offered}
+        rows = state_dict["rows"]
+        if rows is not None:
+            given["rows"] = rows
+            width = rows.shape[2] if isinstance(rows, Tensor) and rows.dim() == 3 else 1
+            expected["rows"] = torch.empty(self.n, 2, width, dtype=self.dtype, device="meta")
+        values.tensors("FeatureBank", given, expected, {} if rows is None else {"rows": values.UNIT}, cast=True)
+        if rows is None and any(bool(mask.any()) for mask in given.values()):
+            raise ValueError("the state of the bank has samples with features, but no rows; load an earlier state")
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy a :meth:`state_dict` into this bank, in its own dtype.
 
         Rows are stored on a device of their former type; on the CPU if there is none, or with ``offload``.
+
+        Raises:
+            TypeError, ValueError: entries are missing, or are not those of a bank with ``n`` samples; values are not
+                those of normalised features. Nothing is changed in these cases.
         """
-        rows, seen, device = state_dict["rows"], state_dict["seen"], torch.device(state_dict["device"])
-        present = accelerator.available()
-        if self.offload or present is None or device.type != present.type:
-            device = torch.device("cpu")
+        self.check_state(state_dict)
+        present, rows = accelerator.available(), state_dict["rows"]
+        here = self.offload or present is None or state_dict["device"] != present.type
+        device = torch.device("cpu" if here or present is None else present.type)
+        rows = None if rows is None else rows.to(device, self.dtype, copy=True)
+        seen, offered = self._flags(state_dict).values()
         self._copies.clear()
-        self.rows = None if rows is None else rows.to(device, self.dtype, copy=True)
-        self.seen = seen.to(device, copy=True)
-        self.offered = state_dict.get("offered", seen).to("cpu", copy=True)  # absent in states of early versions
+        self.rows, self.seen, self.offered = rows, seen.to(device, copy=True), offered.to("cpu", copy=True)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+
+    def _flags(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return both flags of a state; states of early versions have no ``offered``."""
+        return {"seen": state_dict["seen"], "offered": state_dict.get("offered", state_dict["seen"])}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from compopt import checks, rng
-from compopt.checks import inputs
+from compopt.checks import inputs, values
 from compopt.checks.context import warn
 from compopt.distributed.collectives import OBSERVE, doing
 from compopt.distributed.handshake import Handshake, fingerprint
@@ -362,21 +362,44 @@ class BankSampler(Sampler[list[int]]):
             "bank": self.bank.state_dict(),
         }
 
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that does not fit, with a ``TypeError`` or ``ValueError``; change nothing."""
+        values.entries("state_dict", state_dict, ("config", "epoch", "batch", "follows", "plans", "bank"))
+        values.mapping("config", state_dict["config"])
+        own, other = self.config(), dict(state_dict["config"])
+        for name in {**own, **other}:
+            if not values.equal(own.get(name), other.get(name)):
+                raise ValueError(f"the state is of a sampler with {name}={other.get(name)!r}, not {own.get(name)!r}")
+        values.integer("epoch", state_dict["epoch"], 0, values.MOST)
+        values.integer("batch", state_dict["batch"], 0, len(self) - 1)
+        checks.flag("follows", state_dict["follows"])
+        values.mapping("plans", state_dict["plans"])
+        sizes = [len(self) * self.batch_size]
+        if math.ceil(self.n / self.batch_size) == len(self):
+            sizes.append(self.n)  # the last batch may be smaller
+        for epoch, plan in state_dict["plans"].items():
+            values.integer("the epoch of a plan", epoch, 0, values.MOST)
+            size = next((size for size in sizes if getattr(plan, "shape", None) == (size,)), sizes[-1])
+            expected = {"samples": torch.empty(size, dtype=torch.int64, device="meta")}
+            of_data = {"samples": values.Range(samples=True)}
+            values.tensors(f"plans[{epoch}]", {"samples": plan}, expected, of_data, self.n)
+        self.bank.check_state(state_dict["bank"])
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state; the next iteration continues at its position, on any number of ranks. No communication.
 
         Raises:
-            ValueError: the state is that of a sampler with other arguments.
+            TypeError, ValueError: the state is that of a sampler with other arguments, or not one that
+                :meth:`state_dict` returns: entries are missing, positions lie outside the data set or the epoch.
+                Nothing is changed in these cases.
         """
-        own, other = self.config(), dict(state_dict["config"])
-        for name in {**own, **other}:
-            if own.get(name) != other.get(name):
-                raise ValueError(f"the state is of a sampler with {name}={other.get(name)!r}, not {own.get(name)!r}")
+        self.check_state(state_dict)
+        plans = {int(epoch): plan.to("cpu", copy=True) for epoch, plan in state_dict["plans"].items()}
         self.bank.load_state_dict(state_dict["bank"])
         self.epoch, self._begun = int(state_dict["epoch"]), False
         self._handed = self._seen = int(state_dict["batch"])
-        self._follows, self._matched, self._strangers = bool(state_dict["follows"]), False, False
-        self._plans = {int(epoch): plan.cpu().clone() for epoch, plan in state_dict["plans"].items()}
+        self._follows, self._matched, self._strangers = state_dict["follows"], False, False
+        self._plans = plans
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.config().items() if name != "kind")

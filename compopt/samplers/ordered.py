@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from compopt import checks
-from compopt.checks import inputs
+from compopt.checks import inputs, values
 from compopt.estimator.options import takes_options
 from compopt.samplers.base import BankOptions, BankSampler, twins
 
@@ -138,9 +139,14 @@ class OrderedBatchSampler(BankSampler):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "covered": self._covered.clone()}
 
-    def load_state_dict(self, state_dict: Any) -> None:
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        super().check_state(state_dict)
+        values.entries("state_dict", state_dict, ("covered",))
+        values.tensors(type(self).__name__, {"covered": state_dict["covered"]}, {"covered": self._covered}, {})
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._covered = state_dict["covered"].cpu().clone()
+        self._covered = state_dict["covered"].to("cpu", copy=True)
 
 
 def highest(batches: Tensor, losses: Tensor, keep: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from compopt import checks, curation, rng
 from compopt.checks.inputs import check_vector
-from compopt.checks.values import mapping
+from compopt.checks.values import MOST, entries, equal, integer
 from compopt.curation import Scores
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator.base import Estimator
@@ -229,21 +229,30 @@ class ScoredSampler(Sampler[int]):
         """Continue with the epoch of the state.
 
         Raises:
-            TypeError: the state is not a dict.
-            ValueError: entries are missing; the state is that of a sampler with another number of samples or another
-                seed; a position is outside the data set. Nothing is changed in these cases.
+            TypeError, ValueError: the state is that of a sampler with another number of samples or another seed, or not
+                one that :meth:`state_dict` returns: entries are missing, a position is outside the data set, fewer than
+                one sample per rank is left, the share is 1. Nothing is changed in these cases.
         """
-        mapping("state_dict", state_dict)
-        if missing := [name for name in STATE if name not in state_dict]:
-            raise ValueError(f"state_dict lacks {', '.join(missing)}; pass what sampler.state_dict() returned")
+        entries("state_dict", state_dict, STATE)
         for name, own in (("n", self._n), ("seed", self.seed)):
-            if state_dict[name] != own:
+            if not equal(own, state_dict[name]):
                 raise ValueError(f"the state is of a sampler with {name}={state_dict[name]}, not {own}")
-        left_out = check_vector("left_out", state_dict["left_out"], None).cpu().clone()
+        epoch, begun, share = integer("epoch", state_dict["epoch"], 0, MOST), state_dict["begun"], state_dict["share"]
+        checks.flag("begun", begun)
+        if share is None:
+            self._check_estimate()
+        elif not 0 <= checks.number("share", share) < 1:
+            raise ValueError(f"share of the checkpoint must be in [0, 1), got {share!r}")
+        left_out = check_vector("left_out", state_dict["left_out"], None).to("cpu", copy=True)
         if len(left_out) and not 0 <= int(left_out.min()) <= int(left_out.max()) < self._n:
             raise ValueError(f"left_out contains positions outside 0 .. {self._n - 1}; is the state of other data?")
-        self.epoch, self.left_out, self.share = int(state_dict["epoch"]), left_out, state_dict["share"]
-        self._known = self.epoch if state_dict["begun"] else None
+        if len(left_out.unique()) < len(left_out) or len(left_out) > self._n - self._ranks.size:
+            raise ValueError(
+                f"left_out has {len(left_out)} of {self._n} samples: each may occur once, and one for each of "
+                f"{self._ranks.size} ranks must be left"
+            )
+        self.epoch, self.left_out, self.share = epoch, left_out, share
+        self._known = epoch if begun else None
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch; raise a ``ValueError`` if it is negative."""
