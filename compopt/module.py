@@ -24,8 +24,10 @@ class EstimatorModule(nn.Module):
     """
 
     def __init__(self, est: Estimator) -> None:
+        mode = est.training
+        self.est = est  # first, since Module.__init__ assigns training
         super().__init__()
-        self.est = est
+        self.training = mode
         for role, learnable in self.est.learnables().items():
             self.add_module(role, learnable)
         if {id(p) for p in est.parameters()} != {id(p) for p in self.parameters()}:
@@ -33,18 +35,21 @@ class EstimatorModule(nn.Module):
                 "a part of this estimator yields parameters from learned() that are not in its attribute learnable; "
                 "keep them in that module, where wrappers such as FSDP2 replace them"
             )
-        self.training = est.training
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """Mode of the estimator; frameworks assign it, as ``train()`` does."""
+        return self.est.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.est.train(mode)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the estimator; raise a ``TypeError`` if the estimator is not callable."""
         if not callable(self.est):
             raise TypeError(f"{type(self.est).__name__} has no call; use its methods, as module.est")
         return self.est(*args, **kwargs)
-
-    def train(self, mode: bool = True) -> Self:
-        """Set training mode, in which calls deposit proposals, or evaluation mode, in which they do not."""
-        self.est.train(mode)
-        return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Change devices only: rows and learned temperatures keep their dtype under ``half()`` and ``double()``."""
