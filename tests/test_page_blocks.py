@@ -13,6 +13,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -69,8 +70,11 @@ def run(page: Path) -> None:
         packages.declare_operators()
     found = examples(page)
     assert len(found) >= written(page)
-    for example in found:
-        example.evaluate()
+    with warnings.catch_warnings():
+        for category in (DeprecationWarning, FutureWarning):  # of what a page itself calls or imports
+            warnings.filterwarnings("error", category=category, module="<string>")
+        for example in found:
+            example.evaluate()
 
 
 @pytest.mark.slow

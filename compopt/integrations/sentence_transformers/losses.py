@@ -20,6 +20,7 @@ from torch.nn.functional import normalize
 from typing_extensions import Unpack
 
 from compopt import checks
+from compopt.checks.inputs import INTEGERS
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.options import takes_options
@@ -94,7 +95,8 @@ class EstimatorLoss(nn.Module):
             custom ``similarity_fct``.
 
     Warns:
-        UserWarning: labels appear to be classes; or by the estimator.
+        UserWarning: labels appear to be classes; an estimator without rows ignores several integers per sample, the
+            rows of equal texts; or by the estimator.
 
     State and communication: those of the estimator.
 
@@ -316,6 +318,7 @@ class EstimatorLoss(nn.Module):
     def _rows(self, est: ContrastiveEstimator, labels: Tensor | None, batch: int, columns: int) -> list[Tensor]:
         """Return the rows in the label column, by text column; an empty list if labels are not used."""
         if est.n is None and not self.index_labels:
+            self._warn_about_ignored_rows(labels)
             return []
         needed = "index_labels is True" if est.n is None else f"{type(est).__name__} has rows for n={est.n} samples"
         if labels is None:
@@ -342,6 +345,17 @@ class EstimatorLoss(nn.Module):
                     stacklevel=5,
                 )
         return rows
+
+    def _warn_about_ignored_rows(self, labels: Tensor | None) -> None:
+        """Warn once about several integers per sample, the form of the duplicates that :func:`add_index` declares."""
+        if self._looks < LOOKS and labels is not None and labels.dim() == 2 and labels.dtype in INTEGERS:
+            self._looks = LOOKS
+            warnings.warn(
+                f"the label column has {labels.shape[1]} integers per sample, as add_index writes for equal texts, and "
+                f"this loss, which has no rows, ignores them: equal texts are negatives of each other; pass "
+                f"index_labels=True to the loss, or remove the column",
+                stacklevel=6,
+            )
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the options, or the estimators with their hyper-parameters, for the model card."""
