@@ -159,6 +159,42 @@ def test_a_temperature_that_diverged_does_not_keep_an_earlier_state_out(strict):
         assert model.loss.temperature.log_inverse.isnan()
 
 
+AVERAGES = {
+    "in place": lambda old, new: old.mul_(0.9).add_(new, alpha=0.1),
+    "product": lambda old, new: old * 0.9 + new * 0.1,
+    "product from the left": lambda old, new: 0.9 * old + 0.1 * new,
+    "copy": lambda old, new: old.copy_(new),
+    "floats only": lambda old, new: old.dtype.is_floating_point and old.mul_(0.9).add_(new, alpha=0.1),
+}
+
+
+@pytest.mark.parametrize("start", [copy.deepcopy, dict])
+@pytest.mark.parametrize("way", AVERAGES)
+def test_an_average_over_the_state_dict_is_told_what_to_average(way, start):
+    model = Model()
+    averages = start(model.state_dict())
+    with pytest.raises(AttributeError, match=r"not a tensor; average model\.parameters.*state=False"):
+        for name, value in model.state_dict().items():
+            AVERAGES[way](averages[name], value)
+    model = Model(state=False)
+    averages = start(model.state_dict())
+    for name, value in model.state_dict().items():
+        AVERAGES[way](averages[name], value)
+
+
+def test_an_average_of_the_parameters():
+    """AveragedModel averages a learned temperature too, and has the rows of the model at its construction."""
+    model, data = Model(), micro_batches(2)
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    averaged.update_parameters(model)
+    before = everything(model)[NAME]
+    train(model, data)
+    averaged.update_parameters(model)
+    torch.testing.assert_close(averaged.module.loss.temperature.log_inverse, (before + everything(model)[NAME]) / 2)
+    averaged.load_state_dict(copy.deepcopy(averaged.state_dict()))
+    assert (averaged.module.loss.est.t, model.loss.est.t) == (0, 2)
+
+
 def test_without_state_only_parameters_are_in_the_state_dict():
     model = Model(state=False)
     assert [name for name in model.state_dict() if name.startswith("loss")] == [NAME]
