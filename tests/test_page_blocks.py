@@ -64,10 +64,6 @@ def examples(page: Path):
 
 
 def run(page: Path) -> None:
-    if "/coming_from/" in str(page):
-        from benchmarks.peers import packages
-
-        packages.declare_operators()
     found = examples(page)
     assert len(found) >= written(page)
     with warnings.catch_warnings():

@@ -64,7 +64,8 @@ class EstimatorLoss(nn.Module):
 
     With ``guide=``, a model that is not trained, candidates are not negatives if the guide finds them more similar to
     the anchor than the positive. Without an estimator the value and gradients are those of ``GISTEmbedLoss`` with its
-    options, also in evaluation; any estimator may be used, ``SogCLREstimator(n, **guided_options(...))``.
+    options, also in evaluation (on several ranks see ``guide``); any estimator may be used,
+    ``SogCLREstimator(n, **guided_options(...))``.
 
     Add :class:`EstimatorCallback` to the trainer, which commits after every step and saves the rows in checkpoints.
 
@@ -76,7 +77,8 @@ class EstimatorLoss(nn.Module):
         eval_scale: ``scale`` of the loss in evaluation, if there is an estimator.
         index_labels: read the rows in the label column also for an estimator without rows.
         guide: model with the same inputs as ``model``; if their tokenizers differ, texts are decoded and tokenized
-            again. With ``gather_across_devices`` the anchors of all ranks are contrasted, not only those of this rank.
+            again. With ``gather_across_devices`` and ``contrast_anchors`` the anchors of all ranks are contrasted;
+            ``GISTEmbedLoss`` contrasts those of this rank only.
             An estimator must have ``PairPolicy(guided=True)``.
         **options: without an estimator, options of ``MultipleNegativesRankingLoss``, or with a guide those of
             ``GISTEmbedLoss``, see :func:`guided_options`. The former can be read and assigned as attributes. With
