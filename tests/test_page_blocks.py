@@ -67,8 +67,7 @@ def run(page: Path) -> None:
     found = examples(page)
     assert len(found) >= written(page)
     with warnings.catch_warnings():
-        for category in (DeprecationWarning, FutureWarning):  # of what a page itself calls or imports
-            warnings.filterwarnings("error", category=category, module="<string>")
+        warnings.filterwarnings("error", category=DeprecationWarning, module=r"<string>|.*\.md")  # code of a page
         for example in found:
             example.evaluate()
 
