@@ -116,11 +116,12 @@ $(TRITON_VENV)/.triton: $(VENV)/.dev tests/triton/packages.txt tests/open_clip/l
 
 # The other packages come without their dependencies, which would replace torch; benchmarks/peers/imports.txt has the rest.
 BENCH_INSTALL = $(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
-$(BENCH_VENV)/.peers: pyproject.toml constraints.txt benchmarks/peers/packages.txt benchmarks/peers/imports.txt
+$(BENCH_VENV)/.peers: pyproject.toml constraints.txt benchmarks/peers/packages.txt benchmarks/peers/imports.txt tests/open_clip/layer.py
 	$(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_INSTALL) -c constraints.txt setuptools
 	$(BENCH_INSTALL) -c constraints.txt --no-build-isolation -e ".[recipes]"
 	$(BENCH_INSTALL) --no-deps -r benchmarks/peers/packages.txt
 	$(BENCH_INSTALL) -r benchmarks/peers/imports.txt
 	$(BENCH_INSTALL) -c constraints.txt pytest pytest-timeout sybil
+	$(BENCH_VENV)/bin/python -m tests.open_clip.layer $(BENCH_VENV)
 	@touch $@

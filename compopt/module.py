@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,8 +26,10 @@ class EstimatorModule(nn.Module):
     """
 
     def __init__(self, est: Estimator) -> None:
+        mode = est.training
+        self.est = est  # first, since Module.__init__ assigns training
         super().__init__()
-        self.est = est
+        self.training = mode
         for role, learnable in self.est.learnables().items():
             self.add_module(role, learnable)
         if {id(p) for p in est.parameters()} != {id(p) for p in self.parameters()}:
@@ -33,18 +37,21 @@ class EstimatorModule(nn.Module):
                 "a part of this estimator yields parameters from learned() that are not in its attribute learnable; "
                 "keep them in that module, where wrappers such as FSDP2 replace them"
             )
-        self.training = est.training
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """Mode of the estimator; frameworks assign it, as ``train()`` does."""
+        return self.est.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.est.train(mode)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the estimator; raise a ``TypeError`` if the estimator is not callable."""
         if not callable(self.est):
             raise TypeError(f"{type(self.est).__name__} has no call; use its methods, as module.est")
         return self.est(*args, **kwargs)
-
-    def train(self, mode: bool = True) -> Self:
-        """Set training mode, in which calls deposit proposals, or evaluation mode, in which they do not."""
-        self.est.train(mode)
-        return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Change devices only: rows and learned temperatures keep their dtype under ``half()`` and ``double()``."""
@@ -63,6 +70,27 @@ class EstimatorModule(nn.Module):
         return f"{type(self.est).__name__}, n={self.est.n}"
 
 
+class _ExtraState(dict[str, Any]):
+    """State inside the ``state_dict()`` of a model; code that takes it for a tensor, as averages do, gets an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name}: an estimator's state in state_dict() is a dict, not a tensor; average model.parameters(), as "
+            f"torch.optim.swa_utils.AveragedModel does, or use compopt.as_module(est, state=False)"
+        )
+
+    def __mul__(self, other: Any) -> Any:
+        return self.mul
+
+    __rmul__ = __mul__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ExtraState:
+        return _ExtraState(copy.deepcopy(dict(self), memo))
+
+    def __reduce__(self) -> Any:  # a type that torch.load(weights_only=True) accepts
+        return OrderedDict, (), None, None, iter(self.items())
+
+
 class StatefulEstimatorModule(EstimatorModule):
     """Module with the state of the estimator in its ``state_dict()``."""
 
@@ -73,7 +101,7 @@ class StatefulEstimatorModule(EstimatorModule):
         for role, learnable in self.est.learnables().items():
             for name, _ in learnable.named_parameters():
                 extra[role].pop(name)
-        return {**state, "extra": extra}
+        return _ExtraState({**state, "extra": extra})
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`get_extra_state`; the module's parameters are loaded separately."""
@@ -106,6 +134,9 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
     *safetensors* stores tensors only, so that ``save_pretrained``, ``accelerator.save_model`` and the Trainer of
     transformers cannot save the state of a module: use ``state=False``, and save the estimator with
     ``est.attach(optimizer, checkpoint=True)``, :func:`compopt.save` or the callback of that framework.
+
+    *Averages of weights.* Average ``model.parameters()``, as ``torch.optim.swa_utils.AveragedModel`` does. A loop over
+    ``model.state_dict().items()`` would also reach the state of the estimator, which is not a tensor.
 
     *DDP.* Call the module inside the wrapped model's ``forward``. ``state_dict()`` may be called on one rank. Omit
     ``device_ids``: DDP would move ``index`` to the device, and the call would have to wait for it.

@@ -1,6 +1,7 @@
 """The documentation pages: code blocks compile, names exist, links lead to files."""
 
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -173,3 +174,20 @@ def test_the_normalizer_of_the_page_on_extending_alone():
     est = compopt.ContrastiveEstimator(scope["RunningMean"](9), compopt.FixedTemperature(0.5))
     with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator"):
         est.normalizer.update(returned, index)
+
+
+ADAPTERS = {
+    "accelerate": ["attach", "register_for_checkpointing"],
+    "lightning": ["EstimatorCallback"],
+    "sentence_transformers": [
+        "EstimatorLoss", "CachedEstimatorLoss", "EstimatorCallback", "add_index", "guided_options", "ranking_options"
+    ],
+    "transformers": ["EstimatorCallback"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "name"), [(page, name) for page in ADAPTERS for name in ADAPTERS[page]])
+def test_the_guide_of_an_adapter_names_all_arguments(page, name):
+    adapter = getattr(pytest.importorskip(f"compopt.integrations.{page}"), name)
+    text = (ROOT / "docs" / "guides" / f"{page}.md").read_text()
+    assert [each for each in inspect.signature(adapter).parameters if not re.search(rf"\b{each}\b", text)] == []

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import compopt
 from tests.pool import the_pool
 from tests.trainers import SKIPPED, UPDATES, Items, estimator, plain_loop, same, spoil
 from tests.training import MICRO, WINDOW, Encoders, needs_fsdp2, rows, weights
@@ -123,6 +124,25 @@ def test_a_resumed_run_ends_as_the_whole_one(tmp_path, finished, step):
     folder, whole, own = finished
     module = fit(tmp_path, own=own(), ckpt_path=folder / f"step={step}.ckpt")
     assert module.seen == [step] and module.est.t == UPDATES and same(result(module), whole)
+
+
+class Owner(DualEncoder):
+    """The estimator is a submodule, and each epoch has validations, before training too."""
+
+    def setup(self, stage):
+        self.loss = compopt.as_module(estimator(self.kind))
+
+    est = property(lambda self: self.loss.est)
+    validation_step = DualEncoder.training_step
+
+    def val_dataloader(self):
+        return loader()
+
+
+def test_validation_does_not_end_the_training_of_a_submodule(tmp_path):
+    """Lightning restores modes by assigning ``training``."""
+    module = fit(tmp_path, Owner(), callback("loss.est"), val_check_interval=WINDOW, num_sanity_val_steps=1)
+    assert module.est.t == UPDATES and same(result(module), plain_loop())
 
 
 def test_bf16(tmp_path):

@@ -90,6 +90,17 @@ def test_length_and_attributes_are_the_loaders():
     assert len(copy.copy(ahead)) == 3
 
 
+def test_attributes_that_a_framework_assigns_reach_the_loader():
+    """Lightning assigns ``worker_init_fn``, so that workers have different seeds."""
+    loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=4)
+    inner, outer = Log(), Log()
+    ahead = PrefetchLoader(PrefetchLoader(loader, inner.announce, inner.forget), outer.announce)
+    ahead.worker_init_fn = ahead.mine = print
+    assert loader.worker_init_fn is print and not hasattr(loader, "mine") and ahead.mine is print
+    list(ahead)
+    assert inner[:3] == outer[:3] == [("announce", 0, 1, 2, 3), ("announce", 4, 5, 6, 7), ("announce", 8, 9)]
+
+
 @pytest.mark.parametrize(
     "batch, index, found",
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import compopt
 from tests import four
 from tests.helpers import assert_same_bits, snapshot
 from tests.pool import the_pool
+from tests.sentences import loss_of
 from tests.training import DIM, Encoders, N, micro_batches
 
 NAME = "loss.temperature.log_inverse"
@@ -93,7 +96,35 @@ def test_train_and_eval_reach_the_estimator():
     assert model.loss.est.pending == 0
     assert model.train().loss.est.training
     est = estimator().eval()
-    assert not compopt.as_module(est).training
+    assert not compopt.as_module(est).training and not est.training
+
+
+AROUND = {"EstimatorModule": partial(compopt.as_module, state=False), "StatefulEstimatorModule": compopt.as_module}
+if find_spec("sentence_transformers"):
+    for loss in ("EstimatorLoss", "CachedEstimatorLoss"):
+        AROUND[loss] = partial(loss_of, model=nn.Sequential(nn.Linear(2, 2)), kind=loss)
+
+
+@pytest.mark.parametrize("kind", AROUND)
+def test_modes_that_are_assigned_reach_the_estimator(kind):
+    """Lightning saves the attribute ``training`` of all modules, and assigns it later without ``train()``."""
+    est = estimator()
+    module = AROUND[kind](est)
+    for mode in (False, True):
+        for each in module.modules():
+            each.training = mode
+        assert est.training is mode and {each.training for each in module.modules()} == {mode}
+        est.train(not mode)
+        assert module.train(mode).training is est.training is mode
+
+
+def test_every_module_around_an_estimator_is_among_these():
+    """The loss of open_clip is missing, since open_clip calls it in training only."""
+    known = {compopt.integrations.open_clip.EstimatorLoss, *(type(build(estimator())) for build in AROUND.values())}
+    classes = [nn.Module]
+    for each in classes:
+        classes += each.__subclasses__()
+    assert {each for each in classes if each.__module__.startswith("compopt.")} == known
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -126,6 +157,42 @@ def test_a_temperature_that_diverged_does_not_keep_an_earlier_state_out(strict):
     else:
         model.load_state_dict({key: value for key, value in state.items() if key != NAME}, strict=False)
         assert model.loss.temperature.log_inverse.isnan()
+
+
+AVERAGES = {
+    "in place": lambda old, new: old.mul_(0.9).add_(new, alpha=0.1),
+    "product": lambda old, new: old * 0.9 + new * 0.1,
+    "product from the left": lambda old, new: 0.9 * old + 0.1 * new,
+    "copy": lambda old, new: old.copy_(new),
+    "floats only": lambda old, new: old.dtype.is_floating_point and old.mul_(0.9).add_(new, alpha=0.1),
+}
+
+
+@pytest.mark.parametrize("start", [copy.deepcopy, dict])
+@pytest.mark.parametrize("way", AVERAGES)
+def test_an_average_over_the_state_dict_is_told_what_to_average(way, start):
+    model = Model()
+    averages = start(model.state_dict())
+    with pytest.raises(AttributeError, match=r"not a tensor; average model\.parameters.*state=False"):
+        for name, value in model.state_dict().items():
+            AVERAGES[way](averages[name], value)
+    model = Model(state=False)
+    averages = start(model.state_dict())
+    for name, value in model.state_dict().items():
+        AVERAGES[way](averages[name], value)
+
+
+def test_an_average_of_the_parameters():
+    """AveragedModel averages a learned temperature too, and has the rows of the model at its construction."""
+    model, data = Model(), micro_batches(2)
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    averaged.update_parameters(model)
+    before = everything(model)[NAME]
+    train(model, data)
+    averaged.update_parameters(model)
+    torch.testing.assert_close(averaged.module.loss.temperature.log_inverse, (before + everything(model)[NAME]) / 2)
+    averaged.load_state_dict(copy.deepcopy(averaged.state_dict()))
+    assert (averaged.module.loss.est.t, model.loss.est.t) == (0, 2)
 
 
 def test_without_state_only_parameters_are_in_the_state_dict():

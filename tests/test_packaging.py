@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 
 import compopt
+from tests.open_clip import layer
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ["compopt", *sorted(m.name for m in pkgutil.walk_packages(compopt.__path__, "compopt."))]
@@ -249,6 +250,31 @@ def test_continuous_integration_runs_targets_of_the_makefile():
     commands = re.findall(r"run: (.+)$", workflow, re.M)
     assert {"make test", "make test-full"} <= set(commands)
     assert {command.removeprefix("make ") for command in commands} <= set(targets)
+
+
+def test_every_environment_with_torchvision_has_the_declarations_that_its_import_needs():
+    rules = re.findall(r"^\$\((\w+)\)/\.\w+:.*((?:\n\t.*)+)", (ROOT / "Makefile").read_text(), re.M)
+    lists = {venv: [(ROOT / file).read_text() for file in re.findall(r"-r (\S+\.txt)", rule)] for venv, rule in rules}
+    found = {venv for venv, texts in lists.items() if "torchvision" in "".join(texts)}
+    assert found == {"BENCH_VENV", "CLIP_VENV"}
+    assert all(f"-m tests.open_clip.layer $({venv})" in rule for venv, rule in rules if venv in found)
+
+
+@pytest.mark.parametrize("over", ["another", "itself"])
+def test_an_environment_declares_what_torchvision_needs(over, tmp_path, monkeypatch):
+    """The stand-in for torchvision refers to an operator, as torchvision does when it is imported."""
+    packages = Path(sysconfig.get_path("purelib", "venv", vars={"base": tmp_path, "platbase": tmp_path}))
+    (packages / "torchvision").mkdir(parents=True)
+    (packages / "torchvision-0.1.dist-info").mkdir()
+    (packages / "torchvision-0.1.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.1\n")
+    code = "import torch\nif torch.version.cuda is None:\n    torch.library.register_fake('torchvision::nms', abs)\n"
+    (packages / "torchvision" / "__init__.py").write_text(code)
+    if over == "itself":
+        monkeypatch.setattr(sysconfig, "get_path", lambda *args, **options: str(packages))
+    layer.main(tmp_path)
+    assert (packages / "layer.pth").read_text().count("addsitedir") == (over == "another")
+    command = f"import site; site.addsitedir({str(packages)!r}); import torchvision"
+    run_python(command)
 
 
 def test_no_function_swallows_keywords():

@@ -13,6 +13,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -63,14 +64,12 @@ def examples(page: Path):
 
 
 def run(page: Path) -> None:
-    if "/coming_from/" in str(page):
-        from benchmarks.peers import packages
-
-        packages.declare_operators()
     found = examples(page)
     assert len(found) >= written(page)
-    for example in found:
-        example.evaluate()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=DeprecationWarning, module=r"<string>|.*\.md")  # code of a page
+        for example in found:
+            example.evaluate()
 
 
 @pytest.mark.slow

@@ -424,6 +424,23 @@ def test_an_estimator_without_rows_ignores_the_label_column(kind):
         call(read, 3, None)
 
 
+@KINDS
+def test_declared_duplicates_that_are_ignored_are_told_once(kind):
+    """Several integers per sample have no other meaning; one integer may be a class."""
+    indexed = losses().add_index(data(), anchors="anchor", positives="positive")
+    labels = torch.tensor(indexed["label"][:BATCH])
+    for est, given in ((None, {"scale": 20.0}), (compopt.DCLEstimator(tau=0.1, directions="forward"), {})):
+        loss = loss_of(est, kind=kind, **given)
+        with pytest.warns(UserWarning, match="2 integers per sample.*ignores them.*index_labels=True"):
+            ignored, _ = call(loss, 2, labels)
+        read = loss_of(est, kind=kind, index_labels=True, **given)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call(loss, 2, labels)
+            call(loss_of(est, kind=kind, **given), 2, torch.arange(BATCH))
+            assert not torch.equal(call(read, 2, labels)[0], ignored)
+
+
 def test_losses_compose_through_embeddings():
     """Wrappers of sentence-transformers, such as SpladeLoss, call compute_loss_from_embeddings."""
     from sentence_transformers.sparse_encoder.losses import SpladeLoss

@@ -322,6 +322,37 @@ def test_the_guided_loss_is_theirs(margin, columns, contrast, kind):
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
+def guided_on_two_ranks(group, columns, options):
+    """Return value and gradients of this rank's half, by our loss and by GISTEmbedLoss, both gathered."""
+    found, half = [], len(columns[0]["x"]) // 2
+    for build in (lambda *models, **o: loss_of(None, models[0], guide=models[1], **o), gist):
+        inputs = [{key: z[dist.get_rank() * half :][:half] for key, z in column.items()} for column in columns]
+        leaves = [column["x"].requires_grad_() for column in inputs]
+        value = build(Given("x"), Given("guide"), gather_across_devices=True, **options)(inputs, None)
+        value.backward()
+        found.append([value.detach(), *(leaf.grad for leaf in leaves)])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("contrast", list(itertools.product([True, False], repeat=2)))
+def test_the_guided_loss_on_two_ranks(contrast):
+    """If gathered, ours is that of the whole batch; theirs is too, unless anchors are contrasted with anchors."""
+    options = {"contrast_anchors": contrast[0], "contrast_positives": contrast[1], "temperature": 0.05, "margin": 0.1}
+    columns = guided_inputs(3, batch=6)
+    leaves = [column["x"].requires_grad_() for column in columns]
+    whole = gist(Given("x"), Given("guide"), **options)([dict(column) for column in columns], None)
+    whole.backward()
+    ours, theirs = zip(*the_pool(2, 60).run(guided_on_two_ranks, 2, guided_inputs(3, batch=6), options), strict=True)
+    for rank, (_, *gradients) in enumerate(ours):
+        expected = [2 * leaf.grad[3 * rank :][:3] for leaf in leaves]
+        torch.testing.assert_close(gradients, expected, rtol=1e-6, atol=1e-9)
+    assert all(value == pytest.approx(whole.item(), abs=1e-9) for value, *_ in ours)
+    same = torch.stack([value for value, *_ in theirs]).mean().item() == pytest.approx(whole.item(), abs=1e-9)
+    assert same != contrast[0]
+
+
 @KINDS
 @pytest.mark.parametrize("columns", [2, 3])
 def test_a_last_batch_of_one_sample_has_their_guided_loss(columns, kind):

@@ -280,6 +280,41 @@ def test_a_checkpoint_of_another_run_is_not_mistaken_for_this_one(tmp_path, fini
         assert same(train(tmp_path, resume=there, save_strategy="no", **options)[0], finished[1])
 
 
+def with_columns(form, **more):
+    """Return the samples with further columns, as a list or a ``datasets.Dataset``."""
+    from datasets import Dataset
+
+    items = [{**item, **more} for item in Items().items]
+    plain = [{name: torch.as_tensor(value).tolist() for name, value in item.items()} for item in items]
+    return items if form == "list" else Dataset.from_list(plain).with_format("torch" if form == "torch" else None)
+
+
+@pytest.mark.parametrize("form", ["list", "Dataset", "torch"])
+def test_an_index_that_the_trainer_removes_is_refused(tmp_path, form):
+    """Training would end with a KeyError in compute_loss. Classes are kept by the Trainer, and are no index."""
+    data = with_columns(form, label=3, weight=0.5)
+    with (
+        trainer(tmp_path, data=data, remove_unused_columns=True) as made,
+        pytest.raises(ValueError, match=r"removes the columns \['index'\].*remove_unused_columns=False"),
+    ):
+        made.train()
+
+
+@pytest.mark.parametrize("case", ["label_names", "forward", "without rows", "kept"])
+def test_removed_columns_that_are_no_index_are_accepted(tmp_path, case):
+    est = compopt.DCLEstimator(tau=0.5) if case == "without rows" else None
+    options = {"label_names": ["index"]} if case == "label_names" else {}
+    with trainer(tmp_path, est, data=with_columns("list", width=5), **options) as made:
+        made.args.remove_unused_columns = case != "kept"
+        if case == "forward":
+            made._signature_columns = ["x1", "x2", "index"]
+        elif case == "without rows":
+            made.compute_loss = lambda model, inputs, **_: est(*model(inputs["x1"], inputs["x2"]))
+        made.train()
+        assert made.state.global_step == UPDATES
+        assert est is not None or same((weights(made.model), rows(made.est)), plain_loop())
+
+
 def test_a_hyper_parameter_search_is_refused(tmp_path):
     with trainer(tmp_path, own=False) as made, pytest.raises(ValueError, match="search"):
         search = types.SimpleNamespace(is_hyper_param_search=True)

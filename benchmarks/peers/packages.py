@@ -1,4 +1,4 @@
-"""Import the losses of other packages with a torch build without CUDA."""
+"""Import the losses of other packages."""
 
 from __future__ import annotations
 
@@ -8,22 +8,7 @@ import io
 from importlib.metadata import version
 from typing import Any
 
-import torch
-
 NAMES = ("libauc", "open_clip_torch", "pytorch-metric-learning", "sentence-transformers")
-# torchvision's wheel is built for CUDA; with a CPU build of torch its operators are missing, but it needs their names
-OPERATORS = """nms qnms roi_align _roi_align_backward roi_pool _roi_pool_backward ps_roi_align _ps_roi_align_backward
-ps_roi_pool _ps_roi_pool_backward deform_conv2d _deform_conv2d_backward"""
-_library = None
-
-
-def declare_operators() -> None:
-    """Declare the names of torchvision's operators if torch has no CUDA."""
-    global _library
-    if _library is None and not torch.cuda.is_available():
-        _library = torch.library.Library("torchvision", "DEF")
-        for name in OPERATORS.split():
-            _library.define(f"{name}(Tensor a) -> Tensor")
 
 
 def versions() -> dict[str, str]:
@@ -33,7 +18,6 @@ def versions() -> dict[str, str]:
 
 def libauc(module: str = "contrastive") -> Any:
     """Return ``libauc.losses.contrastive``, or another module of its losses."""
-    declare_operators()
     return importlib.import_module(f"libauc.losses.{module}")
 
 
@@ -44,7 +28,6 @@ def gcl_bimodal(n: int, **options: Any) -> Any:
 
 def open_clip() -> Any:
     """Return ``open_clip.loss``."""
-    declare_operators()
     from open_clip import loss
 
     return loss
@@ -59,7 +42,6 @@ def metric_learning() -> Any:
 
 def sentence_losses() -> Any:
     """Return ``sentence_transformers.sentence_transformer.losses``."""
-    declare_operators()
     from sentence_transformers.sentence_transformer import losses
 
     return losses

@@ -22,9 +22,10 @@ class PrefetchLoader(Generic[T]):
     the same point as without this wrapper, after its last valid batch has been yielded. This class starts no thread;
     use a loader with workers.
 
-    All other attributes (``len``, ``sampler``, ``dataset``, ...) are those of the loader. Each iteration restarts the
-    loader. A loader that was prepared by accelerate looks one batch ahead itself, to detect the last batch for
-    ``accumulate``. Batches are then announced when accelerate fetches them, so that detection still works.
+    All other attributes (``len``, ``sampler``, ``worker_init_fn``, ...) are those of the loader, also if they are
+    assigned. Each iteration restarts the loader. A loader that was prepared by accelerate looks one batch ahead itself,
+    to detect the last batch for ``accumulate``. Batches are then announced when accelerate fetches them, so that
+    detection still works.
 
     Args:
         loader: an iterable of batches, or an iterator.
@@ -70,9 +71,9 @@ class PrefetchLoader(Generic[T]):
                 "this loader sends batches from the main process, which alone knows the index; prepare it with "
                 "DataLoaderConfiguration(dispatch_batches=False), or call est.prefetch(index) yourself"
             )
-        self.loader = loader
         self._announce, self._forget = announce, forget
         self._wanted = (index,) if index2 is None else (index, index2)
+        self.loader = loader  # last: from here on attributes that the loader has are assigned to the loader
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -81,6 +82,12 @@ class PrefetchLoader(Generic[T]):
         if name.startswith("__") or name == "loader":  # copy and pickle look attributes up before loader is set
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "loader" in vars(self) and name not in vars(self) and hasattr(self.loader, name):
+            setattr(self.loader, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __iter__(self) -> Iterator[T]:
         try:

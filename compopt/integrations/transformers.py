@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from compopt.integrations import accelerate
 from compopt.integrations.refusals import load_rows, refuse_last_batch, refuse_ranks
 
 NAME = "compopt"
+LABELS = ("label", "labels", "label_ids")  # the Trainer keeps these columns, which usually contain classes
 # Fields of a checkpoint's state that differ between runs, and that are unchanged at the start of a resumed training
 _FIELDS = ("global_step", "epoch", "total_flos", "log_history")
 
@@ -58,8 +60,9 @@ class EstimatorCallback(TrainerCallback):
 
     Raises:
         ValueError: at the start of training: ``dataloader_drop_last=False`` on several ranks; an estimator that was
-            built before the process group; a hyper-parameter search (its trials would share one estimator); two
-            estimators with one ``name``; a last batch of a single sample; ``compute_loss_func`` on several ranks with
+            built before the process group; ``remove_unused_columns=True`` removes the index that an estimator with rows
+            needs; a hyper-parameter search (its trials would share one estimator); two estimators with one ``name``; a
+            last batch of a single sample; ``compute_loss_func`` on several ranks with
             ``average_tokens_across_devices``, which multiplies the loss by the number of ranks. At construction: an
             empty mapping, or keys that are not names of folders.
         TypeError: ``est`` is neither an estimator nor a mapping of estimators.
@@ -108,6 +111,7 @@ class EstimatorCallback(TrainerCallback):
             refuse_ranks(est, args.world_size, "after TrainingArguments(...)")
         refuse_last_batch(args.world_size, args.dataloader_drop_last, "TrainingArguments(dataloader_drop_last=True)")
         self._refuse_twins()
+        self._refuse_removed_index()
         self._refuse_lonely_sample(args)
         self._have_batches_averaged(args)
         for est in self._estimators.values():
@@ -158,6 +162,21 @@ class EstimatorCallback(TrainerCallback):
             )
         trainer.loss_is_scaled_for_ga = trainer.model_accepts_loss_kwargs = False
 
+    def _refuse_removed_index(self) -> None:
+        """Raise if an estimator has rows, and the Trainer removes every column of integers that may be the index."""
+        data, kept = self.trainer.train_dataset, getattr(self.trainer, "_signature_columns", None)
+        rows = any(est.n is not None for est in self._estimators.values())
+        if kept is None or not rows or not hasattr(data, "__getitem__"):  # None: the Trainer removes nothing
+            return
+        sample = data[0]
+        integers = {name for name, value in sample.items() if _is_integer(value)} if isinstance(sample, dict) else set()
+        removed = sorted(integers.difference(kept))
+        if removed and not integers.intersection(kept).difference(LABELS):
+            raise ValueError(
+                f"the Trainer removes the columns {removed}, since forward of the model has no such arguments, and an "
+                f"estimator with rows needs an index; set TrainingArguments(remove_unused_columns=False)"
+            )
+
     def _refuse_lonely_sample(self, args: Any) -> None:
         """Raise for a last batch of one sample, which has no negatives and would raise an error later in training."""
         data = self.trainer.train_dataset
@@ -201,6 +220,14 @@ def _by_folder(est: Estimator | Mapping[Any, Estimator], name: str) -> dict[str,
         if not isinstance(each, Estimator):
             raise TypeError(f"{folder}: est must be an estimator or a mapping of them, got {type(each).__name__}")
     return found
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _checkpoint(args: Any, state: TrainerState) -> Path:

@@ -1,8 +1,9 @@
-"""Make `import torchvision` work with a torch without CUDA, for tests; copied into .venv-clip by the Makefile.
+"""Make `import torchvision` work with a torch without CUDA; layer.py copies it into .venv-clip and .venv-bench.
 
 The registry's torchvision is built for CUDA. With a CPU build of torch its library of operators does not load, and the
-import then fails because the operators are not declared. open_clip uses only torchvision's transforms, so declarations
-are enough. A `.pth` file imports this at every start of Python; it costs nothing until torchvision is imported.
+import then fails because the operators are not declared. The packages there use only transforms and models, so
+declarations are enough. A `.pth` file imports this at every start of Python; it costs nothing until torchvision is
+imported.
 """
 
 import sys

@@ -1,4 +1,7 @@
-"""Layer an environment over this one, which provides missing packages. `python -m tests.open_clip.layer FOLDER`."""
+"""Prepare the environment in FOLDER for a torch without CUDA: `python -m tests.open_clip.layer FOLDER`.
+
+Packages that it lacks are found in the environment that runs this, unless that is the one in FOLDER.
+"""
 
 import shutil
 import sys
@@ -12,10 +15,12 @@ def main(folder):
     scheme = {"base": folder, "platbase": folder}
     packages = Path(sysconfig.get_path("purelib", "venv", vars=scheme))
     below = sysconfig.get_path("purelib")
-    lines = [f"import site; site.addsitedir({below!r})\n"]
+    lines = []
     if (packages / "torchvision").exists():
         shutil.copy(HOOK, packages)
-        lines.insert(0, f"import {HOOK.stem}\n")
+        lines.append(f"import {HOOK.stem}\n")
+    if packages.resolve() != Path(below).resolve():
+        lines.append(f"import site; site.addsitedir({below!r})\n")
     # .pth files are read in the order of their names, and their lines are run
     (packages / "layer.pth").write_text("".join(lines))
 

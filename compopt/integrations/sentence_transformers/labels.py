@@ -16,7 +16,8 @@ def add_index(
 
     Rows are positions; the positions of a second data set follow those of the first, and so on: ``n`` is the number of
     all samples. Equal texts in a given column have the same row, that of the first occurrence: a document that is the
-    positive of two anchors is a negative of neither. Anchors and positives have separate rows, even for equal texts.
+    positive of two anchors is a negative of neither. Anchors and positives have separate rows, even for equal texts. A
+    loss whose estimator has no rows reads the column only with ``index_labels=True``.
 
     Args:
         data: a ``datasets.Dataset``, or a dictionary of them; not streaming, since positions are counted.

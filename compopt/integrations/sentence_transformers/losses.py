@@ -20,6 +20,7 @@ from torch.nn.functional import normalize
 from typing_extensions import Unpack
 
 from compopt import checks
+from compopt.checks.inputs import INTEGERS
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.options import takes_options
@@ -63,7 +64,8 @@ class EstimatorLoss(nn.Module):
 
     With ``guide=``, a model that is not trained, candidates are not negatives if the guide finds them more similar to
     the anchor than the positive. Without an estimator the value and gradients are those of ``GISTEmbedLoss`` with its
-    options, also in evaluation; any estimator may be used, ``SogCLREstimator(n, **guided_options(...))``.
+    options, also in evaluation (on several ranks see ``guide``); any estimator may be used,
+    ``SogCLREstimator(n, **guided_options(...))``.
 
     Add :class:`EstimatorCallback` to the trainer, which commits after every step and saves the rows in checkpoints.
 
@@ -75,7 +77,8 @@ class EstimatorLoss(nn.Module):
         eval_scale: ``scale`` of the loss in evaluation, if there is an estimator.
         index_labels: read the rows in the label column also for an estimator without rows.
         guide: model with the same inputs as ``model``; if their tokenizers differ, texts are decoded and tokenized
-            again. With ``gather_across_devices`` the anchors of all ranks are contrasted, not only those of this rank.
+            again. With ``gather_across_devices`` and ``contrast_anchors`` the anchors of all ranks are contrasted;
+            ``GISTEmbedLoss`` contrasts those of this rank only.
             An estimator must have ``PairPolicy(guided=True)``.
         **options: without an estimator, options of ``MultipleNegativesRankingLoss``, or with a guide those of
             ``GISTEmbedLoss``, see :func:`guided_options`. The former can be read and assigned as attributes. With
@@ -94,7 +97,8 @@ class EstimatorLoss(nn.Module):
             custom ``similarity_fct``.
 
     Warns:
-        UserWarning: labels appear to be classes; or by the estimator.
+        UserWarning: labels appear to be classes; an estimator without rows ignores several integers per sample, the
+            rows of equal texts; or by the estimator.
 
     State and communication: those of the estimator.
 
@@ -316,6 +320,7 @@ class EstimatorLoss(nn.Module):
     def _rows(self, est: ContrastiveEstimator, labels: Tensor | None, batch: int, columns: int) -> list[Tensor]:
         """Return the rows in the label column, by text column; an empty list if labels are not used."""
         if est.n is None and not self.index_labels:
+            self._warn_about_ignored_rows(labels)
             return []
         needed = "index_labels is True" if est.n is None else f"{type(est).__name__} has rows for n={est.n} samples"
         if labels is None:
@@ -342,6 +347,17 @@ class EstimatorLoss(nn.Module):
                     stacklevel=5,
                 )
         return rows
+
+    def _warn_about_ignored_rows(self, labels: Tensor | None) -> None:
+        """Warn once about several integers per sample, the form of the duplicates that :func:`add_index` declares."""
+        if self._looks < LOOKS and labels is not None and labels.dim() == 2 and labels.dtype in INTEGERS:
+            self._looks = LOOKS
+            warnings.warn(
+                f"the label column has {labels.shape[1]} integers per sample, as add_index writes for equal texts, and "
+                f"this loss, which has no rows, ignores them: equal texts are negatives of each other; pass "
+                f"index_labels=True to the loss, or remove the column",
+                stacklevel=6,
+            )
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return the options, or the estimators with their hyper-parameters, for the model card."""
