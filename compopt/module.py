@@ -39,7 +39,7 @@ class EstimatorModule(nn.Module):
             )
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """Mode of the estimator; frameworks assign it, as ``train()`` does."""
         return self.est.training
 

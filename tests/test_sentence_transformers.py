@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import os
 import warnings
 from importlib.util import find_spec
@@ -168,6 +169,21 @@ def test_a_loss_that_nobody_commits_is_told(tmp_path, callback, kind):
     said = [str(each.message) for each in caught if "was committed" in str(each.message)]
     assert len(said) == (0 if callback else 1)
     assert all("3 updates" in each and "EstimatorCallback" in each for each in said)
+
+
+@pytest.mark.parametrize("callback", [True, False])
+def test_the_callback_logs_their_loss_and_the_trainer_ours(tmp_path, callback):
+    """The two numbers of the guide, also for an estimator that needs no callback to train."""
+    est = compopt.InfoNCEEstimator(tau=0.05, directions="forward")
+    options = {"logging_strategy": "steps", "logging_steps": 1, "gradient_accumulation_steps": 1, "save_strategy": "no"}
+    with trainer(tmp_path, lambda model: loss_of(est, model), data(), callback, **options) as made:
+        made.train()
+        ours, theirs = (
+            torch.tensor([float(line[name]) for line in made.state.log_history if name in line])
+            for name in ("loss", "compopt-0/info_nce")
+        )
+    assert len(ours) == N // BATCH * 2 and len(theirs) == (len(ours) if callback else 0)
+    assert not callback or torch.allclose(ours, 0.05 * (theirs - math.log(BATCH - 1)), atol=1e-3)
 
 
 def test_two_estimators_in_one_folder_are_refused(tmp_path):

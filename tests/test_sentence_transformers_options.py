@@ -345,9 +345,9 @@ def test_the_guided_loss_on_two_ranks(contrast):
     whole = gist(Given("x"), Given("guide"), **options)([dict(column) for column in columns], None)
     whole.backward()
     ours, theirs = zip(*the_pool(2, 60).run(guided_on_two_ranks, 2, guided_inputs(3, batch=6), options), strict=True)
-    for rank, (_, *gradients) in enumerate(ours):
+    for rank, (_, *found) in enumerate(ours):
         expected = [2 * leaf.grad[3 * rank :][:3] for leaf in leaves]
-        torch.testing.assert_close(gradients, expected, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
     assert all(value == pytest.approx(whole.item(), abs=1e-9) for value, *_ in ours)
     same = torch.stack([value for value, *_ in theirs]).mean().item() == pytest.approx(whole.item(), abs=1e-9)
     assert same != contrast[0]
