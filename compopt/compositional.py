@@ -117,15 +117,17 @@ def outer(f: Callable[..., Tensor], u: Tensor, *args: Tensor) -> tuple[Tensor, l
     """
     if torch.is_inference_mode_enabled():  # without derivatives
         return _per_sample(f(u, *args), len(u)).mean(), [torch.zeros_like(u)]
+    found: Sequence[Tensor | None] = ()
     graph = torch.is_grad_enabled()
     with torch.enable_grad():
         leaves = [u.detach().requires_grad_(), *(x for x in args if x.requires_grad)]
         value = _per_sample(f(leaves[0], *args), len(u)).mean()
         graph = graph and reaches_others(value, *leaves)
-        slopes = torch.autograd.grad(value, leaves, None, graph, allow_unused=True) if value.requires_grad else [None]
-        if slopes[0] is None:
+        if value.requires_grad:
+            found = torch.autograd.grad(value, leaves, retain_graph=graph, allow_unused=True)
+        if not found or found[0] is None:
             raise TypeError("f must be differentiable: what it returned has no graph, or none that leads to u")
-    slopes = [torch.zeros_like(x) if slope is None else slope for x, slope in zip(leaves, slopes, strict=True)]
+    slopes = [torch.zeros_like(x) if slope is None else slope for x, slope in zip(leaves, found, strict=True)]
     return value if graph else value.detach(), slopes
 
 

@@ -42,7 +42,8 @@ class CompositionalLoss(Component):
 
     Each loss is an :class:`~compopt.Estimator`: a call deposits new averages, ``step()`` or ``attach(optimizer)``
     commits them, ``state_dict()`` and :func:`compopt.save` save them. A subclass defines :meth:`inner` and
-    :meth:`outer`. The gradient is ``1/B sum_i f'(u_i) grad g_i``, as in :func:`compopt.compositional_loss`.
+    :meth:`outer`. The gradient is ``1/B sum_i f'(u_i) grad g_i``, as in :func:`compopt.compositional_loss`. Parameters
+    inside these methods receive the derivative of the loss with ``u_i`` held constant, the whole one on every rank.
 
     Args:
         n: number of samples with rows, or a list of sample groups; ``None``: no rows.
@@ -54,6 +55,10 @@ class CompositionalLoss(Component):
     Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with a few floats per sample; losses
     that compare samples also gather the scores of the other samples. With K ranks the values, the state and the mean
     gradient are those of one rank with the whole batch. The backward pass communicates nothing.
+
+    Warns:
+        UserWarning: scores that are NaN, infinite or too large to compare; the loss is NaN, and nothing of the batch is
+            committed.
     """
 
     role = "loss"

@@ -157,7 +157,7 @@ class ResidualNormalizer(Normalizer):
         return self.neural.split_state
 
     @property
-    def _pending_state(self) -> dict[str, Tensor] | None:  # type: ignore[override]
+    def _pending_state(self) -> dict[str, Tensor] | None:
         return self.neural._pending_state
 
     @_pending_state.setter
