@@ -1,5 +1,6 @@
 """Non-contrastive losses against float64 references; ranks, placements and checkpoints are in tests/test_alone.py."""
 
+import copy
 import itertools
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 import compopt
 from compopt import losses
-from tests.helpers import generator
+from tests.helpers import generator, whole
 from tests.pool import the_pool
 from tests.reference import LossReference
 
@@ -322,3 +323,26 @@ class Mean(losses.CompositionalLoss):
 
 def test_a_loss_of_ones_own():
     assert Mean(3)(torch.tensor([0.5, 1.5], requires_grad=True), I[:2]).item() == 2.0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in vars(losses).values() if isinstance(kind, type)])
+def test_numbers_that_no_run_writes_are_refused(kind):
+    """Numbers for all samples are finite, and updates are counted from 0; squares in rows are not negative."""
+    try:
+        loss = kind(n=8) if kind is not losses.RobustLoss else kind()
+    except TypeError:  # a base class
+        return
+    state, before = loss.state_dict(), whole(loss)
+    bad = [("extra", "loss", name, value) for name in loss.numbers for value in (torch.nan, -torch.inf)]
+    bad += [("extra", "loss", "updates", -1.0)] if "updates" in loss.numbers else []
+    bad += [("rows", name, None, torch.nan) for name in state["rows"] if name != "count"]
+    bad += [("rows", "u", None, -1.0)] if kind is losses.NDCGLoss else []
+    assert bad or not loss.numbers
+    for part, name, entry, value in bad:
+        changed = copy.deepcopy(state)
+        (changed[part][name] if entry is None else changed[part][name][entry]).fill_(value)
+        if entry is None:
+            changed["rows"]["count"].fill_(1)
+        with pytest.raises(ValueError, match=f"{entry or name}.* must be finite"):
+            loss.load_state_dict(changed)
+        assert whole(loss) == before

@@ -432,3 +432,15 @@ def too_few(group):
 @pytest.mark.distributed
 def test_fewer_prototypes_than_ranks_are_refused():
     the_pool().run(too_few, 3)
+
+
+def test_a_queue_with_features_of_which_none_is_in_use_is_refused():
+    """A mean over no prototypes would be NaN."""
+    for est in (network(), compopt.ResidualEstimator(D, prototypes=8)):
+        run(est, *(x.to(est.dtype) if x.is_floating_point() else x for x in batch(0)))
+        est.step()
+        state, before = est.state_dict(), whole(est)
+        state["extra"]["normalizer"]["queue_active"].fill_(False)
+        with pytest.raises(ValueError, match="queue_active must be True for a slot"):
+            est.load_state_dict(state)
+        assert whole(est) == before

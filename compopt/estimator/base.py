@@ -478,7 +478,7 @@ class Estimator:
                 f"floating-point dtype as they are"
             )
         engine = self._engine
-        device = torch.device(device)
+        device = self.device if device is None else torch.device(device)
         if device.type == "meta":
             raise ValueError("device must be one that holds values, got 'meta'; rows that are moved there are lost")
         with engine.writing():

@@ -646,6 +646,8 @@ def check_temperatures_beside(part: Component, state: Mapping[str, Any]) -> None
     """Refuse, with a ``ValueError``, the state of a part whose values were averaged at other temperatures."""
     temperature = getattr(part.owner, "temperature", None)
     if isinstance(temperature, Temperature) and "tau" in state.get("meaning", {}):
+        for tau in state["meaning"]["tau"] or ():
+            checks.positive("tau of the checkpoint", tau)
         temperature.check_same(state["meaning"]["tau"], state["rows"][COUNT])
 
 

@@ -150,7 +150,7 @@ class MemoryNormalizer(Normalizer):
 
     def check_meaning(self, state: Mapping[str, Any]) -> None:
         given = state.get("meaning", {}).get("normalize", self._normalized)
-        if given != self._normalized:
+        if given is not self._normalized:
             raise ValueError(
                 f"normalize differs: the queue is of features with normalize={given}, this estimator has "
                 f"normalize={self._normalized}; build it with that value"

@@ -434,6 +434,12 @@ def empty_ring(networks: int, width: int, dim: int, part: range, dtype: torch.dt
     }
 
 
+def check_ring(state: State) -> None:
+    """Refuse a saved ring with features of which none is in use, since a mean over no prototypes is NaN."""
+    if state["queue_place"][1] > 0 and not state["queue_active"].any():
+        raise ValueError("queue_active must be True for a slot of a queue with features, got False for all")
+
+
 def push(
     state: State, new: Tensor, usable: Tensor, part: range, t: int, restart_every: int | None
 ) -> tuple[dict[str, Tensor], bool]:

@@ -27,6 +27,7 @@ from compopt.normalizers.network import (
     FunctionalOptimizer,
     NetworkBatch,
     Prediction,
+    check_ring,
     empty_ring,
     on_host,
     push,
@@ -303,6 +304,10 @@ class NeuralNormalizer(Normalizer):
         # next slot, number of filled slots, commits at the last restart
         found["queue_place"] = Range(least=(0, 0, -1), most=(self.prototypes - 1, self.prototypes, MOST))
         return found
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        super().check_state(state)
+        check_ring(state)
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
         like, restored = self.state["prototypes"], {}

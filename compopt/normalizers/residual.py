@@ -15,6 +15,7 @@ from compopt import functional as F
 from compopt.checks.values import Range
 from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.normalizers.network import check_ring
 from compopt.normalizers.neural import NeuralNormalizer
 from compopt.stores.layout import Column
 
@@ -178,6 +179,10 @@ class ResidualNormalizer(Normalizer):
 
     def state_values(self, names: Iterable[str]) -> dict[str, Range]:
         return self.neural.state_values(names)
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        super().check_state(state)
+        check_ring(state)
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
         self.neural.restore_state(state)
