@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -114,6 +115,55 @@ def test_attaching_twice_is_attaching_once_and_wrappers_are_unwrapped():
     deposit(est, parameter)
     optimizer.step()
     assert (est.t, commits(est)) == (1, 6)
+
+
+HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+
+
+def uninitialised(inside, families, patched, name="optimizer"):
+    """Return a wrapper that never calls Optimizer.__init__, like those of pytorch_optimizer, with some hook tables."""
+
+    class Kind(torch.optim.Optimizer):  # a new class, since torch patches step() of the class
+        param_groups = property(lambda self: getattr(self, name).param_groups)
+
+        def __init__(self):
+            for family in families:
+                setattr(self, f"_optimizer_{family}_hooks", OrderedDict())
+            if patched:
+                self._patch_step_function()
+            setattr(self, name, inside)
+
+        def step(self, closure=None):
+            return inside.step(closure)
+
+        def state_dict(self):
+            return inside.state_dict()
+
+    return Kind()
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("tables", range(len(HOOKS) + 1))
+def test_a_wrapper_with_some_hook_tables(tables, patched, checkpoint):
+    """The hooks are registered where all of them run, or nowhere."""
+    parameter, optimizer, est = setting()
+    families, patched = HOOKS[:tables], patched and tables >= 2  # a patched step() reads the tables of step()
+    wrapper = uninitialised(uninitialised(optimizer, families, patched), families, patched)
+    runs_all = patched and tables == len(HOOKS)
+    if runs_all and checkpoint:
+        with pytest.raises(ValueError, match=r"Kind has its own state_dict\(\)"):
+            est.attach(wrapper, checkpoint=True)
+    est.attach(wrapper, checkpoint=checkpoint and not runs_all)
+    for t in range(1, 4):
+        deposit(est, parameter)
+        wrapper.step()
+        assert (est.t, est.pending) == (t, 0)
+    assert not checkpoint or runs_all or wrapper.state_dict()["compopt"]["t"] == 3
+    inside, other = uninitialised(optimizer, families, False, name="inside"), compopt.SogCLREstimator(N)
+    with pytest.raises(TypeError, match=r"keeps one in \.optimizer; got Kind\. Attach the optimizer inside it, or call"):
+        other.attach(inside, checkpoint=checkpoint)
+    assert not any(getattr(inside, f"_optimizer_{family}_hooks") for family in families)
 
 
 def test_remove_detaches():
