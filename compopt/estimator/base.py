@@ -58,6 +58,10 @@ class Estimator:
     ``blocking=False``. Methods that communicate must run in the thread that calls; another thread gets a
     ``RuntimeError``.
 
+    Processes: a worker of a ``DataLoader`` may read an estimator, and must not commit. A forked worker has the rows as of
+    its start. A spawned one, or one of a fork server, shares rows on the CPU with the process that trains; all else is as
+    of its start. Rows on the disk cannot be sent.
+
     Communicates, with several ranks: construction is collective with ``offload="disk"``. The first message forms a CPU
     group if the backend of the process group does not support CPU tensors. Methods that communicate document it; the
     others do not communicate.
