@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Protocol
@@ -134,7 +135,7 @@ class Attached:
         self._engine = ref(counting[0]) if counting else None
         self._skipped: int = counting[0].skipped_steps if counting else 0
         self.est: ref[Any] | None = None  # the estimator that the optimizer's state dict contains
-        self._loading: Any = None
+        self._loading: ref[OrderedDict[str, Any]] | None = None  # the checked entry that the optimizer is loading
         table: Any = inner._optimizer_load_state_dict_pre_hooks
         table[self.handle.id] = self._look_for_entries
         self.handle.extra_dict_ref += (ref(table),)
@@ -195,11 +196,17 @@ class Attached:
             state_dict["param_groups"][0][self.key] = True
 
     def _take(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Keep the entry for :meth:`_load`, and return a copy of the state dict without it for the optimizer."""
+        """Check the entry before the optimizer loads anything, and return a copy of the state dict for the optimizer.
+
+        Only that copy keeps the entry for :meth:`_load`, so that the memory is freed if the optimizer refuses its state.
+        """
         groups = [{k: v for k, v in group.items() if k != self.key} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": groups}
-        self._loading, est = state_dict.pop(self.key, None), self._carried()
-        if self._loading is None and est is not None:
+        entry, est, self._loading = state_dict.pop(self.key, None), self._carried(), None
+        if est is not None and entry is not None:
+            state_dict[self.key] = checked = OrderedDict(est._checked(entry))  # a plain dict has no weak references
+            self._loading = ref(checked)
+        elif est is not None:
             warnings.warn(
                 f"the state that {type(optimizer).__name__} loads has no entry {self.key!r}: the {type(est).__name__} "
                 f"stays as it is; load it with compopt.load() or est.load_state_dict()",
@@ -208,10 +215,16 @@ class Attached:
         return state_dict
 
     def _load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Load the entry that :meth:`_take` kept."""
-        est, state, self._loading = self._carried(), self._loading, None
+        """Load the entry that :meth:`_take` has checked."""
+        est, loading, self._loading = self._carried(), self._loading, None
+        state = None if loading is None else loading()
         if est is not None and state is not None:
-            est.load_state_dict(state)
+            est._load_checked(state)
+        elif est is not None and loading is not None:
+            raise RuntimeError(
+                f"a later pre-hook of {type(optimizer).__name__}.load_state_dict() has dropped the entry {self.key!r} of "
+                f"the {type(est).__name__}; let it keep the other entries, or load that with est.load_state_dict()"
+            )
 
 
 def _taken(hooks: Mapping[int, Any]) -> set[str]:

@@ -416,8 +416,8 @@ class Estimator:
 
         With ``checkpoint=True``, code that saves the optimizer also saves the estimator. ``optimizer.state_dict()``
         contains :meth:`state_dict` under the key ``"compopt"`` (``"compopt.1"`` for the second estimator attached to
-        the optimizer, and so on), and ``optimizer.load_state_dict()`` loads it after the state of the optimizer. Attach
-        before loading. The state must not exceed 1 GiB.
+        the optimizer, and so on), and ``optimizer.load_state_dict()`` loads it after the state of the optimizer; if
+        either is refused, neither is loaded. Attach before loading. The state must not exceed 1 GiB.
 
         Args:
             optimizer: a torch optimizer, or a wrapper or engine that keeps one in ``.optimizer``.
@@ -555,15 +555,29 @@ class Estimator:
 
         Communicates: nothing.
         """
+        self._load_checked(self._checked(state_dict))
+
+    def _checked(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state as the pre-hooks of a load leave it, or raise if it cannot be loaded; change nothing."""
         engine, role = self._facts.open(), self._role
         if isinstance(state_dict, Mapping):
             state_dict = self._run("load_state_dict_pre", dict(state_dict))
+        with doing("load_state_dict()", self.t):
+            if role is None:
+                states.check_all(engine, state_dict)
+            else:
+                states.check_part(engine, role, state_dict)
+        return state_dict
+
+    def _load_checked(self, state: Mapping[str, Any]) -> None:
+        """Load a result of :meth:`_checked`."""
+        engine, role = self._facts.open(), self._role
         engine.await_save()
         with doing("load_state_dict()", self.t), engine.writing():
             if role is None:
-                states.load_state_dict(engine, state_dict)
+                states.load(engine, state)
             else:
-                states.load_part(engine, role, state_dict)
+                states.load_part(engine, role, state)
         self._run("load_state_dict_post")
 
     # -- hooks -------------------------------------------------------------------------------------------------
