@@ -105,7 +105,7 @@ def test_another_optimizer_steps_parameters_of_the_attached_one(commits, window,
         loop.optimizer = loop.make()
         if save:
             loop.train(2, window)
-            with pytest.warns(UserWarning, match=r"updates? of the model .* what is saved has none of them: the attach"):
+            with pytest.warns(UserWarning, match=r"updates? of the model .* saved has none of them: the attached SGD"):
                 loop.est.state_dict()
         loop.train(3, window)
         assert not loop.said

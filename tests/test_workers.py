@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import compopt
 from tests.database import DATABASE
-from tests.helpers import batches, bits, features, make, run, snapshot
+from tests.helpers import batches, bits, make, run, snapshot
 from tests.helpers import train as trained
 from tests.samplers import filled, ordered, spectral
 from tests.samplers import train as observed

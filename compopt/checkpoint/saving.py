@@ -308,8 +308,8 @@ class _Job:
 # -- one estimator per directory -------------------------------------------------------------------------------------
 
 # By estimator: the latest directories that it was saved into, with the lock of this process (None without locks); the
-# save_ids of the checkpoints in a directory when the estimator was saved into it, or loaded from it; and the time of its
-# last save or load.
+# save_ids of the checkpoints in a directory when the estimator was saved into it, or loaded from it; and the time of
+# its last save or load.
 _locks: WeakKeyDictionary[Estimator, dict[Path, files.Lock | None]] = WeakKeyDictionary()
 _had: WeakKeyDictionary[Estimator, set[str]] = WeakKeyDictionary()
 _used: WeakKeyDictionary[Estimator, float] = WeakKeyDictionary()
@@ -326,8 +326,8 @@ def note_load(est: Estimator, checkpoint: Checkpoint) -> None:
 def _check_rows(est: Estimator, directory: Path | str, newest: Checkpoint) -> None:
     """Refuse a directory if another estimator of this process, which is in use too, has written its newest checkpoint.
 
-    A writer whose last use was before this estimator was made is that of an earlier run, which a traceback or a variable
-    of a notebook may keep alive.
+    A writer whose last save or load was before this estimator was made is that of an earlier run, kept alive for
+    example by the traceback of an interrupted cell.
     """
     if newest.save_id in _had.get(est, ()) or newest.save_id not in _writers:
         return
@@ -342,8 +342,8 @@ def _check_rows(est: Estimator, directory: Path | str, newest: Checkpoint) -> No
             f"or, if this estimator goes on from those checkpoints, compopt.load them first; or remove them"
         )
     warn(
-        f"{what}, whose last save was before this one was made: they are taken for those of an earlier run, and this run "
-        f"replaces them; compopt.load them first to go on from them"
+        f"{what}, whose last save was before this one was made: they are taken for those of an earlier run, and this "
+        f"run replaces them; compopt.load them first to go on from them"
     )
     _had.setdefault(est, set()).update(save_id for save_id, writer in _writers.items() if writer is other)
 

@@ -198,14 +198,14 @@ class Attached:
     def _take(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Check the entry before the optimizer loads anything, and return a copy of the state dict for the optimizer.
 
-        Only that copy keeps the entry for :meth:`_load`, so that the memory is freed if the optimizer refuses its state.
+        Only that copy keeps the entry for :meth:`_load`: its memory is freed if the optimizer refuses the state.
         """
         groups = [{k: v for k, v in group.items() if k != self.key} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": groups}
         entry, est, self._loading = state_dict.pop(self.key, None), self._carried(), None
         if est is not None and entry is not None:
-            state_dict[self.key] = checked = OrderedDict(est._checked(entry))  # a plain dict has no weak references
-            self._loading = ref(checked)
+            checked = OrderedDict(est._checked_state(entry))  # a plain dict has no weak references
+            state_dict[self.key], self._loading = checked, ref(checked)
         elif est is not None:
             warnings.warn(
                 f"the state that {type(optimizer).__name__} loads has no entry {self.key!r}: the {type(est).__name__} "
@@ -222,8 +222,8 @@ class Attached:
             est._load_checked(state)
         elif est is not None and loading is not None:
             raise RuntimeError(
-                f"a later pre-hook of {type(optimizer).__name__}.load_state_dict() has dropped the entry {self.key!r} of "
-                f"the {type(est).__name__}; let it keep the other entries, or load that with est.load_state_dict()"
+                f"a later pre-hook of {type(optimizer).__name__}.load_state_dict() has dropped the entry {self.key!r} "
+                f"of the {type(est).__name__}; let it keep the other entries, or load this with est.load_state_dict()"
             )
 
 
@@ -323,7 +323,8 @@ class Attachments:
             self._watch(not by_hand and self.listening() is None)
         elif self.stepped is None and calls > self._longest and self.listening() is not None:
             self._watch(True)  # in a window of usual length, the attached optimizer is expected to step
-        self._count()
+        if self.stepped:
+            self._count()
         if calls >= max(PATIENCE, WINDOWS * self._longest) or self._updates >= UPDATES:
             self._say_pending(calls, "")
 

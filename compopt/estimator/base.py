@@ -58,9 +58,9 @@ class Estimator:
     ``blocking=False``. Methods that communicate must run in the thread that calls; another thread gets a
     ``RuntimeError``.
 
-    Processes: a worker of a ``DataLoader`` may read an estimator, and must not commit. A forked worker has the rows as of
-    its start. A spawned one, or one of a fork server, shares rows on the CPU with the process that trains; all else is as
-    of its start. Rows on the disk cannot be sent.
+    Processes: a worker of a ``DataLoader`` may read an estimator, and must not commit. A forked worker has the state of
+    its start. A worker that is spawned, also by a fork server, shares rows on the CPU with the process that trains, and
+    has everything else as of its start; rows on the disk cannot be sent to it.
 
     Communicates, with several ranks: construction is collective with ``offload="disk"``. The first message forms a CPU
     group if the backend of the process group does not support CPU tensors. Methods that communicate document it; the
@@ -555,9 +555,9 @@ class Estimator:
 
         Communicates: nothing.
         """
-        self._load_checked(self._checked(state_dict))
+        self._load_checked(self._checked_state(state_dict))
 
-    def _checked(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _checked_state(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a state as the pre-hooks of a load leave it, or raise if it cannot be loaded; change nothing."""
         engine, role = self._facts.open(), self._role
         if isinstance(state_dict, Mapping):
@@ -570,7 +570,7 @@ class Estimator:
         return state_dict
 
     def _load_checked(self, state: Mapping[str, Any]) -> None:
-        """Load a result of :meth:`_checked`."""
+        """Load a result of :meth:`_checked_state`."""
         engine, role = self._facts.open(), self._role
         engine.await_save()
         with doing("load_state_dict()", self.t), engine.writing():
