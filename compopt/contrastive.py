@@ -387,10 +387,11 @@ class ContrastiveEstimator(Estimator):
         return loss.detach(), *(z.grad for z in leaves.values() if z.grad is not None)
 
     def __getstate__(self) -> dict[str, Any]:
-        last = self._last
-        if last is not None and last.count is not None:  # torch.save refuses views that change the dtype
-            last = replace(last, count=last.count.clone())
-        return {**super().__getstate__(), "_last": last, "_at_first": None}
+        # torch.save refuses views that change the dtype. The copy is kept, because a spawned process opens the memory
+        # of the tensors that are pickled for it only afterwards.
+        if self._last is not None and self._last.count is not None:
+            self._last = replace(self._last, count=self._last.count.clone())
+        return {**super().__getstate__(), "_at_first": None}
 
     # -- the steps of a call -----------------------------------------------------------------------------------
 

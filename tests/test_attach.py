@@ -1,7 +1,11 @@
 """attach(): one commit after each real update, and only then."""
 
 import copy
+import gc
+import itertools
 import warnings
+import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -114,6 +118,55 @@ def test_attaching_twice_is_attaching_once_and_wrappers_are_unwrapped():
     deposit(est, parameter)
     optimizer.step()
     assert (est.t, commits(est)) == (1, 6)
+
+
+HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+
+
+def uninitialised(inside, families, patched, name="optimizer"):
+    """Return a wrapper that never calls Optimizer.__init__, like those of pytorch_optimizer, with some hook tables."""
+
+    class Kind(torch.optim.Optimizer):  # a new class, since torch patches step() of the class
+        param_groups = property(lambda self: getattr(self, name).param_groups)
+
+        def __init__(self):
+            for family in families:
+                setattr(self, f"_optimizer_{family}_hooks", OrderedDict())
+            if patched:
+                self._patch_step_function()
+            setattr(self, name, inside)
+
+        def step(self, closure=None):
+            return inside.step(closure)
+
+        def state_dict(self):
+            return inside.state_dict()
+
+    return Kind()
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("tables", range(len(HOOKS) + 1))
+def test_a_wrapper_with_some_hook_tables(tables, patched, checkpoint):
+    """The hooks are registered where all of them run, or nowhere."""
+    parameter, optimizer, est = setting()
+    families, patched = HOOKS[:tables], patched and tables >= 2  # a patched step() reads the tables of step()
+    wrapper = uninitialised(uninitialised(optimizer, families, patched), families, patched)
+    runs_all = patched and tables == len(HOOKS)
+    if runs_all and checkpoint:
+        with pytest.raises(ValueError, match=r"Kind has its own state_dict\(\)"):
+            est.attach(wrapper, checkpoint=True)
+    est.attach(wrapper, checkpoint=checkpoint and not runs_all)
+    for t in range(1, 4):
+        deposit(est, parameter)
+        wrapper.step()
+        assert (est.t, est.pending) == (t, 0)
+    assert not checkpoint or runs_all or wrapper.state_dict()["compopt"]["t"] == 3
+    inside, other = uninitialised(optimizer, families, False, name="inside"), compopt.SogCLREstimator(N)
+    with pytest.raises(TypeError, match=r"in \.optimizer; got Kind\. Attach the optimizer inside it, or call"):
+        other.attach(inside, checkpoint=checkpoint)
+    assert not any(getattr(inside, f"_optimizer_{family}_hooks") for family in families)
 
 
 def test_remove_detaches():
@@ -457,6 +510,61 @@ def test_rows_are_loaded_after_the_optimizer_has_accepted_its_state():
     assert est.t == 1 and commits(est) == 6
     optimizer.load_state_dict(saved)
     assert est.t == 0 and commits(est) == 0
+
+
+SPOILED = {
+    "no dict": lambda entry: 3,
+    "a key": lambda entry: {key: value for key, value in entry.items() if key != "rows"},
+    "a version": lambda entry: {**entry, "version": 99},
+    "commits": lambda entry: {**entry, "t": -1},
+    "a group": lambda entry: {**entry, "sample_groups": [{**group, "n": 99} for group in entry["sample_groups"]]},
+    "a column": lambda entry: {**entry, "rows": {**entry["rows"], "more": torch.zeros(N, 2)}},
+    "a tensor": lambda entry: {**entry, "extra": {role: {"more": torch.ones(1)} for role in entry["extra"]}},
+}
+
+
+@pytest.mark.parametrize("name", TRAVELLERS)
+def test_a_refused_entry_leaves_the_optimizer_and_all_estimators(name):
+    run, beside = Run(TRAVELLERS[name]), TRAVELLERS[name]()
+    for est in (run.est, beside):
+        est.attach(run.optimizer, checkpoint=True)
+    run.train(batches(N, 2, dtype=torch.float32))
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    run.train(batches(N, 2, seed=1, dtype=torch.float32))
+    before, pre = copy.deepcopy([run.state(), beside.state_dict()]), []
+    run.est.register_load_state_dict_pre_hook(lambda *_: pre.append(1))
+    for key, (what, spoil) in itertools.product(("compopt", "compopt.1"), SPOILED.items()):
+        with pytest.raises((ValueError, TypeError)):
+            run.optimizer.load_state_dict({**saved, key: spoil(saved[key])})
+        assert not differing([run.state(), beside.state_dict()], before), f"{what} of {key}"
+    pre.clear()
+    run.optimizer.load_state_dict(saved)
+    assert not differing(run.optimizer.state_dict(), saved) and pre == [1]
+
+
+def test_an_optimizer_that_refuses_its_state_keeps_no_rows():
+    """The state takes up to 1 GiB."""
+    _, optimizer, est = setting()
+    est.attach(optimizer, checkpoint=True)
+    saved = optimizer.state_dict()
+    column = weakref.ref(saved["compopt"]["rows"]["log_u"])
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict({**saved, "param_groups": saved["param_groups"] * 2})
+    del saved
+    gc.collect()
+    assert column() is None
+
+
+def test_a_pre_hook_that_drops_the_entry_is_told():
+    _, optimizer, est = setting()
+    est.attach(optimizer, checkpoint=True)
+    keys = ("state", "param_groups")
+    handle = optimizer.register_load_state_dict_pre_hook(lambda _, state: {key: state[key] for key in keys})
+    with pytest.raises(RuntimeError, match="pre-hook of SGD.* has dropped the entry 'compopt' of the SogCLREstimator"):
+        optimizer.load_state_dict(optimizer.state_dict())
+    handle.remove()
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: {**state})
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 class OfItsOwn(torch.optim.SGD):

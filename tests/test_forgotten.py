@@ -84,12 +84,135 @@ def test_an_optimizer_made_anew(kept):
     loop.train(3)
     assert not loop.said
     loop.train(10 * PATIENCE)
-    words = ("32 calls", "SGD has not run step()", "attach") if kept else ("3 updates", "SGD", "is gone", "attach")
-    assert loop.heard(*words) and loop.est.pending == 10 * PATIENCE + 3
+    assert loop.heard("3 updates", "SGD", "has not run step()" if kept else "is gone", "attach")
+    assert loop.est.pending == 10 * PATIENCE + 3
     loop.est.attach(loop.optimizer)
     loop.train(1)
     assert loop.est.pending == 0
     del old
+
+
+@pytest.mark.parametrize("commits, window", [(0, 1), (0, 4), (5, 1), (5, 4)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_another_optimizer_steps_parameters_of_the_attached_one(commits, window, frozen):
+    """Three such updates are a proof, whatever keeps the attached optimizer alive; a save says so even earlier."""
+    for save in (False, True):
+        loop = Loop()
+        schedule = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1)
+        if frozen:  # in the second stage
+            loop.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        loop.train(commits, window)
+        loop.optimizer = loop.make()
+        if save:
+            loop.train(2, window)
+            with pytest.warns(UserWarning, match=r"updates? of the model .* saved has none of them: the attached SGD"):
+                loop.est.state_dict()
+        loop.train(3, window)
+        assert not loop.said
+        loop.train(3, window)
+        assert save or loop.heard("3 updates of the model", "SGD has not run step()", "attach the optimizer whose step")
+        assert loop.est.t == commits and schedule.optimizer is not loop.optimizer
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation in its usual form: users need not call step()."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"rho": 0.05, "lr": lr})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=lr)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["old"] = p.clone()
+            p.add_(p.grad, alpha=0.05)
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in self.param_groups[0]["params"]:
+            p.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+
+    def step(self, closure):
+        self.first_step()
+        closure()
+        self.second_step()
+
+
+class Outer(torch.optim.Optimizer):
+    """A wrapper that is an optimizer itself, with the parameters and the state of the one that it steps twice."""
+
+    def __init__(self, params, lr):
+        self.optimizer = torch.optim.SGD(params, lr=lr)
+        super().__init__(self.optimizer.param_groups, {})
+
+    def step(self, closure=None):
+        self.optimizer.step()
+        self.optimizer.step()
+
+
+def beside(loop, attached):
+    """Return an update by another optimizer, with other parameters or attached too."""
+    own = loop.parameter if attached else torch.nn.Parameter(torch.ones(4))
+    other = torch.optim.SGD([own], lr=0.1)
+    if attached:
+        loop.est.attach(other)
+    return lambda: (other.step(), other.step(), loop.optimizer.step())
+
+
+def scaled(loop):
+    """Return an update whose gradients overflow in most steps, so that the attached optimizer does not step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(1))
+
+    def update():
+        if loop.calls % 4:
+            loop.parameter.grad[0] = torch.inf
+        scaler.step(loop.optimizer)
+        scaler.update()
+
+    return update
+
+
+def accelerated(loop):
+    from accelerate import Accelerator
+
+    optimizer = Accelerator(cpu=True).prepare(loop.optimizer)
+    loop.est.attach(optimizer)
+    return optimizer.step
+
+
+LEGITIMATE = {
+    "disjoint": (torch.optim.SGD, lambda loop: beside(loop, attached=False)),
+    "both attached": (torch.optim.SGD, lambda loop: beside(loop, attached=True)),
+    "wrapper": (Outer, lambda loop: loop.optimizer.step),
+    "wrapped": (Outer, lambda loop: (loop.est.attach(loop.optimizer.optimizer), loop.optimizer.step)[1]),
+    "sam": (SAM, lambda loop: partial(loop.optimizer.step, loop.call)),
+    "scaler": (torch.optim.SGD, scaled),
+    "accelerate": (torch.optim.SGD, accelerated),
+}
+
+
+@pytest.mark.parametrize("name", LEGITIMATE)
+def test_steps_of_others_that_are_no_alarm(name):
+    make, updating = LEGITIMATE[name]
+    loop = Loop(make=make)
+    update = updating(loop)
+    for window in (1, 3, 1, 6, 2, 4):  # some are longer than all before
+        for _ in range(2):
+            loop.call(window)
+            update()
+            loop.optimizer.zero_grad()
+    assert not loop.said and loop.est.t > 2
+
+
+def test_ordinary_training_watches_no_other_optimizer():
+    loop = Loop()
+    for _ in range(3):
+        loop.call()
+        assert loop.est._engine.attachments.stepped is None
+        loop.optimizer.step()
 
 
 @pytest.mark.parametrize("attach", [False, True])
@@ -148,32 +271,6 @@ def test_long_windows_are_no_alarm():
     assert not loop.said and loop.est.t == 3
     loop.call()
     assert loop.heard("504 calls", "SGD", "is gone")
-
-
-class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation in its usual form: users need not call step()."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"rho": 0.05, "lr": lr})
-        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=lr)
-        self.param_groups = self.base_optimizer.param_groups
-
-    @torch.no_grad()
-    def first_step(self):
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["old"] = p.clone()
-            p.add_(p.grad, alpha=0.05)
-
-    @torch.no_grad()
-    def second_step(self):
-        for p in self.param_groups[0]["params"]:
-            p.copy_(self.state[p]["old"])
-        self.base_optimizer.step()
-
-    def step(self, closure):
-        self.first_step()
-        closure()
-        self.second_step()
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

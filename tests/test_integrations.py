@@ -129,9 +129,18 @@ def test_amp_attach_discards_what_was_skipped(fused):
     assert_like_reference([train_scaled(None, fused)], 1e-12, skipped=SKIPPED)
 
 
-def test_amp_handle_and_other_optimizers():
+class Unknown:
+    """A wrapper that est.attach() would refuse."""
+
+    def __init__(self, inside):
+        self.inside, self.param_groups, self.step = inside, inside.param_groups, inside.step
+
+
+@pytest.mark.parametrize("wrap", [lambda sgd: sgd, Unknown])
+def test_amp_handle_and_other_optimizers(wrap):
     model, est = Encoders(torch.float32), compopt.SogCLREstimator(N)
     first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model.first, model.second))
+    second = wrap(second)
     scaler = torch.amp.GradScaler("cpu")
     handle = amp.attach(est, first, scaler)
     amp.attach(est, first, scaler)  # a second call has no effect

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 
+from compopt import accelerator
 from tests.helpers import whole
 from tests.samplers import N, both, filled, loader, moving, ordered, spectral, table, train
 
@@ -172,9 +173,24 @@ def test_autocast_changes_no_plan(make):
         assert list(cast) == list(plain)
 
 
+class Event:
+    """Event of a copy that never seems to end, and cannot be pickled."""
+
+    synchronize = staticmethod(lambda: None)
+
+    def query(self):
+        return False
+
+    def __reduce__(self):
+        raise TypeError("events of a device cannot be pickled")
+
+
 @both
-def test_copies_go_on_alike(make):
-    sampler = filled(make)
+@pytest.mark.parametrize("copying", [False, True])
+def test_copies_go_on_alike(make, copying, monkeypatch):
+    if copying:
+        monkeypatch.setattr(accelerator, "event", lambda device: Event())
+    sampler = filled(make, offload="cpu" if copying else None)
     train(sampler, 3)
     copies = [copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))]
     for each in copies:

@@ -621,6 +621,41 @@ def test_a_run_goes_on_in_its_directory_with_another_estimator(tmp_path):
     compopt.save(beside, tmp_path)  # no rows of another estimator are left
 
 
+def interrupted(folders):
+    """Train and save as a cell of a notebook, which is interrupted; return the traceback, as the interpreter does."""
+    try:
+        est = trained(seed=1)
+        for folder in folders:
+            compopt.save(est, folder)
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        return error.__traceback__
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_an_interrupted_run_keeps_no_directory(blocking, tmp_path):
+    """The cell runs again with the same folders, of which a Trainer has one per save."""
+    folders = [tmp_path / "checkpoint-3", tmp_path / "checkpoint-6"]
+    last_traceback = interrupted(folders)
+    est = trained(seed=2)
+    with pytest.warns(UserWarning, match="checkpoint-3 has .* another .* an earlier run.*compopt.load") as seen:
+        for folder in folders:
+            saved = compopt.save(est, folder, blocking=blocking)
+            saved if blocking else saved.wait()
+    assert len(seen) == 1 and seen[0].filename == __file__
+    again = sogclr()
+    compopt.load(again, folders[0])
+    assert_same_bits(snapshot(again, N), snapshot(est, N))
+    first = last_traceback.tb_frame.f_locals["est"]
+    for folder in folders:  # it is in use after all
+        with pytest.raises(RuntimeError, match=r"another SogCLREstimator.*save into another directory.*or remove them"):
+            compopt.save(first, folder)
+        shutil.rmtree(folder)
+    compopt.save(first, folders[0])
+    with pytest.raises(RuntimeError, match="another SogCLREstimator"):
+        compopt.save(est, folders[0])
+
+
 def test_an_estimator_that_is_gone_keeps_no_directory(tmp_path):
     est = trained()
     est.itself = est  # only garbage collection frees it

@@ -11,7 +11,7 @@ import torch
 
 import compopt
 from compopt.stores import DiskStore, WriteBehind
-from tests.helpers import assert_same_bits, batches, run, snapshot
+from tests.helpers import assert_same_bits, batches, run, snapshot, train
 from tests.test_stores import CPU, commit_value, value_of
 
 
@@ -98,3 +98,23 @@ def test_an_estimator_refuses_the_table_of_another_run_until_a_load_follows(tmp_
     compopt.load(again, path)
     assert_same_bits(snapshot(again, 50), state)
     assert sorted(os.listdir(tmp_path / "rows")) == ["rows.lock", "rows.rows"]
+
+
+@pytest.mark.filterwarnings("ignore:.*was removed while it was in use")
+def test_an_interrupted_run_with_rows_on_the_disk_can_begin_again(tmp_path):
+    """The remedies of the message work while a traceback keeps the first estimator alive."""
+
+    def cell():
+        est = compopt.SogCLREstimator(10, offload="disk", offload_dir=tmp_path)
+        train(est, batches(10, 2, dtype=torch.float32))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as kept:
+        cell()
+    with pytest.raises(ValueError, match=r"another offload_dir, or delete rows\.\* in it"):
+        cell()
+    for file in tmp_path.glob("rows.*"):
+        file.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        cell()
+    del kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -20,6 +21,7 @@ from compopt import checks, files
 from compopt.checkpoint import manifest
 from compopt.checkpoint.manifest import MANIFEST, STATE, Checkpoint, File
 from compopt.checkpoint.remote import Directory, open_directory
+from compopt.checks.context import warn
 from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import Ranks
 from compopt.estimator import state_dict as states
@@ -103,14 +105,15 @@ def save(
         TypeError: ``est`` is not an estimator, ``directory`` not a path, ``keep`` not an integer, or ``blocking``
             neither True nor False.
         RuntimeError: another process saves into the directory (the message contains process, machine and time), or
-            another estimator of this process does and this one was not loaded from there; ``est`` is a part of another
-            estimator; with several ranks, another rank runs another operation, or this thread does not call the
-            estimator.
+            another estimator of this process has done so since this one was made, and this one was not loaded from
+            there; ``est`` is a part of another estimator; with several ranks, another rank runs another operation, or
+            this thread does not call the estimator.
         Exception: the error of the previous background save, if ``wait()`` has not raised it; no checkpoint is written.
 
     Warns:
         DeprecationWarning: ``incremental`` was passed.
-        UserWarning: the file system has no locks, so that two runs that save there are not detected.
+        UserWarning: the file system has no locks, so that two runs that save there are not detected; or the directory
+            has checkpoints of an earlier estimator of this process, such as that of an interrupted cell of a notebook.
         RuntimeWarning: at a later commit: a background save failed.
 
     Communicates: collective; a few small messages. The first background save forms a separate process group, over which
@@ -304,10 +307,12 @@ class _Job:
 
 # -- one estimator per directory -------------------------------------------------------------------------------------
 
-# By estimator: the latest directories that it was saved into, with the lock of this process (None without locks); and
-# the save_ids of the checkpoints in a directory when the estimator was saved into it, or loaded from it.
+# By estimator: the latest directories that it was saved into, with the lock of this process (None without locks); the
+# save_ids of the checkpoints in a directory when the estimator was saved into it, or loaded from it; and the time of
+# its last save or load.
 _locks: WeakKeyDictionary[Estimator, dict[Path, files.Lock | None]] = WeakKeyDictionary()
 _had: WeakKeyDictionary[Estimator, set[str]] = WeakKeyDictionary()
+_used: WeakKeyDictionary[Estimator, float] = WeakKeyDictionary()
 _writers: WeakValueDictionary[str, Estimator] = WeakValueDictionary()
 
 
@@ -315,19 +320,32 @@ def note_load(est: Estimator, checkpoint: Checkpoint) -> None:
     """Record that an estimator contains the rows of a checkpoint and may continue to save into its directory."""
     beside = manifest.checkpoints(checkpoint.path.parent)
     _had.setdefault(est, set()).update(known.save_id for known in (checkpoint, *beside))
+    _used[est] = time.monotonic()
 
 
 def _check_rows(est: Estimator, directory: Path | str, newest: Checkpoint) -> None:
-    """Refuse a directory if another estimator of this process has written its newest checkpoint."""
+    """Refuse a directory if another estimator of this process, which is in use too, has written its newest checkpoint.
+
+    A writer whose last save or load was before this estimator was made is that of an earlier run, kept alive for
+    example by the traceback of an interrupted cell.
+    """
     if newest.save_id in _had.get(est, ()) or newest.save_id not in _writers:
         return
     gc.collect()  # an unused writer may still be alive as part of a reference cycle
-    if newest.save_id in _writers:
+    other = _writers.get(newest.save_id)
+    if other is None:
+        return
+    what = f"{directory} has checkpoints of another {type(est).__name__} of this process"
+    if _used[other] >= est._engine.made:
         raise RuntimeError(
-            f"{directory} has checkpoints of another {type(est).__name__} of this process, whose rows a load would "
-            f"give to this one and the other way round: save into another directory; or, if this estimator goes on "
-            f"from those checkpoints, compopt.load them first; or delete the other estimator"
+            f"{what}, whose rows a load would give to this one and the other way round: save into another directory; "
+            f"or, if this estimator goes on from those checkpoints, compopt.load them first; or remove them"
         )
+    warn(
+        f"{what}, whose last save was before this one was made: they are taken for those of an earlier run, and this "
+        f"run replaces them; compopt.load them first to go on from them"
+    )
+    _had.setdefault(est, set()).update(save_id for save_id, writer in _writers.items() if writer is other)
 
 
 def _lock(est: Estimator, directory: Path) -> None:

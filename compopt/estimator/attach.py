@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Protocol
@@ -23,9 +24,10 @@ from compopt.estimator.reader import AsyncChecks
 Commit = Callable[[Tensor | None], None]
 
 KEY = "compopt"
+FAMILIES = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")  # hooks that save and load an entry
 LIMIT = 1 << 30  # largest state, in bytes, that an optimizer's state dict may contain: it is copied into every file
 IDLE = 32  # optimizer steps after calls in evaluation mode, without a commit, before a warning
-UPDATES = 3  # model updates without a commit before a warning, if no attached optimizer can still commit
+UPDATES = 3  # model updates by other optimizers than the attached ones, without a commit, before a warning
 # Calls without a commit before a warning, if no update is observed (an optimizer may run no hooks). The number of calls
 # must also reach WINDOWS times the longest window so far, since gradient accumulation may be long.
 PATIENCE, WINDOWS = 256, 8
@@ -41,14 +43,17 @@ class HasOptimizer(Protocol):
 
 
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:
-    """Follow ``.optimizer`` through wrappers and engines to the object whose ``step`` runs hooks."""
-    hooked = [each for each in _chain(optimizer) if isinstance(getattr(each, "_optimizer_step_post_hooks", None), dict)]
-    if hooked:  # a proxy, such as Lightning's, exposes the hooks of the wrapped optimizer
-        hooks = hooked[0]._optimizer_step_post_hooks
-        return [each for each in hooked if each._optimizer_step_post_hooks is hooks][-1]
+    """Follow ``.optimizer`` through wrappers and engines to the first object that runs all hooks."""
+    for each in _chain(optimizer):
+        # Proxies (Lightning's) show the tables of the optimizer in them; other wrappers have tables for step() only.
+        # torch marks the step() that runs hooks.
+        tables = [getattr(each, f"_optimizer_{family}_hooks", None) for family in ("step_post", *FAMILIES)]
+        if getattr(getattr(type(each), "step", None), "hooked", False) and all(isinstance(x, dict) for x in tables):
+            found: torch.optim.Optimizer = each
+            return found
     raise TypeError(
         f"attach() needs a torch optimizer, or a wrapper that keeps one in .optimizer; got "
-        f"{type(optimizer).__name__}. Call est.step() yourself after each real update instead"
+        f"{type(optimizer).__name__}. Attach the optimizer inside it, or call est.step() after each real update"
     )
 
 
@@ -130,7 +135,7 @@ class Attached:
         self._engine = ref(counting[0]) if counting else None
         self._skipped: int = counting[0].skipped_steps if counting else 0
         self.est: ref[Any] | None = None  # the estimator that the optimizer's state dict contains
-        self._loading: Any = None
+        self._loading: ref[OrderedDict[str, Any]] | None = None  # the checked entry that the optimizer is loading
         table: Any = inner._optimizer_load_state_dict_pre_hooks
         table[self.handle.id] = self._look_for_entries
         self.handle.extra_dict_ref += (ref(table),)
@@ -149,8 +154,7 @@ class Attached:
 
     def carry(self, est: Any, optimizer: torch.optim.Optimizer) -> None:
         """Register hooks that save and load the estimator's state as an entry of the optimizer's state dict."""
-        families = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")
-        tables: Any = [getattr(optimizer, f"_optimizer_{family}_hooks") for family in families]
+        tables: Any = [getattr(optimizer, f"_optimizer_{family}_hooks") for family in FAMILIES]
         if self.handle.id in tables[0]:
             return
         taken = _taken(tables[0])
@@ -192,11 +196,17 @@ class Attached:
             state_dict["param_groups"][0][self.key] = True
 
     def _take(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Keep the entry for :meth:`_load`, and return a copy of the state dict without it for the optimizer."""
+        """Check the entry before the optimizer loads anything, and return a copy of the state dict for the optimizer.
+
+        Only that copy keeps the entry for :meth:`_load`: its memory is freed if the optimizer refuses the state.
+        """
         groups = [{k: v for k, v in group.items() if k != self.key} for group in state_dict["param_groups"]]
         state_dict = {**state_dict, "param_groups": groups}
-        self._loading, est = state_dict.pop(self.key, None), self._carried()
-        if self._loading is None and est is not None:
+        entry, est, self._loading = state_dict.pop(self.key, None), self._carried(), None
+        if est is not None and entry is not None:
+            checked = OrderedDict(est._checked_state(entry))  # a plain dict has no weak references
+            state_dict[self.key], self._loading = checked, ref(checked)
+        elif est is not None:
             warnings.warn(
                 f"the state that {type(optimizer).__name__} loads has no entry {self.key!r}: the {type(est).__name__} "
                 f"stays as it is; load it with compopt.load() or est.load_state_dict()",
@@ -205,10 +215,16 @@ class Attached:
         return state_dict
 
     def _load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Load the entry that :meth:`_take` kept."""
-        est, state, self._loading = self._carried(), self._loading, None
+        """Load the entry that :meth:`_take` has checked."""
+        est, loading, self._loading = self._carried(), self._loading, None
+        state = None if loading is None else loading()
         if est is not None and state is not None:
-            est.load_state_dict(state)
+            est._load_checked(state)
+        elif est is not None and loading is not None:
+            raise RuntimeError(
+                f"a later pre-hook of {type(optimizer).__name__}.load_state_dict() has dropped the entry {self.key!r} "
+                f"of the {type(est).__name__}; let it keep the other entries, or load this with est.load_state_dict()"
+            )
 
 
 def _taken(hooks: Mapping[int, Any]) -> set[str]:
@@ -220,7 +236,7 @@ def _taken(hooks: Mapping[int, Any]) -> set[str]:
 class Attachments:
     """Optimizers that commit an estimator's deposits, and one-time warnings about mistakes in the training loop.
 
-    *No commit*: ``step()`` never runs, or the attached optimizer does not update the model.
+    *No commit*: ``step()`` never runs, or another optimizer than the attached one updates the model.
     *No deposit*: the model is trained while the estimator is in evaluation mode.
     *Learned temperature without an optimizer*: the parameter receives gradients and keeps its value.
     *Batch positions as index*: every index is 0 .. B - 1, so that all samples share a few rows.
@@ -229,8 +245,8 @@ class Attachments:
     No check waits for a device.
 
     Attributes:
-        stepped: by the id of each optimizer of the process, whether it has stepped since the last call; ``None``: model
-            updates are not counted.
+        stepped: by the id of each optimizer that may have the model (see :meth:`note`), whether it has stepped since
+            the last call; ``None``: model updates are not counted.
         evaluated: a call in evaluation mode had a graph, since the last step.
         unsure_of_positions: every index so far equals the positions in its batch.
         unsure_of_optimizer: it is not known yet whether an optimizer updates the learned parameters.
@@ -257,6 +273,7 @@ class Attachments:
         attached = self._attached.get(id(inner))
         if attached is None or attached.listening() is not inner:
             attached = self._attached[id(inner)] = Attached(optimizer, inner, commit)
+            self._watch(False)  # updates before this one was attached say nothing about it
         if carried is not None:
             attached.carry(carried, inner)
         return attached.handle
@@ -278,7 +295,7 @@ class Attachments:
     def _parameters(self) -> list[Tensor]:
         """Return the parameters of all optimizers that have the hook."""
         optimizers = [optimizer for each in self._attached.values() if (optimizer := each.listening()) is not None]
-        return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        return [p for optimizer in optimizers for p in _parameters(optimizer)]
 
     # -- no commit ---------------------------------------------------------------------------------------------
 
@@ -304,23 +321,38 @@ class Attachments:
         if calls == 1:
             by_hand = self._longest > 0 and self.gone() is None  # a loop that calls step() itself may commit late
             self._watch(not by_hand and self.listening() is None)
+        elif self.stepped is None and calls > self._longest and self.listening() is not None:
+            self._watch(True)  # in a window of usual length, the attached optimizer is expected to step
+        if self.stepped:
+            self._count()
+        if calls >= max(PATIENCE, WINDOWS * self._longest) or self._updates >= UPDATES:
+            self._say_pending(calls, "")
+
+    def _count(self) -> None:
+        """Count an update if all optimizers have stepped, since it is not known which one has the model."""
         known = dict(self.stepped or {})  # a copy: an optimizer may step in another thread
-        if known and all(known.values()):  # it is not known which optimizer has the model: wait for all
+        if known and all(known.values()):
             self._updates += 1
             self.stepped = dict.fromkeys(known, False)
-        patient = calls < max(PATIENCE, WINDOWS * self._longest)
-        if patient and (self._updates < UPDATES or self.listening() is not None):
-            return
-        meanwhile = f" in {self._updates} updates of the model" if self._updates else ""
-        self._say_pending(f"{calls} calls have deposited{meanwhile} and none was committed: ")
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record a step of an optimizer, unless it has none of the parameters of the attached ones."""
+        own = {*map(id, self._parameters())}
+        alien = bool(own) and own.isdisjoint(map(id, _parameters(optimizer)))
+        stepped = self.stepped  # read once: another thread may commit and set it to None meanwhile
+        if stepped is not None and not alien:
+            stepped[id(optimizer)] = True
 
     def saving(self, t: int, calls: int) -> None:
-        """Warn once if a state without any commit is saved although calls have deposited."""
-        if t == 0 and calls > 1 and not self._said_pending:
-            self._say_pending(f"{calls} calls have deposited and none was committed; what is saved has none of them: ")
+        """Warn once if calls have deposited, and nothing was ever committed or another optimizer updates the model."""
+        self._count()
+        if (t == 0 or self._updates) and calls > 1 and not self._said_pending:
+            self._say_pending(calls, "; what is saved has none of them")
 
-    def _say_pending(self, fact: str) -> None:
+    def _say_pending(self, calls: int, harm: str) -> None:
         self._said_pending = True
+        meanwhile = f" in {self._updates} update{'s' * (self._updates > 1)} of the model" if self._updates else ""
+        fact = f"{calls} calls have deposited{meanwhile} and none was committed{harm}: "
         gone, silent = self.gone(), self.listening()
         remedy = (
             "call est.step() after optimizer.step(), or est.attach(optimizer); the trainers of transformers, "
@@ -428,9 +460,12 @@ _hooks: list[Any] = []
 @outside_of_graphs
 def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for attachments in tuple(_watching):
-        stepped = attachments.stepped  # read once: another thread may commit and set it to None meanwhile
-        if stepped is not None:
-            stepped[id(optimizer)] = True
+        if attachments.stepped is not None:
+            attachments.note(optimizer)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _idle(parameter: Parameter, before: Tensor) -> Tensor:

@@ -58,6 +58,10 @@ class Estimator:
     ``blocking=False``. Methods that communicate must run in the thread that calls; another thread gets a
     ``RuntimeError``.
 
+    Processes: a worker of a ``DataLoader`` may read an estimator, and must not commit. A forked worker has the state of
+    its start. A worker that is spawned, also by a fork server, shares rows on the CPU with the process that trains, and
+    has everything else as of its start; rows on the disk cannot be sent to it.
+
     Communicates, with several ranks: construction is collective with ``offload="disk"``. The first message forms a CPU
     group if the backend of the process group does not support CPU tensors. Methods that communicate document it; the
     others do not communicate.
@@ -419,8 +423,8 @@ class Estimator:
 
         With ``checkpoint=True``, code that saves the optimizer also saves the estimator. ``optimizer.state_dict()``
         contains :meth:`state_dict` under the key ``"compopt"`` (``"compopt.1"`` for the second estimator attached to
-        the optimizer, and so on), and ``optimizer.load_state_dict()`` loads it after the state of the optimizer. Attach
-        before loading. The state must not exceed 1 GiB.
+        the optimizer, and so on), and ``optimizer.load_state_dict()`` loads it after the state of the optimizer; if
+        either is refused, neither is loaded. Attach before loading. The state must not exceed 1 GiB.
 
         Args:
             optimizer: a torch optimizer, or a wrapper or engine that keeps one in ``.optimizer``.
@@ -566,15 +570,29 @@ class Estimator:
 
         Communicates: nothing.
         """
+        self._load_checked(self._checked_state(state_dict))
+
+    def _checked_state(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state as the pre-hooks of a load leave it, or raise if it cannot be loaded; change nothing."""
         engine, role = self._facts.open(), self._role
         if isinstance(state_dict, Mapping):
             state_dict = self._run("load_state_dict_pre", dict(state_dict))
+        with doing("load_state_dict()", self.t):
+            if role is None:
+                states.check_all(engine, state_dict)
+            else:
+                states.check_part(engine, role, state_dict)
+        return state_dict
+
+    def _load_checked(self, state: Mapping[str, Any]) -> None:
+        """Load a result of :meth:`_checked_state`."""
+        engine, role = self._facts.open(), self._role
         engine.await_save()
         with doing("load_state_dict()", self.t), engine.writing():
             if role is None:
-                states.load_state_dict(engine, state_dict)
+                states.load(engine, state)
             else:
-                states.load_part(engine, role, state_dict)
+                states.load_part(engine, role, state)
         self._run("load_state_dict_post")
 
     # -- hooks -------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -59,6 +60,7 @@ class Engine:
         device: device of rows that are created later.
         t, pending: number of commits so far; number of calls with proposals that wait for the next commit.
         committed: number of calls in the commits of this process.
+        made: time at which this object, or this copy, was made.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Engine:
 
     def _make_own(self) -> None:
         """Create the members that copies and pickles do not share."""
+        self.made = time.monotonic()
         self._reader: BatchReader | None = None
         self._lock, self._writing = threading.RLock(), False
         self.attachments = Attachments()
@@ -191,7 +194,7 @@ class Engine:
                 part.discard_state()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_reader", "_lock", "_writing", "saving", "handshake", "async_checks", "attachments")
+        own = ("_reader", "_lock", "_writing", "saving", "handshake", "async_checks", "attachments", "made")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -242,8 +242,8 @@ class SampleGroups:
         """Return a copy of the groups with plain values, including edits since the last :meth:`check`."""
         return [plain(group) for group in self.groups]
 
-    def replace(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all values by saved ones, or raise and change none; the list and its dicts stay the same objects."""
+    def checked_as(self, groups: Sequence[Mapping[str, Any]]) -> Groups:
+        """Return saved groups as :meth:`replace` would set them, or raise; change nothing."""
         whole = isinstance(groups, Sequence) and all(isinstance(group, Mapping) for group in groups)
         if not whole or len(groups) != len(self.groups):
             raise ValueError(f"sample_groups must be {len(self.groups)} mappings, the checkpoint has {groups!r}")
@@ -256,7 +256,11 @@ class SampleGroups:
         trial = copy(self)
         trial.groups = [dict(group) for group in groups]
         trial.check()
-        for own, group in zip(self.groups, trial.groups, strict=True):
+        return trial.groups
+
+    def replace(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Replace all values by saved ones, or raise and change none; the list and its dicts stay the same objects."""
+        for own, group in zip(self.groups, self.checked_as(groups), strict=True):
             own.clear()
             own.update(group)
         self._note()

@@ -73,8 +73,8 @@ def by_role(engine: Engine, tensors: Mapping[str, Tensor]) -> dict[str, dict[str
     return found
 
 
-def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Check a whole state, then load it; see :meth:`Estimator.load_state_dict`."""
+def check_all(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Refuse a whole state that :func:`load` cannot load."""
     check(engine, state)
     rows, table = state["rows"], engine.table
     values.mapping("rows", rows)
@@ -82,8 +82,13 @@ def load_state_dict(engine: Engine, state: Mapping[str, Any]) -> None:
         table.check_state(rows)
     elif rows:
         raise ValueError(f"the checkpoint has the columns {sorted(rows)}, this estimator keeps nothing per sample")
+    engine.groups.checked_as(state["sample_groups"])
+
+
+def load(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Load a whole state that :func:`check_all` has accepted; see :meth:`Estimator.load_state_dict`."""
     engine.groups.replace(state["sample_groups"])
-    fill(engine, state, lambda: None if table is None else table.load_state_dict(rows))
+    fill(engine, state, lambda: None if engine.table is None else engine.table.load_state_dict(state["rows"]))
 
 
 def check(engine: Engine, state: Mapping[str, Any]) -> None:
@@ -129,17 +134,22 @@ def part_state_dict(engine: Engine, role: str) -> dict[str, Any]:
     }
 
 
-def load_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
-    """Restore the state of one part."""
+def check_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
+    """Refuse the state of one part that :func:`load_part` cannot load."""
     _check_keys(state)
     _compare_part(engine, role, state)
     _check_extra(engine, state, [role])
-    columns, table, rows = engine.columns(), engine.table, state["rows"]
-    values.mapping("rows", rows)
-    own = [column.name for column in columns[role]]
-    if table is not None and own:
-        table.check_state(rows, [*own, COUNT])
+    values.mapping("rows", state["rows"])
+    own = [column.name for column in engine.columns()[role]]
+    if engine.table is not None and own:
+        engine.table.check_state(state["rows"], [*own, COUNT])
     engine.parts[role].check_meaning(state)
+
+
+def load_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
+    """Load the state of one part that :func:`check_part` has accepted."""
+    columns, table = engine.columns(), engine.table
+    own = [column.name for column in columns[role]]
     if table is not None and own:
         engine.forget_prefetched()
 
@@ -148,7 +158,8 @@ def load_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
                 hyper = engine.groups.hyper(each, at[:, None], engine.dtype)
                 part.adapt_rows({**block, "visits": block[COUNT], COUNT: loaded if each == role else before}, hyper)
 
-        table.load_part(rows, own[0], [own[0].name for other, own in columns.items() if own and other != role], adapt)
+        others = [own[0].name for other, own in columns.items() if own and other != role]
+        table.load_part(state["rows"], own[0], others, adapt)
     engine.parts[role].take_state(state["extra"][role])
     engine.discard()
 

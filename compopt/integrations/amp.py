@@ -64,8 +64,12 @@ def _report_skips(scaler: Any) -> None:
     original = scaler.step
 
     def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            inner = unwrap(optimizer)
+        except TypeError:  # one that est.attach() refuses, beside the attached one
+            return original(optimizer, *args, **kwargs)
         # register a hook for this call only: the optimizer may also step outside of the scaler
-        inner, ran = unwrap(optimizer), []
+        ran: list[bool] = []
         handle = inner.register_step_post_hook(lambda *_: ran.append(True))
         try:
             result = original(optimizer, *args, **kwargs)

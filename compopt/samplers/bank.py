@@ -61,6 +61,10 @@ class FeatureBank:
         self._copies: deque[tuple[Tensor, Tensor, Any]] = deque()  # in progress from the device to host memory
         self._skipped = torch.zeros((), dtype=torch.int64, device="cpu")
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()  # events of a device can be neither copied nor pickled
+        return self.__dict__
+
     def rounded(self, z1: Tensor, z2: Tensor) -> Tensor:
         """Normalise features ``(b, d)`` and round them to the bank's dtype; return ``(b, 2, d)``."""
         with torch.autocast(z1.device.type, enabled=False):

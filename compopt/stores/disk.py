@@ -234,5 +234,5 @@ class DiskStore(RowStore):
     def __getstate__(self) -> NoReturn:
         raise TypeError(
             f"rows in {self.path} cannot be copied or pickled: two estimators would write one file; save a checkpoint "
-            f"and load it into an estimator with another offload_dir"
+            f"and load it into an estimator with another offload_dir; forked workers of a DataLoader can read them"
         )
