@@ -31,7 +31,7 @@ from compopt.normalizers.network import (
     on_host,
     push,
 )
-from compopt.pairs import NO_POLICY
+from compopt.pairs import NO_POLICY, PairPolicy
 
 STORED_CHUNK = 1024  # anchors per chunk when stored() computes a whole data set
 
@@ -140,6 +140,15 @@ class NeuralNormalizer(Normalizer):
         if group["restart_every"] is not None:
             checks.count("restart_every", group["restart_every"])
 
+    def check_pairs(self, policy: PairPolicy) -> None:
+        super().check_pairs(policy)
+        for option in ("hardness", "prior", "mises_fisher"):
+            if (value := getattr(policy, option)) is not None:
+                raise ValueError(
+                    f"{option}={value!r} changes the terms that NeuralNormalizer predicts from unweighted prototypes; "
+                    f"leave it out, or take MovingAverageEstimator or ResidualNormalizer"
+                )
+
     def structure(self) -> dict[str, Any]:
         return {
             "dim": self.dim,
@@ -151,6 +160,9 @@ class NeuralNormalizer(Normalizer):
             "through_alpha": self.through_alpha,
             "seed": self.seed,
         }
+
+    def described(self) -> dict[str, Any]:
+        return {key: value for key, value in self.structure().items() if key not in ("objective", "architecture")}
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
@@ -177,11 +189,12 @@ class NeuralNormalizer(Normalizer):
 
     def estimate(self, call: Call) -> Estimate:
         prediction, own = self.learn_from(call), call.batch.own
+        alpha = prediction.bounded
         return Estimate(
-            prediction.alpha,
+            alpha,
             target=prediction.target,
-            outside_wh=prediction.outside_wh(prediction.alpha) if self.through_alpha and call.pairs.moments else None,
-            through_alpha=partial(prediction.through_alpha, prediction.alpha, own) if self.through_alpha else None,
+            outside_wh=prediction.outside_wh(alpha) if self.through_alpha and call.pairs.moments else None,
+            through_alpha=partial(prediction.through_alpha, alpha, own) if self.through_alpha else None,
             metrics={"network_gap": partial(torch_functional.l1_loss, prediction.target, prediction.alpha)},
         )
 
@@ -348,7 +361,7 @@ class NeuralNormalizer(Normalizer):
             prediction = self._learn(observed, hyper.of_first_group(), engine.t, batch.depositing)
         if batch.depositing:
             self._deposit(batch, {})
-        return prediction.alpha[:, 0][batch.own]
+        return prediction.bounded[:, 0][batch.own]
 
     @outside_of_graphs
     def predict(self, anchors: Tensor, tau: float | Tensor) -> Tensor:

@@ -137,6 +137,9 @@ class ResidualNormalizer(Normalizer):
     def structure(self) -> dict[str, Any]:
         return {**self.neural.structure(), "prediction": self.prediction, "first": self.first}
 
+    def described(self) -> dict[str, Any]:
+        return {**self.neural.described(), "prediction": self.prediction, "first": self.first}
+
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
         self.neural.joined(groups, setting)
