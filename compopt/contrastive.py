@@ -298,7 +298,8 @@ class ContrastiveEstimator(Estimator):
 
         Returns:
             0-d loss; not finite if a feature is not finite, or if its row is too large to be normalised (the rows of
-            all anchors that it affects then keep their values, and a warning states the number of such feature rows).
+            all anchors that it affects then keep their values, and a warning states the number of such feature rows),
+            or if a gradient of this rank is not finite.
 
         Only first-order reverse-mode gradients are available: ``create_graph=True``, forward-mode AD and the transforms
         of ``torch.func`` raise an error, and so does a call inside a function that is checkpointed

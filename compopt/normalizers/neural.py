@@ -49,6 +49,9 @@ class NeuralNormalizer(Normalizer):
     steps are taken on this batch, and the updated network predicts ``alpha``. While the queue is not full, only as many
     prototypes as it has features are used. A call that deposits nothing (``eval()``) discards the result of its steps.
 
+    In a call ``alpha`` is at least ``log(eps + ghat) - log 20``, so that no anchor's weights sum to more than 20 where the
+    network has not followed the features, as at small temperatures. Training at usual temperatures stays below 8.
+
     *Unimodal*: all views share one network, which approximates the features of all views; ``alpha`` is computed per
     view, or per pair of more than two (objective V1 of SogCLR).
 
@@ -91,7 +94,8 @@ class NeuralNormalizer(Normalizer):
 
     Raises:
         ValueError: dim or prototypes < 1, lr < 0, eps < 0, updates < 0, an unknown option; as part of an estimator,
-            fewer prototypes than ranks; at the call features of another dimension.
+            fewer prototypes than ranks, or a policy of pairs with ``hardness``, ``prior`` or ``mises_fisher``; at the
+            call features of another dimension.
         TypeError: an argument that must be a number or a flag; an optimizer that cannot train a network.
 
     References:
@@ -342,7 +346,7 @@ class NeuralNormalizer(Normalizer):
                 from which prototypes restart; without candidates prototypes never restart.
 
         Returns:
-            ``alpha_i`` after the updates, ``(B,)``, without a graph.
+            ``alpha_i`` after the updates, bounded as in a call, ``(B,)``, without a graph.
 
         Raises:
             RuntimeError: this object is part of an estimator, which trains it.
