@@ -49,8 +49,8 @@ class NeuralNormalizer(Normalizer):
     steps are taken on this batch, and the updated network predicts ``alpha``. While the queue is not full, only as many
     prototypes as it has features are used. A call that deposits nothing (``eval()``) discards the result of its steps.
 
-    In a call ``alpha`` is at least ``log(eps + ghat) - log 20``, so that no anchor's weights sum to more than 20 where the
-    network has not followed the features, as at small temperatures. Training at usual temperatures stays below 8.
+    In a call ``alpha`` is at least ``log(eps + ghat) - log 20``, so that no anchor's weights sum to more than 20 if the
+    network does not follow the features, as at small temperatures. At usual temperatures the sums stay below 8.
 
     *Unimodal*: all views share one network, which approximates the features of all views; ``alpha`` is computed per
     view, or per pair of more than two (objective V1 of SogCLR).

@@ -16,7 +16,8 @@ def unit(x):
 def equation_12(z1, z2, tau, weights, eps=0.0, rho=0.0):
     """Return the objective of NeuCLIP's eq. 12 on distinct samples, as one graph of features and temperatures.
 
-    No anchor's weights sum to more than 20. ``weights`` (D, m, d) are constants: one network per direction, or one for both views; ``tau`` is 0-d or (B, 2).
+    No anchor's weights sum to more than 20.
+    ``weights`` (D, m, d) are constants: one network per direction, or one for both views; ``tau`` is 0-d or (B, 2).
     """
     z, shared = [unit(z1), unit(z2)], len(weights) == 1
     positive, total = (z[0] * z[1]).sum(1), 0.0
