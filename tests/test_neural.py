@@ -235,15 +235,15 @@ def test_weights_are_bounded_where_the_network_does_not_follow(tau, through_alph
         index = torch.randperm(64, generator=g)[:16]
         loss, g1, _ = run(est, *z[:, index], index)
         _, wanted, _ = run(dcl, *z[:, index], index)
-        assert loss.isfinite() and g1.abs().max() < 40 * wanted.abs().max()
-        assert (est._last.log_sum - math.log(15) - est._last.alpha).max() < math.log(20) + 0.01
+        assert loss.isfinite() and g1.abs().max() < 60 * wanted.abs().max()
+        assert (est._last.log_sum - math.log(15) - est._last.alpha).max() < math.log(30) + 0.01
         est.step()
 
 
 def test_used_alone_its_weights_are_bounded_too():
     network = compopt.NeuralNormalizer(D, 8)
     alpha = network.update(features(4, D, 0)[0], torch.full((4,), 200.0), 0.01)
-    near(alpha, torch.full((4,), 200.0 - math.log(20)), 1e-6)
+    near(alpha, torch.full((4,), 200.0 - math.log(30)), 1e-6)
 
 
 # the gradient through alpha ---------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class NeuralNormalizer(Normalizer):
     steps are taken on this batch, and the updated network predicts ``alpha``. While the queue is not full, only as many
     prototypes as it has features are used. A call that deposits nothing (``eval()``) discards the result of its steps.
 
-    In a call ``alpha`` is at least ``log(eps + ghat) - log 20``, so that no anchor's weights sum to more than 20 if the
+    In a call ``alpha`` is at least ``log(eps + ghat) - log 30``, so that no anchor's weights sum to more than 30 if the
     network does not follow the features, as at small temperatures. At usual temperatures the sums stay below 8.
 
     *Unimodal*: all views share one network, which approximates the features of all views; ``alpha`` is computed per

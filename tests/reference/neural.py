@@ -16,7 +16,7 @@ def unit(x):
 def equation_12(z1, z2, tau, weights, eps=0.0, rho=0.0):
     """Return the objective of NeuCLIP's eq. 12 on distinct samples, as one graph of features and temperatures.
 
-    No anchor's weights sum to more than 20.
+    No anchor's weights sum to more than 30.
     ``weights`` (D, m, d) are constants: one network per direction, or one for both views; ``tau`` is 0-d or (B, 2).
     """
     z, shared = [unit(z1), unit(z2)], len(weights) == 1
@@ -27,7 +27,7 @@ def equation_12(z1, z2, tau, weights, eps=0.0, rho=0.0):
         sums = [torch.exp((own @ side.T - positive[:, None]) / t[:, None]) for side in (candidates, unit(w))]
         g = (negative * sums[0]).sum(1) / negative.sum(1)
         alpha = torch.log(eps + sums[1].mean(1))
-        least = torch.log(eps + g) - math.log(20)  # a constant for the gradient
+        least = torch.log(eps + g) - math.log(30)  # a constant for the gradient
         alpha = alpha + (torch.maximum(alpha, least) - alpha).detach()
         total = total + (t * (torch.exp(-alpha) * (eps + g) + alpha + rho - 1)).mean() / 2
     return total
@@ -146,8 +146,8 @@ class NeuralReference:
         alphas = self.predictions(nets, anchors, taus, z)
         self.after = list(alphas)
         for k, (a, tau) in enumerate(zip(anchors, taus, strict=True)):
-            if a.h:  # no anchor's weights sum to more than 20
-                alphas[k] = max(alphas[k], math.log(self.eps + sum(a.terms(tau)) / len(a.h)) - math.log(20))
+            if a.h:  # no anchor's weights sum to more than 30
+                alphas[k] = max(alphas[k], math.log(self.eps + sum(a.terms(tau)) / len(a.h)) - math.log(30))
         self.alpha_of = {(a.direction, a.position): alpha for a, alpha in zip(anchors, alphas, strict=True)}
         return alphas, []
 
