@@ -117,3 +117,12 @@ def test_a_gradient_that_is_not_finite_makes_the_loss_nan(info, kind, mode):
             finite = all(g is None or g.isfinite().all() for g in gradients)
             assert finite or not loss.isfinite(), (tau, step, loss, gradients)
             est.step()
+
+
+def test_a_derivative_of_an_outer_function_that_is_not_finite_makes_the_loss_nan():
+    """The root has the value 0 and an infinite derivative at 0."""
+    g = torch.zeros(2, requires_grad=True)
+    average = compopt.MovingAverageEstimator(2, domain="linear")
+    loss = compopt.compositional_loss(g, torch.arange(2), average, torch.sqrt)
+    loss.backward()
+    assert loss.isnan() and not g.grad.isfinite().any()
