@@ -1,6 +1,17 @@
 """compopt: contrastive losses with state, which behave like ``torch.optim`` optimizers."""
 
-from compopt import curation, data, diagnostics, functional, integrations, losses, presets, samplers, schedules
+from compopt import (
+    accelerator,
+    curation,
+    data,
+    diagnostics,
+    functional,
+    integrations,
+    losses,
+    presets,
+    samplers,
+    schedules,
+)
 from compopt.checkpoint import load, save
 from compopt.compositional import compositional_loss
 from compopt.contrastive import ContrastiveEstimator
@@ -66,6 +77,7 @@ __all__ = [
     "SogCLREstimator",
     "Temperature",
     "TemperatureDual",
+    "accelerator",
     "as_module",
     "compositional_loss",
     "curation",

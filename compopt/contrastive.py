@@ -197,7 +197,8 @@ class ContrastiveEstimator(Estimator):
         directions = {} if self.mode == "unimodal" else {"directions": self.directions}
         unusual = {key: False for key in ("normalize", "multiply_tau") if not getattr(self, key)}
         pairs = {} if self.pairs is None else {"pairs": self.pairs}
-        return {"mode": self.mode, **directions, **unusual, **pairs, **super()._described()}
+        parts = {role: type(part).__name__ for role, part in self._engine.parts.items()}
+        return {"mode": self.mode, **directions, **unusual, **pairs, **parts, **super()._described()}
 
     @property
     def _remembers_index(self) -> bool:
@@ -299,7 +300,8 @@ class ContrastiveEstimator(Estimator):
 
         Returns:
             0-d loss; not finite if a feature is not finite, or if its row is too large to be normalised (the rows of
-            all anchors that it affects then keep their values, and a warning states the number of such feature rows).
+            all anchors that it affects then keep their values, and a warning states the number of such feature rows),
+            or if a gradient of this rank is not finite.
 
         Only first-order reverse-mode gradients are available: ``create_graph=True``, forward-mode AD and the transforms
         of ``torch.func`` raise an error, and so does a call inside a function that is checkpointed
@@ -344,7 +346,7 @@ class ContrastiveEstimator(Estimator):
                 used = batch.values.get("tau", temperature)
                 used = used.detach() if isinstance(used, Tensor) else used
                 call = self._call(batch, self._pairs(batch, given, used, temperature), used, given)  # log-sum-exps
-                estimate = self.normalizer.estimate(call)  # alpha, proposed rows; a network learns here
+                estimate = self.normalizer.estimated(call)  # alpha, proposed rows; a network learns here
                 objective = Objective(call, estimate, self.temperature.rho(hyper), self.multiply_tau)
                 value = self._value(objective, given)
                 if batch.depositing:
@@ -498,17 +500,22 @@ class ContrastiveEstimator(Estimator):
 
     def _propose(self, call: Call, hyper: Hyper, objective: Objective) -> None:
         """Deposit new rows and temperatures, except for anchors without any negative (index2, labels)."""
-        pairs, proposals = objective.pairs, objective.estimate.proposals
+        pairs, batch = objective.pairs, call.batch
+        moved: Mapping[str, Tensor] = {}
         if self.temperature.learns:
             moved = self.temperature.proposals(replace(call, hyper=hyper), objective.tau_gradients())
-            proposals = {**proposals, **moved}
+        proposals = {
+            **self.normalizer.checked(objective.estimate.proposals, batch),
+            **self.temperature.checked(moved, batch),
+        }
         if self.scores is not None:
-            proposals = {**proposals, **self.scores.proposals(replace(call, hyper=self._hyper("scores", call.batch)))}
+            scored = self.scores.proposals(replace(call, hyper=self._hyper("scores", batch)))
+            proposals |= self.scores.checked(scored, batch)
         valid: Tensor | None = None
         if pairs.may_lack_negatives and isinstance(pairs.count, Tensor):
             valid = pairs.count > 0
             valid = valid.all(dim=1, keepdim=True) if call.unimodal else valid
-        self._deposit(call.batch, proposals, valid)
+        self._deposit(batch, proposals, valid)
 
     def _gradients(
         self, objective: Objective, given: Given, temperature: float | Tensor

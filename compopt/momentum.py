@@ -250,6 +250,9 @@ class MomentumEncoder:
         """Record the versions of parameters in half precision, by which later writes to them are recognised."""
         self._versions = {n: own._version for n, own, _ in moved if n in self._averages and not hasattr(own, SHARD)}
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.module).__name__}, decay={self.decay})"
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the hook, which cannot be pickled."""
         return {**self.__dict__, "_handle": None}

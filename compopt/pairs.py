@@ -88,9 +88,10 @@ class PairPolicy:
             ``spare_extra`` need ``false_negatives``, ``importance`` needs one ``hardness``) or exclude them
             (``positives`` and ``targets`` can be combined with ``within`` only).
         ValueError: with an estimator whose negatives are drawn (EMC2); ``guided``, ``importance``, ``prior`` or
-            ``mises_fisher`` with a memory; ``positives`` or ``targets`` with a network, a memory or
-            ``include_positive=True``; ``also`` without ``directions="forward"``; ``prior`` without ``normalize``;
-            ``inside`` with a temperature that is learned.
+            ``mises_fisher`` with a memory; ``hardness``, ``prior`` or ``mises_fisher`` with a
+            :class:`~compopt.NeuralNormalizer` (NeuCLIP), whose prototypes have no such terms; ``positives`` or
+            ``targets`` with a network, a memory or ``include_positive=True``; ``also`` without
+            ``directions="forward"``; ``prior`` without ``normalize``; ``inside`` with a temperature that is learned.
             At a call: an argument that an option requires is missing (``guide``, ``within``, ``teacher``, ``prior``,
             ``labels``), or passed without the option; with a memory, a ``within`` that differs from the constructor's.
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import compopt
+from tests.database import DATABASE, DIM, MODES
 
 TAU, STEPS = 0.005, 10_000
 E0 = torch.tensor([1.0, 0.0])
@@ -82,3 +83,46 @@ def test_stale_rows_do_not_overflow_the_weights():
     torch.testing.assert_close(
         est.read(torch.arange(2))["log_u"], torch.full((2, 2), 200.0 - float(np.log(1000))), rtol=1e-5, atol=0.0
     )
+
+
+def extreme_features(kind, step):
+    """Return features with extreme similarities or norms."""
+    g = torch.Generator().manual_seed(step)
+    z1, z2 = torch.randn(2, 6, DIM, generator=g)
+    if kind == "opposite positives":
+        z2 = -z1
+    if kind == "copies":
+        z1, z2 = z1[:1].expand(6, -1).clone(), z2[:1].expand(6, -1).clone()
+    if kind == "zeros":
+        z1[0], z2[1] = 0.0, 1e-30
+    if kind == "half precision":
+        z1, z2 = z1.half(), z2.half()
+        z1[0] = 0.0  # its gradient is divided by 1e-12
+    return z1.requires_grad_(), z2.requires_grad_()
+
+
+@pytest.mark.covering("info kind")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["random", "opposite positives", "copies", "zeros", "half precision"])
+@pytest.mark.parametrize("info", DATABASE, ids=str)
+def test_a_gradient_that_is_not_finite_makes_the_loss_nan(info, kind, mode):
+    for tau in (1e-30, 1e-4, 1e-2, 1e3):
+        est = info.build(mode, 6, torch.float32, tau, 0.5)
+        leaves = [info.tau_leaf(est)] if info.tau_leaf else []
+        for step in range(3):
+            z = extreme_features(kind, step)
+            loss = est(*z, torch.arange(6))
+            gradients = torch.autograd.grad(loss, [*z, *leaves], allow_unused=True)
+            finite = all(g is None or g.isfinite().all() for g in gradients)
+            assert finite or not loss.isfinite(), (tau, step, loss, gradients)
+            est.step()
+
+
+def test_a_derivative_of_an_outer_function_that_is_not_finite_makes_the_loss_nan():
+    """The root has the value 0 and an infinite derivative at 0."""
+    g = torch.zeros(2, requires_grad=True)
+    average = compopt.MovingAverageEstimator(2, domain="linear")
+    loss = compopt.compositional_loss(g, torch.arange(2), average, torch.sqrt)
+    loss.backward()
+    assert loss.isnan() and not g.grad.isfinite().any()

@@ -1,6 +1,7 @@
 """The neural normalizer: queue, restarts, optimizers, temperatures, ranks (against its reference: test_agreement)."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -274,6 +275,29 @@ def test_the_exact_normalizers_are_learned_where_the_network_can_express_them():
     run(learned, z1, z2, torch.arange(40))
     learned.step()
     assert diagnostics.normalizer_error(learned, z1, z2) < bare / 5
+
+
+@pytest.mark.parametrize("through_alpha", [False, True])
+@pytest.mark.parametrize("tau", [0.01, 0.001])
+def test_weights_are_bounded_where_the_network_does_not_follow(tau, through_alpha):
+    """Random features at small temperatures: the gradients have the size of DCL's, and the loss is finite."""
+    g = torch.Generator().manual_seed(0)
+    z = torch.randn(2, 64, 16, generator=g)
+    est = compopt.NeuCLIPEstimator(16, tau=tau, prototypes=32, learn_tau=False, through_alpha=through_alpha)
+    dcl = compopt.DCLEstimator(tau=tau)
+    for _ in range(20):
+        index = torch.randperm(64, generator=g)[:16]
+        loss, g1, _ = run(est, *z[:, index], index)
+        _, wanted, _ = run(dcl, *z[:, index], index)
+        assert loss.isfinite() and g1.abs().max() < 60 * wanted.abs().max()
+        assert (est._last.log_sum - math.log(15) - est._last.alpha).max() < math.log(30) + 0.01
+        est.step()
+
+
+def test_used_alone_its_weights_are_bounded_too():
+    network = compopt.NeuralNormalizer(D, 8)
+    alpha = network.update(features(4, D, 0)[0], torch.full((4,), 200.0), 0.01)
+    near(alpha, torch.full((4,), 200.0 - math.log(30)), 1e-6)
 
 
 # the gradient through alpha ---------------------------------------------------------------------------

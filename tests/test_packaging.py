@@ -110,6 +110,15 @@ def test_all_is_complete():
     assert len(set(compopt.__all__)) == len(compopt.__all__)
 
 
+def test_recipes_use_names_that_are_listed():
+    used = set()
+    for path in (ROOT / "recipes").rglob("*.py"):
+        code = re.sub(r"^(from|import) .*$", "", path.read_text(), flags=re.M)
+        used |= set(re.findall(r"(?<![\w.])compopt\.(\w+)", code))
+    page = (ROOT / "docs" / "api" / "accelerator.md").read_text()
+    assert used - {"integrations"} <= set(dir(compopt)) and "accelerator" in used and "compopt.accelerator" in page
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_all_of_each_module(name):
     module = importlib.import_module(name)

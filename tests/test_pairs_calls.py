@@ -70,6 +70,7 @@ REFUSED = [
     (compopt.DCLEstimator, {"hardness": 1.0}, TypeError, "pairs must be a compopt.PairPolicy, got dict"),
     (lambda: compopt.EMC2Estimator(N), PairPolicy(hardness=1.0), ValueError, "no effect on chains"),
     (lambda: compopt.NeuCLIPEstimator(DIM), PairPolicy(positives="labels"), ValueError, "with the one positive"),
+    (lambda: compopt.NeuCLIPEstimator(DIM), PairPolicy(hardness=1.0), ValueError, "hardness=1.0 changes the terms"),
     (lambda: compopt.MemoryEstimator(DIM), WITHIN, ValueError, "within=True differs from within=None at construction"),
     (lambda: compopt.MemoryEstimator(DIM, pairs=WITHIN), PairPolicy(), ValueError, "within=None differs from within"),
     (lambda: compopt.MemoryEstimator(DIM), PairPolicy(mises_fisher=0.5), ValueError, "of the batch's candidates"),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import compopt
-from compopt.estimator import Column
+from compopt.estimator import Column, Estimate
 from compopt.integrations.dcp import Stateful
 from compopt.stores import table
 from tests.helpers import assert_same_bits, generator, near
@@ -381,6 +381,93 @@ class Former(compopt.FixedTemperature):
     """Base class of temperatures whose hooks have their former names."""
 
     learns = True
+
+
+# mistakes of authors --------------------------------------------------------------------------------------------
+
+
+class Average(compopt.Normalizer):
+    """A normalizer as authors write it; ``mistake`` maps a correct result and the call to a wrong one."""
+
+    def __init__(self, n, mistake=lambda estimate, call: estimate):
+        self.mistake = mistake
+        super().__init__(n, {"gamma": 0.5})
+
+    def check(self, group):
+        pass
+
+    def columns(self, directions, dtype):
+        return [Column("log_u", directions, dtype, reduce="log_mean_exp")]
+
+    def estimate(self, call):
+        g = call.pairs.log_ghat
+        return self.mistake(Estimate(g, proposals={"log_u": g}), call)
+
+
+class Kept(compopt.Temperature):
+    """A temperature with a column for which it proposes nothing, since it does not define ``learns``."""
+
+    def __init__(self, n):
+        super().__init__(n, {})
+
+    def check(self, group):
+        pass
+
+    def columns(self, directions, dtype):
+        return [Column("tau", directions, dtype)]
+
+    def temperatures(self, rows, hyper, training):
+        return 0.1
+
+
+MISTAKES = [
+    (lambda e, call: None, TypeError, r"estimate\(\) of Average must return an Estimate, got NoneType"),
+    (lambda e, call: Estimate(e.alpha), ValueError, r"Average must propose .* \['log_u'\], got proposals for \[\]"),
+    (lambda e, call: Estimate(e.alpha, {"log_v": e.alpha}), ValueError, r"Average .*, got proposals for \['log_v'\]"),
+    (
+        lambda e, call: Estimate(e.alpha, {**e.proposals, "tau": e.alpha}),
+        ValueError,
+        r"Average .* \['log_u'\], got proposals for \['log_u', 'tau'\]",
+    ),
+    (
+        lambda e, call: Estimate(e.alpha[:, 0], e.proposals),
+        ValueError,
+        r"alpha of Average must have shape \(6, 2\) or \(6, 1\), got \(6,\)",
+    ),
+    (
+        lambda e, call: Estimate(e.alpha, {"log_u": e.alpha[:, :1]}),
+        ValueError,
+        r"the proposal for log_u of Average must have shape \(6, 2\), got \(6, 1\)",
+    ),
+    (lambda e, call: Estimate(0.0, e.proposals), TypeError, "alpha of Average must be a tensor, got float"),
+    (lambda e, call: call.hyper("gama"), KeyError, "'gama' is no hyper-parameter of Average, which has gamma"),
+]
+
+
+@pytest.mark.parametrize("mistake, kind, message", MISTAKES)
+def test_mistakes_of_authors_are_named(mistake, kind, message):
+    """The error names the class, what was expected and what came; nothing is deposited."""
+    est = compopt.ContrastiveEstimator(Average(9, mistake), compopt.FixedTemperature(0.1))
+    with pytest.raises(kind, match=message):
+        est(*torch.randn(2, 6, 4), torch.arange(6))
+    assert est.pending == 0
+    est.step()
+    assert est.t == 0
+
+
+def test_forgotten_proposals_of_other_parts_are_named():
+    """Test a temperature, and a part that is used alone."""
+    est = compopt.ContrastiveEstimator(Average(9), Kept(9))
+    with pytest.raises(ValueError, match=r"Kept must propose values for its columns \['tau'\], got proposals for \[\]"):
+        est(*torch.randn(2, 6, 4), torch.arange(6))
+    alone = Average(9)
+    batch = alone._read({"index": torch.arange(3)}, {"log_g": torch.zeros(3)})
+    for proposals, got in (({}, r"\[\]"), ({"log_v": torch.zeros(3, 1)}, r"\['log_v'\]")):
+        with pytest.raises(ValueError, match=rf"Average must propose .* got proposals for {got}"):
+            alone._deposit(batch, proposals)
+    with pytest.raises(ValueError, match=r"log_u of Average must have shape \(3, 1\), got \(3,\)"):
+        alone._deposit(batch, {"log_u": torch.zeros(3)})
+    assert alone.pending == 0
 
 
 def test_hooks_of_temperatures_under_their_former_names():

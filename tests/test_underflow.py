@@ -183,12 +183,16 @@ def test_a_network_stays_finite_with_a_policy_that_moves_its_targets(policy, tau
     if policy.mises_fisher is not None:
         z1, z2 = torch.randn(2, 64, 32, generator=g)
         z2 = torch.cat([z1[:1], z2[1:]])
-    est = compopt.NeuCLIPEstimator(32, tau=tau, prototypes=64, pairs=policy)
+    parts = ((compopt.NeuralNormalizer(32, 64), compopt.FixedTemperature(tau)) for _ in range(2))
+    est, again = (
+        compopt.ContrastiveEstimator(compopt.ResidualNormalizer(network, n=64), temperature, pairs=policy)
+        for network, temperature in parts
+    )
     est(z1, z2, torch.arange(64))
     est.step()
     state = est.state_dict()
     before = state["extra"]["normalizer"]["prototypes"].clone()
-    compopt.NeuCLIPEstimator(32, tau=tau, prototypes=64, pairs=policy).load_state_dict(state)
+    again.load_state_dict(state)
     est(z1, z2, torch.arange(64))
     est.step()
     assert (est.state_dict()["extra"]["normalizer"]["prototypes"] != before).any()

@@ -107,7 +107,7 @@ class Estimate:
 
     Attributes:
         alpha: log-normalizers, ``(B, A)`` for ``A`` directions of anchors, or ``(B, 1)``.
-        proposals: new values of the normalizer's columns, by name.
+        proposals: new values of all of the normalizer's columns, by name, in the shape of the columns.
         target: ``log(eps + ghat)``, ``(B, A)``, if ``alpha`` is not an average of it and the gradient ``G`` of a
             temperature depends on their difference.
         weight_alpha: replacement of ``alpha`` in the weights of the pairs, if candidates from outside the batch
@@ -352,6 +352,22 @@ class Component(Estimator, ABC):
         except RuntimeError as error:  # the owner is gone, or this is inside another part
             return f"{type(self).__name__} ({error})"
 
+    def checked(self, proposals: Mapping[str, Tensor], batch: Batch) -> Mapping[str, Tensor]:
+        """Return proposals for the rows of a batch; raise unless there is one for each of this part's columns."""
+        engine, kind = self._facts, type(self).__name__
+        own = {column.name for column in self.columns(engine.width, engine.dtype)}
+        if proposals.keys() != own:
+            raise ValueError(
+                f"{kind} must propose values for its columns {sorted(own)}, got proposals for {sorted(proposals)}; "
+                f"propose the committed values of a column that does not change"
+            )
+        for name, value in proposals.items():
+            _check_shape(f"the proposal for {name} of {kind}", value, batch.columns[name].shape)
+        return proposals
+
+    def _deposit(self, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None = None) -> None:
+        super()._deposit(batch, self.checked(proposals, batch), valid)
+
     # -- moving between compositions ---------------------------------------------------------------------------
 
     def meaning(self) -> dict[str, Any]:
@@ -534,6 +550,15 @@ class Normalizer(Component):
         deposited. Every rank gets the global batch and must return the same values.
         """
 
+    def estimated(self, call: Call) -> Estimate:
+        """Return the result of :meth:`estimate` after a check of its type and of the shape of ``alpha``."""
+        estimate, kind = self.estimate(call), type(self).__name__
+        if not isinstance(estimate, Estimate):
+            raise TypeError(f"estimate() of {kind} must return an Estimate, got {type(estimate).__name__}")
+        like = call.pairs.positive
+        _check_shape(f"alpha of {kind}", estimate.alpha, like.shape, (len(like), 1))
+        return estimate
+
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor | None:
@@ -634,6 +659,15 @@ class Temperature(Component):
         state that is not rows to :meth:`~compopt.estimator.Component.deposit_state`.
         """
         return {}
+
+
+def _check_shape(name: str, value: Any, *shapes: Sequence[int]) -> None:
+    """Raise unless a value that a part returned is a tensor with one of some shapes."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.shape not in shapes:
+        wanted = " or ".join(str(tuple(shape)) for shape in dict.fromkeys(map(tuple, shapes)))
+        raise ValueError(f"{name} must have shape {wanted}, got {tuple(value.shape)}")
 
 
 def temperatures_beside(part: Component) -> dict[str, Any]:

@@ -67,6 +67,17 @@ def plain_value(key: str, value: Any) -> Any:
     return float(value) if isinstance(value, Real) else value
 
 
+class Names(dict[str, str]):
+    """Mapping from a component's keys to keys in the groups; ``kind`` is the name of its class."""
+
+    def __init__(self, kind: str, names: Mapping[str, str]) -> None:
+        super().__init__(names)
+        self._kind = kind
+
+    def __missing__(self, key: str) -> str:
+        raise KeyError(f"{key!r} is no hyper-parameter of {self._kind}, which has {', '.join(self) or 'none'}")
+
+
 class Hyper:
     """Hyper-parameters of one component for the rows of one call.
 
@@ -162,7 +173,10 @@ class SampleGroups:
         self._components, self._mode = components, mode
         keys = [key for part in components.values() for key in part.own_defaults]
         self.names = {
-            role: {key: f"{role}.{key}" if keys.count(key) > 1 else key for key in part.own_defaults}
+            role: Names(
+                type(part).__name__,
+                {key: f"{role}.{key}" if keys.count(key) > 1 else key for key in part.own_defaults},
+            )
             for role, part in components.items()
         }
         self.defaults = self._joined({role: part.own_defaults for role, part in components.items()})

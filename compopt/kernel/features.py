@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -204,7 +205,8 @@ def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ten
     """Return ``value`` as a node of the graph of some tensors, passed in pairs with their gradients.
 
     Tensors that do not require a gradient are ignored; if none does, the result is ``value`` itself. Gradients are
-    cast to the tensors' dtypes after they are multiplied by the incoming gradient.
+    cast to the tensors' dtypes after they are multiplied by the incoming gradient. The result is NaN if a gradient is
+    not finite in the dtype of its tensor, without a synchronisation of the device.
 
     A backward pass with ``create_graph=True`` raises an error: the weights are estimates, and their derivative is not
     that of the objective.
@@ -212,5 +214,7 @@ def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ten
     wanted = [pair for pair in pairs if pair[0].requires_grad]
     if not wanted:
         return value
+    sums = (gradient.to(tensor.dtype).sum(dtype=value.dtype) for tensor, gradient in wanted)
+    value = value + 0 * reduce(torch.add, sums)  # 0 times inf is NaN
     tensors, gradients = zip(*wanted, strict=True)
     return _ClosedForm.apply((value, gradients), *tensors)

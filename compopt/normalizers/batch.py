@@ -68,4 +68,4 @@ class BatchNormalizer(Normalizer):
             total = F.softplus(log_sum, threshold=60.0) if include else log_sum
         else:
             total = F.softplus(log_sum, threshold=60.0).where(include > 0, log_sum)
-        return Estimate(total - call.pairs.log_count)
+        return Estimate(call.pairs.log_ghat if total is log_sum else total - call.pairs.log_count)

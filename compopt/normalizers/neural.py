@@ -32,7 +32,7 @@ from compopt.normalizers.network import (
     on_host,
     push,
 )
-from compopt.pairs import NO_POLICY
+from compopt.pairs import NO_POLICY, PairPolicy
 
 STORED_CHUNK = 1024  # anchors per chunk when stored() computes a whole data set
 
@@ -49,6 +49,9 @@ class NeuralNormalizer(Normalizer):
     (including the first), and when the queue is full for the first time, ``W`` is set to that queue. Then ``updates``
     steps are taken on this batch, and the updated network predicts ``alpha``. While the queue is not full, only as many
     prototypes as it has features are used. A call that deposits nothing (``eval()``) discards the result of its steps.
+
+    In a call ``alpha`` is at least ``log(eps + ghat) - log 30``, so that no anchor's weights sum to more than 30 if the
+    network does not follow the features, as at small temperatures. At usual temperatures the sums stay below 8.
 
     *Unimodal*: all views share one network, which approximates the features of all views; ``alpha`` is computed per
     view, or per pair of more than two (objective V1 of SogCLR).
@@ -92,7 +95,8 @@ class NeuralNormalizer(Normalizer):
 
     Raises:
         ValueError: dim or prototypes < 1, lr < 0, eps < 0, updates < 0, an unknown option; as part of an estimator,
-            fewer prototypes than ranks; at the call features of another dimension.
+            fewer prototypes than ranks, or a policy of pairs with ``hardness``, ``prior`` or ``mises_fisher``; at the
+            call features of another dimension.
         TypeError: an argument that must be a number or a flag; an optimizer that cannot train a network.
 
     References:
@@ -141,6 +145,15 @@ class NeuralNormalizer(Normalizer):
         if group["restart_every"] is not None:
             checks.count("restart_every", group["restart_every"])
 
+    def check_pairs(self, policy: PairPolicy) -> None:
+        super().check_pairs(policy)
+        for option in ("hardness", "prior", "mises_fisher"):
+            if (value := getattr(policy, option)) is not None:
+                raise ValueError(
+                    f"{option}={value!r} changes the terms that NeuralNormalizer predicts from unweighted prototypes; "
+                    f"leave it out, or take MovingAverageEstimator or ResidualNormalizer"
+                )
+
     def structure(self) -> dict[str, Any]:
         return {
             "dim": self.dim,
@@ -152,6 +165,9 @@ class NeuralNormalizer(Normalizer):
             "through_alpha": self.through_alpha,
             "seed": self.seed,
         }
+
+    def described(self) -> dict[str, Any]:
+        return {key: value for key, value in self.structure().items() if key not in ("objective", "architecture")}
 
     def shared_options(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer.options}
@@ -181,11 +197,12 @@ class NeuralNormalizer(Normalizer):
 
     def estimate(self, call: Call) -> Estimate:
         prediction, own = self.learn_from(call), call.batch.own
+        alpha = prediction.bounded
         return Estimate(
-            prediction.alpha,
+            alpha,
             target=prediction.target,
-            outside_wh=prediction.outside_wh(prediction.alpha) if self.through_alpha and call.pairs.moments else None,
-            through_alpha=partial(prediction.through_alpha, prediction.alpha, own) if self.through_alpha else None,
+            outside_wh=prediction.outside_wh(alpha) if self.through_alpha and call.pairs.moments else None,
+            through_alpha=partial(prediction.through_alpha, alpha, own) if self.through_alpha else None,
             metrics={"network_gap": partial(torch_functional.l1_loss, prediction.target, prediction.alpha)},
         )
 
@@ -339,7 +356,7 @@ class NeuralNormalizer(Normalizer):
                 from which prototypes restart; without candidates prototypes never restart.
 
         Returns:
-            ``alpha_i`` after the updates, ``(B,)``, without a graph.
+            ``alpha_i`` after the updates, bounded as in a call, ``(B,)``, without a graph.
 
         Raises:
             RuntimeError: this object is part of an estimator, which trains it.
@@ -359,7 +376,7 @@ class NeuralNormalizer(Normalizer):
             prediction = self._learn(observed, hyper.of_first_group(), engine.t, batch.depositing)
             if batch.depositing:
                 self._deposit(batch, {})
-            return prediction.alpha[:, 0][batch.own]
+            return prediction.bounded[:, 0][batch.own]
 
     @outside_of_graphs
     def predict(self, anchors: Tensor, tau: float | Tensor) -> Tensor:

@@ -138,6 +138,9 @@ class ResidualNormalizer(Normalizer):
     def structure(self) -> dict[str, Any]:
         return {**self.neural.structure(), "prediction": self.prediction, "first": self.first}
 
+    def described(self) -> dict[str, Any]:
+        return {**self.neural.described(), "prediction": self.prediction, "first": self.first}
+
     def shared_options(self) -> dict[str, Any]:
         return self.neural.shared_options()
 

@@ -222,7 +222,7 @@ class TemperatureDual(Temperature):
 
     @property
     def tau(self) -> Tensor:
-        """Committed global temperature, 0-d float64.
+        """Copy of the committed global temperature, 0-d float64.
 
         Raises:
             AttributeError: temperatures are individual; they are stored in rows.
@@ -231,7 +231,7 @@ class TemperatureDual(Temperature):
             raise AttributeError("individual temperatures are rows: est.read(index)['tau']")
         if self._owner is None:
             _ = self._facts  # creates the state when used alone
-        return self.state["tau"]
+        return self.state["tau"].clone()
 
     def constants(self) -> list[float] | None:
         return [float(self.tau)] * len(self.sample_groups) if self.mode == "global" else None
@@ -424,7 +424,7 @@ class TemperatureDual(Temperature):
         Communicates: nothing; with shards, as :meth:`read`.
         """
         if self.mode == "global":
-            return self.tau.clone()
+            return self.tau
         if index is None:
             raise TypeError("index is None; individual temperatures need data-set positions")
         tau = self.read(index)["tau"]

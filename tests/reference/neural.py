@@ -16,6 +16,7 @@ def unit(x):
 def equation_12(z1, z2, tau, weights, eps=0.0, rho=0.0):
     """Return the objective of NeuCLIP's eq. 12 on distinct samples, as one graph of features and temperatures.
 
+    No anchor's weights sum to more than 30.
     ``weights`` (D, m, d) are constants: one network per direction, or one for both views; ``tau`` is 0-d or (B, 2).
     """
     z, shared = [unit(z1), unit(z2)], len(weights) == 1
@@ -26,6 +27,8 @@ def equation_12(z1, z2, tau, weights, eps=0.0, rho=0.0):
         sums = [torch.exp((own @ side.T - positive[:, None]) / t[:, None]) for side in (candidates, unit(w))]
         g = (negative * sums[0]).sum(1) / negative.sum(1)
         alpha = torch.log(eps + sums[1].mean(1))
+        least = torch.log(eps + g) - math.log(30)  # a constant for the gradient
+        alpha = alpha + (torch.maximum(alpha, least) - alpha).detach()
         total = total + (t * (torch.exp(-alpha) * (eps + g) + alpha + rho - 1)).mean() / 2
     return total
 
@@ -140,7 +143,13 @@ class NeuralReference:
         if ref.train:
             self.pending = nets
         self.used = nets
-        return self.predictions(nets, anchors, taus, z), []
+        alphas = self.predictions(nets, anchors, taus, z)
+        self.after = list(alphas)
+        for k, (a, tau) in enumerate(zip(anchors, taus, strict=True)):
+            if a.h:  # no anchor's weights sum to more than 30
+                alphas[k] = max(alphas[k], math.log(self.eps + sum(a.terms(tau)) / len(a.h)) - math.log(30))
+        self.alpha_of = {(a.direction, a.position): alpha for a, alpha in zip(anchors, alphas, strict=True)}
+        return alphas, []
 
     def predictions(self, nets, anchors, taus, z):
         """Return alpha of every anchor by these networks."""
@@ -172,17 +181,16 @@ class NeuralReference:
 
     def surrogate(self, ref, anchors, taus, slopes):
         """Return the features' term through alpha: sum of slope (exp(-alpha)(eps + ghat) + alpha), ghat constant."""
-        return self.through(ref, self.used, anchors, taus, slopes) if self.through_alpha else 0.0
+        return self.through(ref, self.used, anchors, taus, slopes, self.alpha_of) if self.through_alpha else 0.0
 
-    def through(self, ref, nets, anchors, taus, slopes, value_of=None):
-        """Return this term for these networks; value_of: values of alpha, if they differ from theirs by a constant."""
+    def through(self, ref, nets, anchors, taus, slopes, value_of):
+        """Return this term for these networks; value_of: values of alpha, which differ from theirs by constants."""
         total = 0.0
         for a, tau, slope in zip(anchors, taus, slopes, strict=True):
             net = nets[a.direction % len(nets)]
             e = unit(ref.features[a.view][a.position])
             alpha = self.alpha(net, net["weights"], e, a.positive, tau)
-            if value_of is not None:
-                alpha = alpha + (value_of[(a.direction, a.position)] - alpha.detach())
+            alpha = alpha + (value_of[(a.direction, a.position)] - alpha.detach())
             ghat = sum(a.terms(tau)) / len(a.h)
             total = total + slope * (torch.exp(-alpha) * (self.eps + ghat) + alpha)
         return total
@@ -218,8 +226,8 @@ class ResidualReference:
 
     def alphas(self, ref, anchors, taus, rows):
         """Return alpha per anchor and the proposals (row, column, "u", value)."""
-        after, _ = self.network.alphas(ref, anchors, taus, rows)
-        predicted = self.network.before if self.prediction == "before" else after
+        self.network.alphas(ref, anchors, taus, rows)
+        predicted = self.network.before if self.prediction == "before" else self.network.after
         ratio = {}
         for a, tau, network in zip(anchors, taus, predicted, strict=True):
             ghat = sum(a.terms(tau)) / len(a.h)

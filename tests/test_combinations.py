@@ -1,0 +1,394 @@
+"""Every pair of options that can be combined equals a dense definition in float64, or is refused at once."""
+
+import inspect
+import math
+from dataclasses import dataclass, fields
+from typing import get_args
+
+import pytest
+import torch
+
+import compopt
+from compopt import PairPolicy
+from compopt.temperatures.dual import Mode
+from tests.database import BY_NAME
+from tests.helpers import features, generator, make, near
+from tests.reference import PolicyReference
+from tests.reference.pairs import anchors, unit_rows
+from tests.test_agreement import compare_forward
+
+KINDS = ("bimodal", "unimodal", "forward")
+BATCH, DIM, TAU, GAMMA = 6, 4, 0.4, 0.6
+ZERO = torch.zeros((), dtype=torch.float64)
+LABELS, KEY = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([0, 0, 0, 1, 1, 1])
+G = generator(80)
+EXTRA = torch.randn(BATCH, DIM, generator=G, dtype=torch.float64)
+GUIDES = torch.randn(4, BATCH, 3, generator=G, dtype=torch.float64)  # of three views, and of further candidates
+SHARES = 0.02 + 0.1 * torch.rand(BATCH, generator=G, dtype=torch.float64)
+WEIGHTS = torch.rand(BATCH, generator=G, dtype=torch.float64)
+TAUS = 0.3 + 0.2 * torch.rand(BATCH, 1, generator=G, dtype=torch.float64)
+
+# Options of a policy, arguments of a call and options of an estimator by name, each with what it needs besides.
+POLICY = {
+    "false_negatives": {"false_negatives": 0.1},
+    "guided": {"false_negatives": 0.1, "guided": True},
+    "spare_extra": {"false_negatives": 0.1, "spare_extra": True},
+    "hardness": {"hardness": 1.5},
+    "importance": {"hardness": 1.5, "importance": "differentiated"},
+    "prior": {"prior": "given"},
+    "mises_fisher": {"mises_fisher": 0.5},
+    "positives": {"positives": "labels"},
+    "inside": {"positives": "labels", "inside": True},
+    "targets": {"targets": 0.5},
+    "also": {"also": ("query_to_query", "document_to_query")},
+    "within": {"within": True},
+}
+CALL = {
+    "index2": {"index2": torch.tensor([0, 1, 2, 2, 4, 5])},
+    "labels": {"labels": LABELS},
+    "tau": {"tau": TAUS},
+    "extra": {"extra": EXTRA},
+    "extra_index": {"extra": EXTRA, "extra_index": torch.tensor([0, 9, 3, 1, 5, 8])},
+    "anchors": {"anchors": 2},  # of three views
+    "sample_weight": {"sample_weight": WEIGHTS},
+}
+OPTIONS = {
+    "normalize": {"normalize": False},
+    "multiply_tau": {"multiply_tau": False},
+    "chunk_size": {"chunk_size": 2},
+}
+FEATURES = {**POLICY, **CALL, **OPTIONS}
+# Covered by other tests: names of keys, what a policy requires, parts, and what does not change results.
+ELSEWHERE = {"z1", "z2", "index", "group", "pairs", "guide", "within", "teacher", "prior"}
+ELSEWHERE |= {"encode", "momentum_features"}  # test_mcmc, test_momentum: for samplers and memories only
+ELSEWHERE |= {"normalizer", "temperature", "mode", "directions", "scores", "sample_groups", "backend"}
+ELSEWHERE |= {"process_group", "offload", "offload_dir", "shard", "dtype"}
+
+
+def test_every_option_is_here():
+    call = inspect.signature(compopt.ContrastiveEstimator.__call__).parameters.keys() - {"self"}
+    options = inspect.signature(compopt.ContrastiveEstimator).parameters.keys()
+    assert {field.name for field in fields(PairPolicy)} == set(POLICY)
+    assert call | options == set(CALL) | set(OPTIONS) | ELSEWHERE
+
+
+@dataclass
+class Case:
+    """A combination: options of the policy, arguments of the call, options of the estimator."""
+
+    kind: str
+    policy: dict
+    given: dict
+    options: dict
+
+    @classmethod
+    def of(cls, kind, *names):
+        """Return the combination of some features."""
+        policy, given, options = ({} for _ in range(3))
+        for name in names:
+            for group, target in ((POLICY, policy), (CALL, given), (OPTIONS, options)):
+                target |= group.get(name, {})
+        options |= {"directions": "forward"} if kind == "forward" else {"mode": kind}
+        views, extra = 3 if "anchors" in given else 2, "extra" in given
+        if policy.get("guided"):
+            given["guide"] = [*GUIDES[:views], *([GUIDES[3]] if extra and not policy.get("spare_extra") else [])]
+        if policy.get("within"):
+            given["within"] = (KEY, KEY.flip(0)) if extra else KEY
+        if "targets" in policy:
+            given["teacher"] = [*GUIDES[:views]]
+        if policy.get("prior") == "given":
+            given["prior"] = SHARES
+        if policy.get("positives"):
+            given["labels"] = LABELS
+        return cls(kind, policy, given, options)
+
+    def views(self, seed):
+        """Return features of the modalities or views that require gradients."""
+        more = [features(BATCH, DIM, seed + 50)[0]] if "anchors" in self.given else []
+        return [z.requires_grad_() for z in (*features(BATCH, DIM, seed), *more)]
+
+    @property
+    def normalize(self):
+        return self.options.get("normalize", True)
+
+
+def expected_positive(case, a, rows, t):
+    """Replace the positive of an anchor by its expectation; all other features are candidates."""
+    labelled, key = "positives" in case.policy, case.given.get("within")
+    teacher = [unit_rows(x) if case.normalize else list(x) for x in case.given.get("teacher", ())]
+    others = range(len(rows)) if case.kind == "unimodal" else (1 - a.view,)
+    found, weights = [], []
+    for v in others:
+        for j in range(BATCH):
+            if (v, j) != (a.view, a.position) and (key is None or KEY[j] == KEY[a.position]):
+                found.append(rows[a.view][a.position] @ rows[v][j])
+                same = float(LABELS[j] == LABELS[a.position])
+                weights.append(same if labelled else math.exp(teacher[a.view][a.position] @ teacher[v][j] / 0.5))
+    s, w = torch.stack(found), torch.tensor(weights, dtype=torch.float64)
+    if case.policy.get("inside"):
+        a.positive = t * ((s[w > 0] / t).logsumexp(0) - math.log(w.sum()))
+    else:
+        a.positive = (s * w / w.sum()).sum()
+    outside = [(x, who) for x, who in zip(a.negatives, a.who, strict=True) if who[0] == "extra"]
+    if isinstance(key, tuple):
+        outside = [(x, who) for x, who in outside if key[1][who[1]] == KEY[a.position]]
+    a.negatives, a.who = [*found, *(x for x, _ in outside)], [None] * (len(found) + len(outside))
+    a.log_weights = [0.0] * len(a.negatives)
+
+
+def dense(case, z, tau):
+    """Return ``(anchor, tau, log ghat)`` of every anchor, with the graph; ``None`` without negatives."""
+    policy, given = case.policy, case.given
+    index, extra = list(range(BATCH)), given.get("extra")
+    keys = {name: given.get(name) for name in ("index2", "extra_index")} | {"group": given.get("labels")}
+    keys = {name: None if key is None else key.tolist() for name, key in keys.items()}
+    more = {"extra": extra, "count": given.get("anchors"), "also": policy.get("also", ())}
+    found = anchors(z, index, case.kind, case.normalize, **keys, **more)
+    expects = "positives" in policy or "targets" in policy
+    if not expects:
+        known = ("false_negatives", "guided", "spare_extra", "hardness", "also", "within")
+        reference = PolicyReference(**{name: policy[name] for name in known if name in policy})
+        within = given.get("within")
+        within = within if within is None or isinstance(within, tuple) else (within,)
+        reference.apply(found, given.get("guide"), within, case.normalize)
+    rows = [unit_rows(view) if case.normalize else list(view) for view in z]
+    result = []
+    for a in found:
+        t = tau if tau.dim() == 0 else tau[a.position, min(a.direction, tau.shape[1] - 1)]
+        if expects:
+            expected_positive(case, a, rows, t)
+        if not a.negatives:
+            result.append((a, t, None))
+            continue
+        s, b = torch.stack(a.negatives), torch.tensor(a.log_weights, dtype=torch.float64)
+        if "importance" in policy:
+            b = policy["hardness"] * s
+            b = b - b.logsumexp(0) + math.log(len(s))
+        log_g = ((s - a.positive) / t + b).logsumexp(0) - math.log(len(s))
+        if "prior" in policy:
+            pi = given["prior"][a.position]
+            log_g = torch.maximum((log_g.exp() - pi) / (1 - pi), ((-1 - a.positive) / t).exp()).log()
+        if "mises_fisher" in policy:
+            column = [other.positive.item() for other in found if other.direction == a.direction]
+            mean = sum(math.exp(x / policy["mises_fisher"]) for x in column) / BATCH
+            log_g = log_g + (math.exp(a.positive.item() / policy["mises_fisher"]) / mean - 1) * a.positive / t
+        result.append((a, t, log_g))
+    return result
+
+
+def evaluated(est, case, z, **more):
+    """Return the loss of a call."""
+    given = {"index": torch.arange(BATCH), **case.given, **more}
+    return est(*z, **given) if len(z) == 2 else est(torch.stack(z), **given)
+
+
+def same(loss, theirs, leaves, surrogate=None):
+    """Compare a value and its gradients; ``surrogate``: its gradients are those wanted, if not those of the value."""
+    near(loss, theirs, 1e-9, what="value")
+    wanted = torch.autograd.grad(theirs if surrogate is None else surrogate, leaves, allow_unused=True)
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    for got, want in zip(found, wanted, strict=True):
+        near(*(ZERO if x is None else x for x in (got, want)), 1e-8, atol=1e-10, what="gradient")
+
+
+def follow_pair(kind, *names):
+    """Compare a stateless estimator without the positive with the dense definition; return an error, or ``None``."""
+    case = Case.of(kind, *names)
+    z, extra = case.views(81), case.given.get("extra")
+    tau = case.given.pop("tau", torch.tensor(TAU, dtype=torch.float64)).clone().requires_grad_("inside" not in names)
+    leaves = [*z, *([tau] if tau.requires_grad else [])]
+    if extra is not None:
+        case.given["extra"] = extra.clone().requires_grad_()
+        leaves.append(case.given["extra"])
+    try:
+        parts = compopt.BatchNormalizer(), compopt.FixedTemperature(TAU)
+        est = compopt.ContrastiveEstimator(*parts, **case.options, pairs=PairPolicy(**case.policy))
+        loss = evaluated(est, case, z, tau=tau)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    terms = []
+    for a, t, log_g in dense(case, z, tau):
+        value = ZERO if log_g is None else t * log_g if est.multiply_tau else log_g
+        weight = case.given.get("sample_weight", torch.ones(BATCH))
+        terms.append(weight[a.position] / weight.mean() * value)
+    same(loss, torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in terms]).mean(), leaves)
+    return None
+
+
+# Options that exclude each other, in every kind, and options that exist in one kind only.
+ONE_POSITIVE = {*POLICY} - {"positives", "inside", "targets", "within"}
+EXCLUDED = [
+    (ONE_POSITIVE, {"positives", "inside", "targets"}),
+    ({"targets"}, {"positives", "inside"}),
+    ({"importance"}, {"also"}),
+    ({"prior"}, {"normalize"}),
+    ({"extra", "extra_index"}, {"anchors"}),
+]
+ONLY_IN = {"anchors": ("unimodal",), "also": ("forward",), "index2": ("bimodal", "forward")}
+
+
+def refused(kind, *pair):
+    """Return True for a pair of options that must be refused."""
+    if any(kind not in ONLY_IN.get(name, KINDS) for name in pair):
+        return True
+    return any((a in one and b in other) for one, other in EXCLUDED for a, b in (pair, pair[::-1]))
+
+
+@pytest.mark.covering()  # each first option daily in one kind
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", FEATURES)
+def test_pairs_of_options(first, kind):
+    names = list(FEATURES)
+    for second in names[names.index(first) :]:
+        error = follow_pair(kind, first, second)
+        assert (error is not None) == refused(kind, first, second), (first, second, error)
+
+
+# Normalizers with their log-normalizers, and those that a database entry with a reference stands for.
+NORMALIZERS = {
+    "batch": lambda: compopt.BatchNormalizer(include_positive=True),
+    "average, none": lambda: compopt.MovingAverageEstimator(BATCH, GAMMA, "none"),
+    "average, positive": lambda: compopt.MovingAverageEstimator(BATCH, GAMMA, "positive"),
+    "residual": lambda: compopt.ResidualNormalizer(compopt.NeuralNormalizer(DIM, 8, 0.1, 2), BATCH, GAMMA),
+    "network": lambda: compopt.NeuralNormalizer(DIM, 6, 0.2, 3, 3),
+    "memory": lambda: compopt.MemoryNormalizer(DIM, 14),
+    "chains": lambda: compopt.MCMCNegativeSampler(BATCH),
+    "sigmoid": compopt.SigmoidNormalizer,
+}
+TWINS = {"network": "neural", "memory": "memory"}
+EXPECTS = {"positives", "inside", "targets"}
+REFUSED = {
+    "batch": EXPECTS,
+    "average, none": set(),
+    "average, positive": set(),
+    "residual": EXPECTS,
+    "network": {"hardness", "importance", "prior", "mises_fisher"} | EXPECTS,
+    "memory": {"guided", "importance", "prior", "mises_fisher"} | EXPECTS,
+    "chains": set(POLICY),
+    "sigmoid": set(POLICY),
+}
+
+
+def log_normalizers(name, est, terms, old):
+    """Return the log-normalizer of each anchor from the batch's terms and the rows before, which are updated."""
+    if name == "batch":
+        return [torch.logaddexp(g, torch.full_like(g, -math.log(len(a.negatives)))) for a, _, g in terms]
+    alphas, shared = [est._last.alpha[a.position, a.direction] for a, _, _ in terms], est.mode == "unimodal"
+    rows = est.read(torch.arange(BATCH))
+    inner, outer = {}, []
+    for (a, t, g), alpha in zip(terms, alphas, strict=True):
+        column = 0 if shared else a.direction
+        shift = a.positive / t if name == "average, none" else ZERO
+        if name == "residual":  # minus the prediction of the network
+            shift = rows["log_ratio"][a.position, column] - alpha
+        inner.setdefault((a.position, column), []).append(g + shift)
+        outer.append(((a.position, column), shift))
+    for key, values in inner.items():
+        new = torch.stack(values).logsumexp(0) - math.log(len(values))
+        before = old.get(key, ZERO if name == "residual" else None)
+        if before is not None:
+            new = torch.logaddexp(before + math.log(1 - GAMMA), new + math.log(GAMMA))
+        old[key] = new.detach()
+    return [old[key] - shift for key, shift in outer]
+
+
+def follow_option(name, kind, option):
+    """Compare two steps of a normalizer under a policy with the definition; return an error, or ``None``."""
+    case = Case.of(kind, option)
+    policy, options = PairPolicy(**case.policy), {**case.options, "dtype": torch.float64}
+
+    def build(**more):
+        return compopt.ContrastiveEstimator(NORMALIZERS[name](), compopt.FixedTemperature(TAU), **options, **more)
+
+    try:
+        est = build(pairs=policy)
+    except ValueError as error:
+        with pytest.raises(ValueError):
+            evaluated(build(), case, case.views(82), pairs=policy)
+        return str(error)
+    if name in TWINS:
+        info = BY_NAME[TWINS[name]]
+        est, ref = make(info, kind, BATCH, tau=TAU, pairs=policy)
+        ref.policy = PolicyReference(**case.policy)
+        for seed in (82, 83):
+            batch = (*(z.detach() for z in case.views(seed)), torch.arange(BATCH))
+            compare_forward(info, est, ref, *batch, rtol=1e-9, **case.given)
+            est.step(), ref.step()
+        return None
+    old = {}
+    for seed in (82, 83):
+        z, tau = case.views(seed), torch.tensor(TAU, dtype=torch.float64)
+        loss = evaluated(est, case, z)
+        est.step()
+        terms, value, surrogate = dense(case, z, tau), 0.0, 0.0
+        for (a, t, g), alpha in zip(terms, log_normalizers(name, est, terms, old), strict=True):
+            value = value + t * alpha / len(terms)
+            outside = a.positive if name == "average, none" else ZERO  # s_ii in the outer function
+            surrogate = surrogate + (t * (g - alpha).detach().exp() * (g + outside / t) - outside) / len(terms)
+        same(loss, value, z, surrogate)
+    return None
+
+
+@pytest.mark.covering(all=True)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_every_normalizer_with_every_option(name, kind):
+    for option in POLICY:
+        error = follow_option(name, kind, option)
+        unknown = kind not in ONLY_IN.get(option, KINDS)
+        assert (error is not None) == (unknown or option in REFUSED[name]), (option, error)
+
+
+def test_every_normalizer_is_here():
+    exported = {cls for cls in vars(compopt).values() if inspect.isclass(cls) and issubclass(cls, compopt.Normalizer)}
+    assert exported - {compopt.Normalizer} == {type(build()) for build in NORMALIZERS.values()}
+
+
+DUAL = {"rho": 0.0, "lr": 0.0, "tau_init": TAU, "tau_min": 0.1, "tau_max": 1.0, "max_grad": 1e9, "beta": 1.0}
+TEMPERATURES = {
+    "individual": lambda: compopt.TemperatureDual(BATCH, **DUAL),
+    "global": lambda: compopt.TemperatureDual(None, **DUAL, mode="global"),
+    "learned": lambda: compopt.FixedTemperature(TAU, learn=True, dtype=torch.float64),
+    "tensor": lambda: compopt.FixedTemperature(torch.tensor(TAU, dtype=torch.float64, requires_grad=True)),
+}
+
+
+def mean_gradient(est, kind):
+    """Return the derivative of the last call's objective with respect to a temperature that all anchors share."""
+    if kind == "individual":
+        return est.read(torch.arange(BATCH))["tau_exp_avg"].mean()
+    if kind == "global":
+        return est.state_dict()["extra"]["temperature"]["exp_avg"]
+    if kind == "learned":
+        return est.temperature.log_inverse.grad / -TAU
+    return est.temperature.tensor.grad
+
+
+@pytest.mark.filterwarnings("ignore:the gradient of a learned temperature")
+@pytest.mark.covering(all=True)
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_every_normalizer_with_every_temperature(name, mode):
+    """All kinds follow the gradient of individual temperatures, which test_agreement compares with references."""
+    found = {}
+    for kind, temperature in TEMPERATURES.items():
+        if name == "sigmoid" and kind in ("individual", "global"):
+            with pytest.raises(ValueError, match="a sigmoid per pair has none"):
+                compopt.ContrastiveEstimator(NORMALIZERS[name](), temperature(), mode)
+            continue
+        est = compopt.ContrastiveEstimator(NORMALIZERS[name](), temperature(), mode, dtype=torch.float64)
+        found[kind] = []
+        for seed in (84, 85):
+            for leaf in (getattr(est.temperature, name, None) for name in ("log_inverse", "tensor")):
+                if leaf is not None:
+                    leaf.grad = None
+            est(*(z.requires_grad_() for z in features(BATCH, DIM, seed)), torch.arange(BATCH)).backward()
+            est.step()
+            found[kind].append(float(mean_gradient(est, kind)))
+    assert all(gradient == pytest.approx(found["tensor"], rel=1e-9) for gradient in found.values()), found
+
+
+def test_every_temperature_is_here():
+    exported = {cls for cls in vars(compopt).values() if inspect.isclass(cls) and issubclass(cls, compopt.Temperature)}
+    assert exported - {compopt.Temperature} == {type(build()) for build in TEMPERATURES.values()}
+    assert set(get_args(Mode)) == {"individual", "global"}
