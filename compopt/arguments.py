@@ -34,6 +34,7 @@ class Given:
 
     Attributes:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(b,)`` int64.
+        named: ``index`` was passed.
         own: the features of this rank.
         anchors: number of (leading) modalities or views that are anchors.
         tau: result of :func:`~compopt.checks.inputs.check_tau`; ``None``: the estimator's temperature.
@@ -50,6 +51,7 @@ class Given:
     """
 
     keys: dict[str, Tensor]
+    named: bool
     own: Features
     anchors: int
     tau: float | Tensor | None
@@ -178,9 +180,8 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
         further = None if extra is None else Features.of(extra, normalize=est.normalize)
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
-    return Given(
-        keys, own, directions, tau, further, positions, encoder, facts, policy, values, of_extra, momentum, weight
-    )
+    named, more = asked["index"] is not None, (further, positions, encoder)
+    return Given(keys, named, own, directions, tau, *more, facts, policy, values, of_extra, momentum, weight)
 
 
 def _check_keys(est: Called, asked: Mapping[str, Any], batch: int) -> dict[str, Tensor]:

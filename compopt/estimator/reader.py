@@ -48,21 +48,20 @@ class AsyncChecks:
             _, value, react = self._waiting.pop(0)
             react(int(value))
 
-    def two_samples(self, name: str, key: Tensor, known: Survey | None) -> Tensor | None:
-        """Refuse a global batch without two distinct samples; for keys on a device, return a flag and refuse later."""
-        if key.shape[0] < 2:
+    def two_samples(self, index: Tensor, known: Survey | None) -> Tensor | None:
+        """Refuse a global batch without two distinct samples; for an index on a device, return a flag, refuse later."""
+        if index.shape[0] < 2:
             raise ValueError(
-                f"the batch has {len(key)} samples on all ranks together; it needs at least two: if it is the last of "
-                f"an epoch, give its DataLoader drop_last=True"
+                f"the batch has {len(index)} samples on all ranks together; it needs at least two: if it is the last "
+                f"of an epoch, give its DataLoader drop_last=True"
             )
         if known is None:
-            flag = (key == key[0]).all()
+            flag = (index == index[0]).all()
             self.watch(flag.to(torch.int32), _refuse_batch)
             return flag
         if known.low == known.high:
             raise ValueError(
-                f"{'labels (or group)' if name == 'labels' else name} is {known.low} for the whole batch; a batch must "
-                f"have at least two distinct samples"
+                f"index is {known.low} for the whole batch; a batch must have at least two distinct samples"
             )
         return None
 
@@ -78,8 +77,8 @@ class AsyncChecks:
 def _refuse_batch(one_sample: int) -> None:
     if one_sample:
         raise ValueError(
-            "an index, index2 or labels (group) of an earlier call was one value for the whole batch (its loss was "
-            "NaN); a batch must have at least two distinct samples"
+            "an index of an earlier call was one value for the whole batch (its loss was NaN); a batch must have at "
+            "least two distinct samples"
         )
 
 
@@ -176,8 +175,8 @@ class BatchReader:
         block, everyone = self._gather(agreed, host_rows, fetch, own, values)
         batch = self._batch(agreed, there, everyone, rows, host_rows, block, bad, like, known["index"], depositing)
         if least == 2:
-            for name, key in agreed.keys.items():
-                batch.bad = _either(batch.bad, self.async_checks.two_samples(name, key, known[name]))
+            batch.bad = _either(batch.bad, self.async_checks.two_samples(agreed.keys["index"], known["index"]))
+        batch.alike = any(found is not None and found.low == found.high for found in known.values())
         return batch
 
     def look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:

@@ -23,6 +23,7 @@ from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.normalizers.network import (
     PREFIX,
+    WINDOW,
     AnchorLayout,
     FunctionalOptimizer,
     NetworkBatch,
@@ -48,6 +49,8 @@ class NeuralNormalizer(Normalizer):
     (including the first), and when the queue is full for the first time, ``W`` is set to that queue. Then ``updates``
     steps are taken on this batch, and the updated network predicts ``alpha``. While the queue is not full, only as many
     prototypes as it has features are used. A call that deposits nothing (``eval()``) discards the result of its steps.
+    A sample that is evaluated again before the commit (SAM, LBFGS) keeps its slots in the queue if its ``index`` is
+    passed, on the CPU.
 
     *Unimodal*: all views share one network, which approximates the features of all views; ``alpha`` is computed per
     view, or per pair of more than two (objective V1 of SogCLR).
@@ -201,10 +204,21 @@ class NeuralNormalizer(Normalizer):
         batch = NetworkBatch(
             layout, features, pairs.positive, call.tau, call.hyper("eps"), pairs.log_ghat, weight, plain
         )
-        return self._learn(batch, call.hyper.of_first_group(), call.t, call.training, predict_first)
+        lacking = pairs.lacking()
+        if lacking is not None:
+            batch.finite = batch.finite & ~lacking
+        rows = call.batch.host_rows if call.batch.named else None
+        names = rows if rows is None or not layout.shared else rows.repeat(len(features), 1)
+        return self._learn(batch, call.hyper.of_first_group(), call.t, call.training, predict_first, names)
 
     def _learn(
-        self, batch: NetworkBatch, hyper: Hyper, t: int, training: bool, predict_first: bool = False
+        self,
+        batch: NetworkBatch,
+        hyper: Hyper,
+        t: int,
+        training: bool,
+        predict_first: bool = False,
+        names: Tensor | None = None,
     ) -> Prediction:
         device = batch.features[0].device
         state = old = self._state_on(device, self.working_state(training))
@@ -212,7 +226,7 @@ class NeuralNormalizer(Normalizer):
         usable = device.type != "cpu" or bool(batch.finite)
         before = Prediction(batch, state) if predict_first and state["queue_place"].tolist()[1] > 0 else None
         if usable and batch.others.shape[1]:
-            new, restarted = push(state, batch.others, batch.finite, self.part, t, hyper("restart_every"))
+            new, restarted = push(state, batch.others, batch.finite, self.part, t, hyper("restart_every"), names)
             state = {**state, **new}
             if restarted and self.reset_optimizer:
                 state = {name: value for name, value in state.items() if not name.startswith(PREFIX)}
@@ -257,7 +271,7 @@ class NeuralNormalizer(Normalizer):
     def commit_state(self, found_inf: Tensor | None) -> None:
         if self._pending_state is None:
             return
-        new, self._pending_state = self._pending_state, None
+        new, self._pending_state = {k: v for k, v in self._pending_state.items() if k != WINDOW}, None
         self.state = new if found_inf is None else self._choose(found_inf == 0, new, self.state)
 
     def _choose(self, good: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
