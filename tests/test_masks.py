@@ -288,7 +288,7 @@ def some_without(group, name, mode, case, shard):
         warnings.simplefilter("ignore")
         for step in range(4):
             z1, z2 = (z[own] for z in features(12, 4, seed=step))
-            mine = {key: value[own] if key != "pairs" else value for key, value in given.items()} if step % 2 == 0 else {}
+            mine = {key: value if key == "pairs" else value[own] for key, value in given.items() if step % 2 == 0}
             trace.append(run(est, z1, z2, torch.arange(12)[own], **mine))
             est.step()
     return trace, est.t, snapshot(est, N)

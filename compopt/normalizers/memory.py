@@ -184,7 +184,7 @@ class MemoryNormalizer(Normalizer):
         pairs, directions, policy = call.pairs, call.pairs.directions, call.policy or NO_POLICY
         positive = pairs.positive[:, :directions]  # the first of each anchor
         z, keys = self._checked(call.batch.views), self._keys(call.batch)
-        state, left = self._seen(call, keys)
+        state, window = self._seen(call, keys)
         k = torch.stack(call.batch.momentum) if call.batch.momentum else z
         scale = scale_of(call.tau, positive, *positive.shape)
         mean = self._of_candidates(self._means(k))
@@ -214,7 +214,7 @@ class MemoryNormalizer(Normalizer):
             # a bad feature of a sample without pairs is in no sum, but in the mean; it must not enter the queue
             usable = all_finite(log_total + mean.sum() if pairs.may_lack_negatives else log_total)
             usable = usable if lacking is None else usable & ~lacking
-            self._keep(call.batch, state, left, k, mean, keys, usable)
+            self._keep(call.batch, state, window, k, mean, keys, usable)
         outside_wh: Tensor | None = None
         if pairs.mean_h is not None:
             dot = self._by_sample((weights * logits.masked_fill_(~included, 0)).sum(2), positive) / scale
@@ -243,21 +243,19 @@ class MemoryNormalizer(Normalizer):
             metrics={"queue_share": partial(torch.mean, share), "effective_negatives": effective},
         )
 
-    def _seen(self, call: Call, keys: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Return the queue for a batch, and a mask of the samples since the last commit without those of the batch.
+    def _seen(self, call: Call, keys: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the queue for a batch, and the samples since the last commit, without those of the batch.
 
-        The queue does not contain the samples that the mask leaves out, which the batch replaces. ``None``: there are
-        no samples since the last commit.
+        These are empty, or the newest of the queue with the flag ``kept``, in the form of a state.
         """
         device, batch = call.batch.rows.device, call.batch
         pending, state = self._state_on(device, call.training), self._state_on(device, False)
         if WINDOW + "keys" not in pending:
-            return pending, None
+            return pending, {}
         window = {name: pending[WINDOW + name] for name in state}
-        left = window["kept"]
         if batch.named:
             same = [keys[name][:, None] == window["keys"][row] for row, name in enumerate(KEYS[:2]) if name in keys]
-            left = left & ~torch.stack(same).all(0).any(0)
+            window["kept"] = window["kept"] & ~torch.stack(same).all(0).any(0)
         elif not self._warned:
             self._warned = True
             warn(
@@ -266,15 +264,18 @@ class MemoryNormalizer(Normalizer):
                 "their own samples in the second. If they have different samples (gradient accumulation), ignore this"
             )
         # those left out come first and are dropped; on a device the host does not know their number
-        order = torch.argsort(torch.cat([torch.ones_like(state["kept"]), left]).to(torch.uint8), stable=True)
+        order = torch.argsort(torch.cat([torch.ones_like(state["kept"]), window["kept"]]).to(torch.uint8), stable=True)
         joined = {name: torch.cat([old, window[name]], dim=_axis(old)) for name, old in state.items()}
-        return {name: value.index_select(_axis(value), order[-self.length :]) for name, value in joined.items()}, left
+        joined = {name: value.index_select(_axis(value), order) for name, value in joined.items()}
+        size = len(window["kept"])
+        window = {name: _newest(value, size) for name, value in joined.items()} | {"kept": window["kept"].sort().values}
+        return {name: _newest(value, self.length) for name, value in joined.items()}, window
 
     def _keep(
         self,
         batch: Batch,
         state: Mapping[str, Tensor],
-        left: Tensor | None,
+        window: Mapping[str, Tensor],
         k: Tensor,
         mean: Tensor,
         keys: Mapping[str, Tensor],
@@ -295,13 +296,10 @@ class MemoryNormalizer(Normalizer):
         before = self._state_on(usable.device, True)
         self._pending_state = pushed(state, entries, usable, before)
         entries["kept"] = usable.expand_as(entries["kept"])
-        if left is not None:
-            window = {name: before[WINDOW + name] for name in entries}
-            window["kept"] = torch.where(usable, left, window["kept"])
-            entries = {name: torch.cat([window[name], new], dim=_axis(new)) for name, new in entries.items()}
-        for name, new in entries.items():  # the newest suffice
-            first = max(0, new.shape[_axis(new)] - self.length)
-            self._pending_state[WINDOW + name] = new.narrow(_axis(new), first, new.shape[_axis(new)] - first)
+        for name, new in entries.items():
+            if window:
+                new = torch.cat([torch.where(usable, window[name], before[WINDOW + name]), new], dim=_axis(new))
+            self._pending_state[WINDOW + name] = _newest(new, self.length)
 
     def commit_state(self, found_inf: Tensor | None) -> None:
         if self._pending_state is not None:
@@ -480,3 +478,9 @@ def pushed(
 def _axis(value: Tensor) -> int:
     """Return the axis of slots, the second of several."""
     return min(1, value.dim() - 1)
+
+
+def _newest(value: Tensor, count: int) -> Tensor:
+    """Return the last slots, at most ``count``."""
+    size = value.shape[_axis(value)]
+    return value.narrow(_axis(value), max(0, size - count), min(size, count))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -439,12 +440,12 @@ def push(
     part: range,
     t: int,
     restart_every: int | None,
-    names: Tensor | None = None,
+    names: np.ndarray[Any, Any] | None = None,
 ) -> tuple[dict[str, Tensor], bool]:
     """Add features ``(D, P, d)`` of a batch, if it is ``usable``, and restart the prototypes if due.
 
-    A sample that has been added since the last commit keeps its slots; ``names`` are the positions of the samples on
-    the host, ``(P, R)``, or ``None`` if they are not known there.
+    A sample that has been added since the last commit keeps its slots; ``names`` are the positions of the samples in
+    both modalities, ``(P, 2)``, or ``None`` if they are not known on the host.
 
     Returns new values of ``prototypes`` and of the ring's entries (copies, since a batch may be discarded), and True
     after a restart: every ``restart_every`` commits, and when the ring is full for the first time.
@@ -454,15 +455,16 @@ def push(
     start, filled, restarted_at = state["queue_place"].tolist()
     window = state.get(WINDOW)
     if new.shape[1] >= width:
-        new, start, window = new[:, -width:], 0, None
+        new, start = new[:, -width:], 0
         names = None if names is None else names[-width:]
+        window = None if window is None else window[:0]  # all slots are replaced
     added = size = new.shape[1]
     # slices of slots, since a selection by mask would synchronise the host; the second slice wraps around
     runs = [(start, min(start + size, width), 0), (0, start + size - width, width - start)]
     if window is not None:
         runs, added, window = _replacing(window, [None] * size if names is None else names.tolist(), start, width)
     elif names is not None:
-        window = torch.cat([(torch.arange(size, device="cpu")[:, None] + start) % width, names], dim=1)
+        window = torch.from_numpy(np.column_stack([(np.arange(size) + start) % width, names]))
     now_filled = min(width, filled + added)
     restart = filled < width == now_filled
     if restart_every is not None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as torch_functional
 from torch import Tensor
@@ -207,8 +208,9 @@ class NeuralNormalizer(Normalizer):
         lacking = pairs.lacking()
         if lacking is not None:
             batch.finite = batch.finite & ~lacking
-        rows = call.batch.host_rows if call.batch.named else None
-        names = rows if rows is None or not layout.shared else rows.repeat(len(features), 1)
+        names, rows = None, call.batch.host_rows
+        if call.batch.named and rows is not None:  # two positions also without index2, which calls may differ in
+            names = np.tile(rows.numpy(), (len(features) if layout.shared else 1, 3 - rows.shape[1]))
         return self._learn(batch, call.hyper.of_first_group(), call.t, call.training, predict_first, names)
 
     def _learn(
@@ -218,7 +220,7 @@ class NeuralNormalizer(Normalizer):
         t: int,
         training: bool,
         predict_first: bool = False,
-        names: Tensor | None = None,
+        names: np.ndarray[Any, Any] | None = None,
     ) -> Prediction:
         device = batch.features[0].device
         state = old = self._state_on(device, self.working_state(training))

@@ -69,7 +69,7 @@ class NeuralReference:
         return torch.log(self.eps + torch.exp(log_g)) if self.eps else log_g
 
     def push(self, net, features, names, t, first):
-        """Add new features to the queue, in the slots that their samples have since the last commit; restart or fill."""
+        """Add new features to the queue, in the slots of their samples since the last commit; restart or fill."""
         before, known = len(net["slots"]), set(net["slots"])
         if first:
             net["owners"] = {}
