@@ -34,7 +34,6 @@ class Given:
 
     Attributes:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(b,)`` int64.
-        named: ``index`` was passed.
         own: the features of this rank.
         anchors: number of (leading) modalities or views that are anchors.
         tau: result of :func:`~compopt.checks.inputs.check_tau`; ``None``: the estimator's temperature.
@@ -47,11 +46,11 @@ class Given:
         of_extra: the same for the further candidates: ``guide``, ``(M, g)``, and ``within``, ``(M,)``.
         momentum: prepared features of a momentum encoder, ``(2, b, d)``, or ``None``.
         sample_weight: ``(b,)``, or ``None``.
+        named: ``index`` was passed.
         graph: autograd is enabled in the caller.
     """
 
     keys: dict[str, Tensor]
-    named: bool
     own: Features
     anchors: int
     tau: float | Tensor | None
@@ -64,6 +63,7 @@ class Given:
     of_extra: dict[str, Tensor]
     momentum: Tensor | None
     sample_weight: Tensor | None
+    named: bool
     graph: bool = field(default_factory=torch.is_grad_enabled)
 
     def wants(self, temperature: float | Tensor) -> bool:
@@ -180,8 +180,8 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
         further = None if extra is None else Features.of(extra, normalize=est.normalize)
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
-    named, more = asked["index"] is not None, (further, positions, encoder)
-    return Given(keys, named, own, directions, tau, *more, facts, policy, values, of_extra, momentum, weight)
+    named, checked = asked["index"] is not None, (policy, values, of_extra, momentum, weight)
+    return Given(keys, own, directions, tau, further, positions, encoder, facts, *checked, named)
 
 
 def _check_keys(est: Called, asked: Mapping[str, Any], batch: int) -> dict[str, Tensor]:

@@ -315,9 +315,9 @@ class ContrastiveEstimator(Estimator):
             IndexError: an index outside ``0 .. n - 1``; one on a device raises at a later call.
             TypeError: features that are not floating-point tensors, keys that are not integers, no ``index`` where
                 there are rows, ``extra_index`` without the arguments that it refers to.
-            ValueError: wrong shapes or devices, fewer than two samples or one index for all of them, ``tau`` <= 0 or
-                together with a learned temperature, ``encode`` or ``extra`` with a normalizer or a number of views that
-                does not support it, views or ``anchors`` in bimodal mode.
+            ValueError: wrong shapes or devices, fewer than two distinct samples (all have one ``index`` and, if passed,
+                one ``index2``), ``tau`` <= 0 or together with a learned temperature, ``encode`` or ``extra`` with a
+                normalizer or a number of views that does not support it, views or ``anchors`` in bimodal mode.
             RuntimeError: a transform, a tangent or a checkpointed function, see above; another rank, see the class.
 
         Communicates: see :class:`~compopt.ContrastiveEstimator`.
@@ -343,8 +343,8 @@ class ContrastiveEstimator(Estimator):
             with torch.no_grad():
                 used = batch.values.get("tau", temperature)
                 used = used.detach() if isinstance(used, Tensor) else used
-                pairs = self._pairs(batch, given, used, temperature)  # log-sum-exps
-                call = self._call(batch, pairs, used, given)
+                sums = self._pairs(batch, given, used, temperature)  # log-sum-exps
+                call = self._call(batch, sums, used, given)
                 if not self.normalizer.outside:
                     self._look_for_negatives(call, 0.0)
                 estimate = self.normalizer.estimate(call)  # alpha, proposed rows; a network learns here

@@ -155,6 +155,7 @@ ONE, WITHIN = torch.full((4,), 5), compopt.PairPolicy(within=True)
 WITHOUT = {
     "labels": {"labels": ONE},
     "index2": {"index2": ONE},
+    "index": {"index": [3] * 4, "index2": torch.arange(4) + 5},
     # each pair has equal values of one key
     "all keys": {"index": [3, 3, 4, 4], "index2": torch.tensor([5, 6, 5, 6]), "labels": torch.tensor([0, 1, 1, 0])},
     "within": {"within": torch.arange(4), "pairs": WITHIN},
@@ -224,6 +225,15 @@ def test_a_batch_without_negatives_changes_nothing(info, mode, case):
 def alike(one, other):
     """Return whether two snapshots are bitwise equal."""
     return one.keys() == other.keys() and all(bits(one[name]) == bits(other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", ["sogclr", "infonce", "memory", "emc2"])
+def test_one_pair_for_the_whole_batch_is_refused(name):
+    """Two samples are distinct if their index or their index2 differ."""
+    est, _ = make(BY_NAME[name], "bimodal", N)
+    with pytest.raises(ValueError, match="index is 5 and index2 is 5 for the whole batch.*two distinct samples"):
+        est(*features(4, 4, seed=0), ONE, ONE)
+    assert est.pending == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"offload": "cpu"}, {"offload": "disk"}], ids=str)

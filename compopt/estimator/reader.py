@@ -48,22 +48,26 @@ class AsyncChecks:
             _, value, react = self._waiting.pop(0)
             react(int(value))
 
-    def two_samples(self, index: Tensor, known: Survey | None) -> Tensor | None:
-        """Refuse a global batch without two distinct samples; for an index on a device, return a flag, refuse later."""
-        if index.shape[0] < 2:
+    def two_samples(self, keys: Mapping[str, Tensor], known: Mapping[str, Survey | None]) -> Tensor | None:
+        """Refuse a global batch without two distinct samples; for keys on a device, return a flag and refuse later.
+
+        A sample is an ``index`` or, if it is given, a pair of ``index`` and ``index2``.
+        """
+        given = [name for name in ROW_KEYS if name in keys]
+        if len(keys["index"]) < 2:
             raise ValueError(
-                f"the batch has {len(index)} samples on all ranks together; it needs at least two: if it is the last "
-                f"of an epoch, give its DataLoader drop_last=True"
+                f"the batch has {len(keys['index'])} samples on all ranks together; it needs at least two: if it is "
+                f"the last of an epoch, give its DataLoader drop_last=True"
             )
-        if known is None:
-            flag = (index == index[0]).all()
+        if any(found is not None and found.low < found.high for found in map(known.get, given)):
+            return None
+        hidden = [keys[name] for name in given if known[name] is None]
+        if hidden:
+            flag = torch.stack([(key == key[0]).all() for key in hidden]).all()
             self.watch(flag.to(torch.int32), _refuse_batch)
             return flag
-        if known.low == known.high:
-            raise ValueError(
-                f"index is {known.low} for the whole batch; a batch must have at least two distinct samples"
-            )
-        return None
+        values = " and ".join(f"{name} is {int(keys[name][0])}" for name in given)
+        raise ValueError(f"{values} for the whole batch; a batch must have at least two distinct samples")
 
     def watch_features(self, value: Tensor, *features: Tensor) -> None:
         """Warn about bad rows of prepared features ``(k, b, d)``; a finite ``value`` on the CPU rules them out."""
@@ -175,7 +179,7 @@ class BatchReader:
         block, everyone = self._gather(agreed, host_rows, fetch, own, values)
         batch = self._batch(agreed, there, everyone, rows, host_rows, block, bad, like, known["index"], depositing)
         if least == 2:
-            batch.bad = _either(batch.bad, self.async_checks.two_samples(agreed.keys["index"], known["index"]))
+            batch.bad = _either(batch.bad, self.async_checks.two_samples(agreed.keys, known))
         batch.alike = any(found is not None and found.low == found.high for found in known.values())
         return batch
 
