@@ -205,13 +205,11 @@ class NeuralNormalizer(Normalizer):
         batch = NetworkBatch(
             layout, features, pairs.positive, call.tau, call.hyper("eps"), pairs.log_ghat, weight, plain
         )
-        lacking = pairs.lacking()
-        if lacking is not None:
-            batch.finite = batch.finite & ~lacking
         names, rows = None, call.batch.host_rows
         if call.batch.named and rows is not None:  # two positions also without index2, which calls may differ in
             names = np.tile(rows.numpy(), (len(features) if layout.shared else 1, 3 - rows.shape[1]))
-        return self._learn(batch, call.hyper.of_first_group(), call.t, call.training, predict_first, names)
+        hyper, lacking = call.hyper.of_first_group(), pairs.lacking()
+        return self._learn(batch, hyper, call.t, call.training, predict_first, names, lacking)
 
     def _learn(
         self,
@@ -221,6 +219,7 @@ class NeuralNormalizer(Normalizer):
         training: bool,
         predict_first: bool = False,
         names: np.ndarray[Any, Any] | None = None,
+        lacking: Tensor | None = None,
     ) -> Prediction:
         device = batch.features[0].device
         state = old = self._state_on(device, self.working_state(training))
@@ -241,8 +240,9 @@ class NeuralNormalizer(Normalizer):
             state = {**state, **self.optimizer.run(state, hyper("lr"), hyper("updates"), gradient)}
         if device.type != "cpu":
             state = self._choose(batch.finite, state, old)
-        if training:
-            self._pending_state = state
+        if training:  # on the CPU, not without any negative
+            known = lacking is None or device.type == "cpu"
+            self._pending_state = state if known else self._choose(~lacking, state, old)
         return Prediction(batch, state, prototypes) if before is None else before
 
     def _check_dim(self, features: Tensor) -> None:
