@@ -190,9 +190,10 @@ def second_index(given: Given) -> str | None:
 
 @taken
 def labels(given: Given) -> str:
-    """Pass labels; two samples share a class if the batch has more than two."""
+    """Pass labels; two samples share a class if the batch has more than two, sometimes all do."""
     names = list(range(given.size()))
     names[0] = names[-1] if given.size() > 2 else names[0]
+    names = [7] * given.size() if given.rng.random() < 0.2 else names
     given.args[given.rng.choice(["labels", "group"])] = torch.tensor(names) - given.rng.randrange(3)
     return AGREE
 
@@ -366,11 +367,10 @@ def extreme_tau(given: Given) -> str:
 
 @spoiled
 def one_sample(given: Given) -> str | None:
-    """Give all samples of the batch the same index or the same class."""
-    name = given.rng.choice(["index", "labels"])
-    if name == "labels" and "group" in given.args:
+    """Give all samples of the batch the same index."""
+    if "index2" in given.args:
         return None
-    given.args[name] = torch.full((given.size(),), given.rng.randrange(TINY))
+    given.args["index"] = torch.full((given.size(),), given.rng.randrange(TINY))
     return REFUSE
 
 

@@ -46,6 +46,7 @@ class Given:
         of_extra: the same for the further candidates: ``guide``, ``(M, g)``, and ``within``, ``(M,)``.
         momentum: prepared features of a momentum encoder, ``(2, b, d)``, or ``None``.
         sample_weight: ``(b,)``, or ``None``.
+        named: ``index`` was passed.
         graph: autograd is enabled in the caller.
     """
 
@@ -62,6 +63,7 @@ class Given:
     of_extra: dict[str, Tensor]
     momentum: Tensor | None
     sample_weight: Tensor | None
+    named: bool
     graph: bool = field(default_factory=torch.is_grad_enabled)
 
     def wants(self, temperature: float | Tensor) -> bool:
@@ -179,9 +181,8 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
         further = None if extra is None else Features.of(extra, normalize=est.normalize)
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
-    return Given(
-        keys, own, directions, tau, further, positions, encoder, facts, policy, values, of_extra, momentum, weight
-    )
+    named, checked = asked["index"] is not None, (policy, values, of_extra, momentum, weight)
+    return Given(keys, own, directions, tau, further, positions, encoder, facts, *checked, named)
 
 
 def _shared(est: Called) -> list[Tensor]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 COUNT = "count"
-# Samples without an index are numbered from here on. The numbers distinguish samples within one batch only.
-FIRST_NAME = -(1 << 63) + (1 << 56)
-RANK_STRIDE = 1 << 40  # offset between the numbers of two ranks' samples; larger than any batch
+# Offset between the numbers of two ranks' samples if they have no index; larger than any batch. The numbers distinguish
+# samples within one batch only (Batch.named).
+RANK_STRIDE = 1 << 40
 
 
 @dataclass
@@ -40,6 +40,8 @@ class Batch:
         dtype: working dtype of the call.
         depositing: the call is in training mode with gradients enabled.
         sample_weight: weights of the samples as anchors, ``(B, 1)``, with mean one; ``None``: equal weights.
+        named: ``index`` was passed; otherwise its numbers are those of this batch only.
+        alike: it is known on the host that a key has one value for the whole batch.
     """
 
     keys: dict[str, Tensor]
@@ -57,6 +59,8 @@ class Batch:
     depositing: bool
     blank: dict[str, Tensor] = field(default_factory=dict)
     sample_weight: Tensor | None = None
+    named: bool = True
+    alike: bool = False
 
     @cached_property
     def _new(self) -> Tensor:

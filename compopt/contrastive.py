@@ -34,6 +34,7 @@ from compopt.estimator.engine import Engine
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.options import with_arguments_of
 from compopt.estimator.reader import ROW_KEYS, either
+from compopt.functional import Scalar
 from compopt.kernel.features import Encode, with_gradients, zero_or_nan
 from compopt.kernel.joined import Source
 from compopt.kernel.pairs import PairOptions, PairStatistics
@@ -113,10 +114,11 @@ class ContrastiveEstimator(Estimator):
         MemoryError, OSError: the memory or the disk has no room for the rows.
 
     Warns:
-        UserWarning: feature rows that are not finite, with their number; once each, a ``rho`` too large for a batch of
-            this size, and with normalised features a first temperature of 5 or more, if all samples share it and it is
-            known on the host, since it is probably a logit scale; with ``offload="disk"`` a disk with less room than
-            the table needs, or a file that was removed; and the warnings of :class:`~compopt.Estimator`.
+        UserWarning: feature rows that are not finite, with their number; once each, a batch in which no anchor has a
+            negative, a ``rho`` too large for a batch of this size, and with normalised features a first temperature of
+            5 or more, if all samples share it and it is known on the host, since it is probably a logit scale; with
+            ``offload="disk"`` a disk with less room than the table needs, or a file that was removed; and the warnings
+            of :class:`~compopt.Estimator`.
 
     Example:
         >>> import torch, compopt
@@ -188,7 +190,7 @@ class ContrastiveEstimator(Estimator):
         if pairs is not None:
             normalizer.check_pairs(pairs)  # again, now that sample_groups are known
         self._anchors = count  # directions that have anchors
-        self._settled: set[str] = set()  # warnings about the temperature that were given, or do not apply
+        self._settled: set[str] = set()  # warnings that were given, or do not apply
         self._at_first: int | None = None  # fingerprint of the learned parameters at the first call of several ranks
         self._shown: Mapping[str, Tensor | Callable[[], Tensor]] = {}
         self._last: Summary | None = None
@@ -243,7 +245,8 @@ class ContrastiveEstimator(Estimator):
                 ``est(views, index=index)``.
             index: data-set positions of the samples, ``(B,)`` integers, on the CPU (an index on CUDA is accepted; an
                 invalid one makes the loss NaN and raises at a later call). Samples with equal indices are never
-                negatives of each other. Optional if nothing is kept per sample and no sample repeats.
+                negatives of each other. Optional if nothing is kept per sample and no sample repeats. A memory needs it
+                if a batch is evaluated more than once per step (SAM, LBFGS).
             index2: positions in the second modality, if it has its own (several captions per image), ``(B,)``. They
                 select its rows; with ``directions="forward"``, where it has no rows, they identify equal candidates.
             group: an older name of ``labels``.
@@ -291,6 +294,11 @@ class ContrastiveEstimator(Estimator):
         a device such weights, and negative ones, make the loss NaN. Weights are gathered with the features: either all
         ranks pass them, or none.
 
+        *Anchors without negatives*, because keys or the policy exclude all candidates, contribute 0 to the value and to
+        all gradients, count in the mean, and deposit nothing. If no anchor has a negative, the loss is 0, its gradients
+        are zero, nothing is deposited, and the first such batch warns; :attr:`t` does not change (with keys on an
+        accelerator it does). The features in a memory are negatives too: a batch with one label has no others.
+
         *Views.* With ``V`` views the mean is over the ``V (V - 1)`` ordered pairs of anchor and positive view, or over
         ``anchors (V - 1)`` of them. All views of a sample are positives of each other and never negatives, so that
         ``|N_i| = V (B - 1)`` without repeats. All views share rows and temperatures, which are updated with the mean
@@ -311,9 +319,9 @@ class ContrastiveEstimator(Estimator):
             IndexError: an index outside ``0 .. n - 1``; one on a device raises at a later call.
             TypeError: features that are not floating-point tensors, keys that are not integers, no ``index`` where
                 there are rows, ``extra_index`` without the arguments that it refers to.
-            ValueError: wrong shapes or devices, fewer than two distinct samples, ``tau`` <= 0 or together with a
-                learned temperature, ``encode`` or ``extra`` with a normalizer or a number of views that does not
-                support it, views or ``anchors`` in bimodal mode.
+            ValueError: wrong shapes or devices, fewer than two distinct samples (all have one ``index`` and, if passed,
+                one ``index2``), ``tau`` <= 0 or together with a learned temperature, ``encode`` or ``extra`` with a
+                normalizer or a number of views that does not support it, views or ``anchors`` in bimodal mode.
             RuntimeError: a transform, a tangent or a checkpointed function, see above; another rank, see the class.
 
         Communicates: see :class:`~compopt.ContrastiveEstimator`.
@@ -345,8 +353,13 @@ class ContrastiveEstimator(Estimator):
             with torch.no_grad():
                 used = batch.values.get("tau", temperature)
                 used = used.detach() if isinstance(used, Tensor) else used
-                call = self._call(batch, self._pairs(batch, given, used, temperature), used, given)  # log-sum-exps
+                sums = self._pairs(batch, given, used, temperature)  # log-sum-exps
+                call = self._call(batch, sums, used, given)
+                if not self.normalizer.outside:
+                    self._look_for_negatives(call, 0.0)
                 estimate = self.normalizer.estimated(call)  # alpha, proposed rows; a network learns here
+                if self.normalizer.outside:
+                    self._look_for_negatives(call, estimate.outside_count)
                 objective = Objective(call, estimate, self.temperature.rho(hyper), self.multiply_tau)
                 value = self._value(objective, given)
                 if batch.depositing:
@@ -409,6 +422,7 @@ class ContrastiveEstimator(Estimator):
             values |= zip(("k1", "k2"), given.momentum, strict=True)
         more = 0 if given.extra is None else given.extra.unit.shape[1]
         batch = self._read(given.keys, values, given.facts, least=2, more=more)
+        batch.named = given.named
         if (shared := batch.values.pop("shared", None)) is not None:
             batch.bad = either(batch.bad, self._engine.async_checks.alike(shared))
         if self._engine.ranks.size == 1:
@@ -481,6 +495,31 @@ class ContrastiveEstimator(Estimator):
         engine, hyper, unimodal = self._engine, self._hyper("normalizer", batch), self.mode == "unimodal"
         return Call(batch, pairs, tau, hyper, self.chunk_size, encoder, engine.t, engine.pending, unimodal, policy)
 
+    def _look_for_negatives(self, call: Call, outside: Scalar) -> None:
+        """Let a batch in which no anchor has a negative deposit nothing, and warn, once, of the first one.
+
+        On a device the host does not wait: unless the keys on the host show that there is no negative, the state keeps
+        its values but ``t`` counts the batch.
+        """
+        pairs, lacking = call.pairs, call.pairs.lacking(outside)
+        if lacking is None:
+            return
+        if lacking.device.type == "cpu":
+            call.batch.depositing &= not bool(lacking)
+        elif call.batch.alike and not (pairs.whole or pairs.extra or self.normalizer.outside):
+            call.batch.depositing = False
+        if "negatives" not in self._settled:
+            self._engine.async_checks.watch(lacking.to(torch.int32), self._warn_negatives)
+
+    def _warn_negatives(self, lacking: int) -> None:
+        if lacking and "negatives" not in self._settled:
+            self._settled.add("negatives")
+            warn(
+                "no sample of a batch has a negative, because labels, index2 or the policy of pairs exclude all pairs: "
+                "its loss and gradients are 0, and it changes no state; if this happens often, use larger batches, or "
+                "check these arguments"
+            )
+
     def _value(self, objective: Objective, given: Given) -> Tensor:
         """Return the value, or NaN with a warning if a feature is not finite."""
         pairs, batch, unit = objective.pairs, objective.batch, given.own.unit
@@ -500,10 +539,13 @@ class ContrastiveEstimator(Estimator):
 
     def _propose(self, call: Call, hyper: Hyper, objective: Objective) -> None:
         """Deposit new rows and temperatures, except for anchors without any negative (index2, labels)."""
-        pairs, batch = objective.pairs, call.batch
+        pairs, batch, outside = objective.pairs, call.batch, objective.estimate.outside_count
         moved: Mapping[str, Tensor] = {}
         if self.temperature.learns:
-            moved = self.temperature.proposals(replace(call, hyper=hyper), objective.tau_gradients())
+            gradient, lacking = objective.tau_gradients(), pairs.lacking(outside)
+            if lacking is not None:  # only on a device: a gradient that is not finite moves no temperature
+                gradient = gradient.masked_fill(lacking, torch.nan)
+            moved = self.temperature.proposals(replace(call, hyper=hyper), gradient)
         proposals = {
             **self.normalizer.checked(objective.estimate.proposals, batch),
             **self.temperature.checked(moved, batch),
@@ -513,7 +555,7 @@ class ContrastiveEstimator(Estimator):
             proposals |= self.scores.checked(scored, batch)
         valid: Tensor | None = None
         if pairs.may_lack_negatives and isinstance(pairs.count, Tensor):
-            valid = pairs.count > 0
+            valid = pairs.count + outside > 0
             valid = valid.all(dim=1, keepdim=True) if call.unimodal else valid
         self._deposit(batch, proposals, valid)
 

@@ -56,7 +56,11 @@ class Objective:
 
     def value(self) -> Tensor:
         """Return the objective, 0-d."""
-        return self._of_sample(self.pairs.real(self.tau * self._level if self.multiply_tau else self.alpha)).mean()
+        return self._of_sample(self._real(self.tau * self._level if self.multiply_tau else self.alpha)).mean()
+
+    def _real(self, per_anchor: Tensor) -> Tensor:
+        """Set values of anchors without negatives, in the batch or outside of it, to zero."""
+        return self.pairs.real(per_anchor, self.estimate.outside_count)
 
     def _of_sample(self, value: Any) -> Any:
         """Multiply values per anchor by the weights of the samples; without weights return ``value`` itself."""
@@ -81,7 +85,7 @@ class Objective:
             sum_wh = sum_wh - (estimate.positive_weight - self._sum_weights) * pairs.positive
         if estimate.target is not None and self.multiply_tau:
             level = level + (estimate.target - estimate.alpha).expm1_()
-        return self._of_sample(pairs.real(F.temperature_gradient(level, 0.0, sum_wh, self.tau, self.multiply_tau)))
+        return self._of_sample(self._real(F.temperature_gradient(level, 0.0, sum_wh, self.tau, self.multiply_tau)))
 
     def temperature_gradient(self, tau: Tensor) -> tuple[Tensor, Tensor]:
         """Return a temperature with a graph, and its gradient: the mean of ``G``, summed to the temperature's shape.
@@ -123,7 +127,7 @@ class Objective:
         like = self.pairs.positive
         slope = (self.tau if self.multiply_tau else 1.0) / like.numel()
         slope = slope.to(like.dtype) if isinstance(slope, Tensor) else like.new_full((), slope)
-        return self._of_sample(self.pairs.real(slope.expand_as(like)))
+        return self._of_sample(self._real(slope.expand_as(like)))
 
     def _weighted(self) -> tuple[Tensor, Tensor | None]:
         """Return ``sum_i (tau_i w_ij / A B) grad h_ij``, weighted, for this rank's features and further candidates."""

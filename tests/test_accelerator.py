@@ -197,3 +197,44 @@ def test_an_object_alone(kind, offload, tmp_path):
     same([[value.cpu().double() for (value,) in found]], [[value.double() for (value,) in expected]])
     torch.testing.assert_close(four.state(there), four.state(here), rtol=1e-4, atol=1e-5)
     assert there.device.type == ("cpu" if offload else DEVICE.type)
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("name", ["sogclr", "isogclr", "fastclip-v3", "neuclip", "residual", "emc2", "memory"])
+def test_a_batch_of_one_label_waits_for_nobody_and_changes_nothing(name, where):
+    """Its loss and gradients are 0; if the host cannot know it, ``t`` and the network's counters there count it."""
+    est = BUILD[name](**KINDS["bimodal"]).to(DEVICE)
+    if name != "memory":  # whose features would be negatives
+        train(est, DEVICE, range(2))
+    before, t = est.state_dict(), est.t
+    labels = torch.full((B,), 3).to(DEVICE if where == "device" else "cpu")
+    with pytest.warns(UserWarning, match="no sample of a batch has a negative"):
+        for seed in (3, 4):
+            given = batch(seed, DEVICE)
+            with quiet():
+                found = one_step(est, *given, labels=labels)
+            synchronize()
+    assert not any(value.count_nonzero() for value in found)
+    known = where == "host" and name != "memory"
+    assert est.t == t + (0 if known else 2)
+    after = est.state_dict()
+    states = [(before["rows"], after["rows"]), *((old, after["extra"][role]) for role, old in before["extra"].items())]
+    changed = {key for old, new in states for key in old if not torch.equal(old[key], new[key].to(old[key].device))}
+    assert changed <= (set() if known else {"queue_place", "optimizer.prototypes.step"})
+
+
+def test_a_memory_on_the_device_replaces_the_samples_of_a_window():
+    """Repeated evaluations wait for nobody, and leave the memory that one evaluation leaves on the CPU."""
+    here, there = compopt.MemoryEstimator(D, 3 * B), compopt.MemoryEstimator(D, 3 * B).to(DEVICE)
+    for seed in range(5):
+        one_step(here, *batch(seed))
+        z1, z2, index = batch(seed, DEVICE)
+        place = index.to(DEVICE) if seed == 2 else index
+        synchronize()
+        with quiet():
+            for _ in range(2):
+                there(z1, z2, place).backward()
+            there.step()
+    one, other = (est.state_dict()["extra"]["normalizer"] for est in (here, there))
+    assert all(torch.equal(one[name], other[name].cpu()) for name in ("keys", "kept"))
+    same([[one["queue"]]], [[other["queue"]]])

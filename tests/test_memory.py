@@ -1,11 +1,17 @@
 """The memory of past features: eviction, excluded candidates and balanced gradients."""
 
+import warnings
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import compopt
-from tests.helpers import features, run
+from tests.database import memory
+from tests.helpers import bits, compare_state, features, make, near, run
+from tests.pool import the_pool
+from tests.test_agreement import compare_forward
 
 D = 4
 MODES = ("bimodal", "unimodal", "forward")
@@ -188,3 +194,172 @@ def test_the_queue_of_features_that_are_not_normalised_is_refused_by_an_estimato
         unit.normalizer.load_state_dict(raw.normalizer.state_dict())
     alike = compopt.MemoryEstimator(4, 8)
     unit.normalizer.load_state_dict(alike.normalizer.state_dict())
+
+
+# -- batches without negatives, several evaluations per step, keys ---------------------------------------------------
+
+
+def compared(mode, steps, length=14, **options):
+    """Run an estimator and its twin; ``steps`` are lists of calls (features, index, options), a commit after each."""
+    info = memory("memory", length=length, dual=options.pop("dual", None))
+    est, ref = make(info, mode, 40, tau=0.3)
+    for calls in steps:
+        for z, index, given in calls:
+            compare_forward(info, est, ref, *z, index, **given)
+        est.step(), ref.step()
+        compare_state(est, ref, 40, info)
+        slots = [keys[0] for keys, _ in ref.normalizer.slots]
+        assert est.normalizer.state["keys"][0, -len(slots) :].tolist() == slots
+    return est
+
+
+@pytest.mark.parametrize("labels", [[3] * 6, [3, 3, 3, 3, 3, 1], [1, 2, 1, 2, 1, 2]], ids=str)
+@pytest.mark.parametrize("dual", [None, "individual"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_of_one_label_has_the_memory_as_its_negatives(mode, dual, labels):
+    """Also if only some anchors have no negatives in the batch; slots of that label are none."""
+    first = (features(6, D, seed=0), torch.arange(6), {"group": torch.arange(6) % 3})
+    batch = (features(6, D, seed=1), torch.arange(10, 16), {"group": torch.tensor(labels)})
+    again = (features(6, D, seed=2), torch.arange(20, 26), {"group": torch.tensor(labels)})
+    est = compared(mode, [[first], [batch], [again]], dual=dual)
+    loss, g1, _ = run(est, *batch[0], batch[1] + 20, labels=torch.tensor(labels))
+    assert loss != 0 and g1.abs().sum(1).all()
+
+
+@pytest.mark.parametrize("evaluations", [2, 10])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_evaluation_is_the_first_one(mode, evaluations):
+    """Closures (SAM, LBFGS) do not change the loss, nor the slots: the memory is that of one evaluation per step."""
+    once, often = build(mode, length=20), build(mode, length=20)
+    for step in range(5):
+        batch = (*features(8, D, seed=step), torch.arange(8) + 8 * step)
+        wanted = run(once, *batch)
+        for _ in range(evaluations):
+            found = run(often, *batch)
+            assert all(bits(a) == bits(b) for a, b in zip(found, wanted, strict=True))
+        once.step(), often.step()
+    one, other = (est.state_dict()["extra"]["normalizer"] for est in (once, often))
+    assert one["keys"][0].unique().numel() == 20 and all(bits(one[name]) == bits(other[name]) for name in one)
+
+
+def windows(mode):
+    """Return windows of 1 to 4 calls whose batches overlap, with repeats within a batch; image 5 has two captions."""
+    generator = torch.Generator().manual_seed(4)
+    steps, seed = [], 0
+    for calls in (1, 3, 2, 4, 2):
+        steps.append([])
+        for _ in range(calls):
+            index = torch.randint(0, 9, (6,), generator=generator)
+            index[0] = (index[1] + 1) % 9
+            index2 = index + 20 * torch.randint(0, 2, (6,), generator=generator)
+            given = {} if mode == "unimodal" else {"index2": index2}
+            steps[-1].append((features(6, D, seed=seed), index, given))
+            seed += 1
+    return steps
+
+
+@pytest.mark.parametrize("length", [4, 14, 40])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sample_of_a_window_replaces_its_own_slots(mode, length):
+    """The newest features of a sample are kept, at the end of the queue; other captions are other samples."""
+    compared(mode, windows(mode), length)
+
+
+def in_windows(group, mode, keyed):
+    """Run the windows on this rank's part of each batch; return losses, gradients and the state."""
+    est = compopt.MemoryEstimator(
+        D, 14, tau=0.5, dtype=torch.float64, process_group=group, mode="unimodal" if mode == "unimodal" else "bimodal"
+    )
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    own, trace = slice(rank * 6 // ranks, (rank + 1) * 6 // ranks), []
+    for calls in windows(mode):
+        for z, index, given in calls:
+            given = {name: value[own] for name, value in given.items()} if keyed else {}
+            trace.append(run(est, *(side[own] for side in z), index[own], **given))
+        est.step()
+    return trace, est.state_dict()["extra"]["normalizer"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+def test_ranks_replace_the_same_slots(mode, ranks):
+    whole, state = in_windows(None, mode, True)
+    answers = the_pool().run(in_windows, ranks, mode, True)
+    for step, want in enumerate(whole):
+        parts = [trace[step] for trace, _ in answers]
+        near(parts[0][0], want[0], 1e-11)
+        near(torch.cat([part[1] for part in parts]) / ranks, want[1], 1e-10)
+    for _, own in answers:
+        assert torch.equal(own["keys"], state["keys"]) and torch.equal(own["kept"], state["kept"])
+        near(own["queue"], state["queue"], 1e-11)
+
+
+def test_sam_and_lbfgs_fill_the_memory_once():
+    """With an index every slot has its own sample, and losses of one closure at one point are equal."""
+    est, model = build(length=24), torch.nn.Linear(D, D, dtype=torch.float64)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5, line_search_fn="strong_wolfe")
+    est.attach(optimizer)
+    for step in range(4):
+        z, index, count = features(8, D, seed=step), torch.arange(8) + 8 * step, est.pending
+
+        def closure(z=z, index=index):
+            optimizer.zero_grad()
+            loss = est(model(z[0]), z[1], index)
+            loss.backward()
+            return loss
+
+        assert closure() == closure() and est.pending == count + 2
+        optimizer.step(closure)
+    assert est.t == 4 and sorted(est.normalizer.state["keys"][0].tolist()) == list(range(8, 32))
+
+
+def test_a_second_evaluation_without_an_index_warns():
+    """Once, in the second call since a step; the state is unchanged if the warning is an error."""
+    est = build()
+    z = features(8, D, seed=0)
+    run(est, *z, None)
+    with pytest.warns(UserWarning, match="SAM, LBFGS.*pass their index"):
+        run(est, *z, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(est, *z, None)
+        est.step()
+        for step in range(3):
+            run(est, *z, torch.arange(8) + 8 * step)
+            run(est, *z, torch.arange(8) + 8 * step)
+
+
+def test_a_bad_evaluation_keeps_the_features_of_the_good_one():
+    est, z, index = build(), features(8, D, seed=0), torch.arange(8)
+    run(est, *z, index)
+    bad = z[0].clone()
+    bad[3] = torch.nan
+    with pytest.warns(UserWarning, match="finite"):
+        run(est, bad, z[1], index)
+    est.step()
+    other = build()
+    run(other, *z, index)
+    other.step()
+    one, two = (e.state_dict()["extra"]["normalizer"] for e in (est, other))
+    assert all(bits(one[name]) == bits(two[name]) for name in one)
+
+
+LEAST, MOST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+FAR = [LEAST, LEAST + 1, LEAST + 2, LEAST + (1 << 55), LEAST + (1 << 56) - (1 << 40), -1, 0, MOST]
+
+
+@pytest.mark.parametrize("name", ["index", "index2", "labels"])
+@pytest.mark.parametrize("first", FAR)
+def test_every_integer_is_a_key(name, first):
+    """A key may be any hash: also next to the least one an old feature is no negative of its own sample."""
+    plain, far = torch.arange(8) * 1001 + 1, torch.arange(8) * 1001 + 1
+    far[2] = first
+    traces = []
+    for keys in (plain, far):
+        est, trace = build(length=8), []
+        for step in range(3):
+            given = {"index": torch.arange(8) + 100 * (step + 1), name: keys}
+            trace += map(bits, run(est, *features(8, D, seed=step), **given))
+            est.step()
+        traces.append(trace)
+    assert traces[0] == traces[1]

@@ -109,6 +109,42 @@ def test_a_step_that_a_device_skips_leaves_the_network_as_it_was():
     assert extra(est)["optimizer.prototypes.sum"].max() < 1e9
 
 
+def queues(group, kind, mode, evaluations):
+    """Fill a queue with 3 of 5 batches per step, each evaluated several times; return it, and its counters."""
+    neural = compopt.NeuralNormalizer(D, prototypes=20, updates=0, restart_every=3)
+    normalizer = neural if kind == "neural" else compopt.ResidualNormalizer(neural, 50)
+    kind = {"directions": "forward"} if mode == "forward" else {"mode": mode}
+    est = compopt.ContrastiveEstimator(normalizer, compopt.FixedTemperature(0.2), process_group=group, **kind)
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    for step in range(3):
+        for again in range(evaluations):
+            for part in range(2):
+                own = slice(rank * 4 // ranks, (rank + 1) * 4 // ranks)
+                index = torch.tensor([[0, 1, 2, 3], [4, 3, 5, 6]][part if again == 0 else 1 - part]) + 7 * step
+                z = features(7, D, seed=step, dtype=torch.float32)
+                z1, z2 = (side[index[own] - 7 * step] for side in z)
+                run(est, z1, z2, index[own], **({"index2": index[own]} if again and mode == "bimodal" else {}))
+        est.step()
+    state = est.state_dict()["extra"]["normalizer"]
+    return state["queue"], state["queue_place"], state["queue_active"]
+
+
+@pytest.mark.parametrize("kind", ["neural", "residual"])
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal", "forward"])
+def test_a_sample_keeps_its_slots_until_the_commit(mode, kind):
+    """Further evaluations, in any order, add no copies: the queue has each sample of a step once."""
+    once, often, more = (queues(None, kind, mode, count) for count in (1, 2, 9))
+    for name, one, two, three in zip(("queue", "place", "active"), once, often, more, strict=True):
+        assert torch.equal(one, two) and torch.equal(one, three), name
+    queue = once[0].flatten(0, 1)
+    distinct = queue[queue.any(1)].unique(dim=0)
+    assert len(distinct) == int(once[2].sum()) * len(once[0])
+    for ranks in (2, 3):
+        for other in the_pool().run(queues, ranks, kind, mode, 2):
+            for one, two in zip(once, other, strict=True):
+                near(two, one, 1e-6, atol=1e-6)
+
+
 def test_a_batch_that_cannot_be_used_leaves_its_restart_to_the_next():
     est = network(restart_every=3, updates=0)
     for seed in range(3):

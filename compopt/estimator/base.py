@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from compopt import checks
-from compopt.batch import COUNT, FIRST_NAME, RANK_STRIDE, Batch
+from compopt.batch import COUNT, RANK_STRIDE, Batch
 from compopt.checks.context import in_backward, in_checkpoint, outside_of_graphs
 from compopt.checks.inputs import check_vector
 from compopt.data.prefetch_loader import PrefetchLoader
@@ -235,7 +235,7 @@ class Estimator:
             return check_vector("index", index, count)
         if self.n is not None:
             raise TypeError(f"index is None; pass data-set positions: {type(self).__name__} has rows for n={self.n}")
-        return torch.arange(count, device="cpu") + (FIRST_NAME - (self._engine.ranks.rank + 1) * RANK_STRIDE)
+        return torch.arange(count, device="cpu") + (self._engine.ranks.rank + 1) * RANK_STRIDE
 
     def _look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
         """Read committed rows outside of a call, with the device and dtype of ``like``; collective on shards."""

@@ -113,6 +113,8 @@ class Estimate:
         weight_alpha: replacement of ``alpha`` in the weights of the pairs, if candidates from outside the batch
             contribute to an anchor's weights.
         outside_wh: ``sum w h`` over candidates from outside the batch, ``(B, A)``; for the gradient of temperatures.
+        outside_count: number of negatives from outside the batch, ``(B, A)``; an anchor with any contributes to the
+            value even if it has no negative in the batch.
         weights: weights of the pairs, if they are not ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
         positive_weight: weight of each anchor's positive, a number or ``(B, A)``, if it is not ``sum_j w_ij``.
         through_alpha: function ``f(slope, gradient)`` that adds, in place, the gradient through ``alpha`` to that of
@@ -129,6 +131,7 @@ class Estimate:
     target: Tensor | None = None
     weight_alpha: Tensor | None = None
     outside_wh: Tensor | None = None
+    outside_count: Scalar = 0.0
     weights: SampledPairs | None = None
     positive_weight: Scalar | None = None
     through_alpha: Callable[[Tensor, Tensor | None], None] | None = None

@@ -49,23 +49,26 @@ class AsyncChecks:
             _, value, react = self._waiting.pop(0)
             react(int(value))
 
-    def two_samples(self, name: str, key: Tensor, known: Survey | None) -> Tensor | None:
-        """Refuse a global batch without two distinct samples; for keys on a device, return a flag and refuse later."""
-        if key.shape[0] < 2:
+    def two_samples(self, keys: Mapping[str, Tensor], known: Mapping[str, Survey | None]) -> Tensor | None:
+        """Refuse a global batch without two distinct samples; for keys on a device, return a flag and refuse later.
+
+        A sample is an ``index`` or, if it is given, a pair of ``index`` and ``index2``.
+        """
+        given = [name for name in ROW_KEYS if name in keys]
+        if len(keys["index"]) < 2:
             raise ValueError(
-                f"the batch has {len(key)} samples on all ranks together; it needs at least two: if it is the last of "
-                f"an epoch, give its DataLoader drop_last=True"
+                f"the batch has {len(keys['index'])} samples on all ranks together; it needs at least two: if it is "
+                f"the last of an epoch, give its DataLoader drop_last=True"
             )
-        if known is None:
-            flag = (key == key[0]).all()
+        if any(found is not None and found.low < found.high for found in map(known.get, given)):
+            return None
+        hidden = [keys[name] for name in given if known[name] is None]
+        if hidden:
+            flag = torch.stack([(key == key[0]).all() for key in hidden]).all()
             self.watch(flag.to(torch.int32), _refuse_batch)
             return flag
-        if known.low == known.high:
-            raise ValueError(
-                f"{'labels (or group)' if name == 'labels' else name} is {known.low} for the whole batch; a batch must "
-                f"have at least two distinct samples"
-            )
-        return None
+        values = " and ".join(f"{name} is {int(keys[name][0])}" for name in given)
+        raise ValueError(f"{values} for the whole batch; a batch must have at least two distinct samples")
 
     def alike(self, values: Tensor) -> Tensor:
         """Return a flag on the device: values ``(B, k)`` that all samples share differ; refuse them later."""
@@ -92,8 +95,8 @@ class AsyncChecks:
 def _refuse_batch(one_sample: int) -> None:
     if one_sample:
         raise ValueError(
-            "an index, index2 or labels (group) of an earlier call was one value for the whole batch (its loss was "
-            "NaN); a batch must have at least two distinct samples"
+            "an index of an earlier call was one value for the whole batch (its loss was NaN); a batch must have at "
+            "least two distinct samples"
         )
 
 
@@ -199,8 +202,8 @@ class BatchReader:
         block, everyone = self._gather(agreed, host_rows, fetch, own, values)
         batch = self._batch(agreed, there, everyone, rows, host_rows, block, bad, like, known["index"], depositing)
         if least == 2:
-            for name, key in agreed.keys.items():
-                batch.bad = either(batch.bad, self.async_checks.two_samples(name, key, known[name]))
+            batch.bad = either(batch.bad, self.async_checks.two_samples(agreed.keys, known))
+        batch.alike = any(found is not None and found.low == found.high for found in known.values())
         return batch
 
     def look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:

@@ -300,9 +300,18 @@ class PairStatistics(ABC):
         """Sum over the positives of each anchor, ``(B, A)`` -> ``(B, a)``."""
         return per_pair if self.views == 2 else per_pair.unflatten(1, (self.views - 1, -1)).sum(1)
 
-    def real(self, per_anchor: Tensor) -> Tensor:
-        """Set values of anchors without negatives, which labels and index2 can cause, to zero."""
-        return per_anchor if isinstance(self.count, float) else torch.where(self.count > 0, per_anchor, 0)
+    def real(self, per_anchor: Tensor, outside: Scalar = 0.0) -> Tensor:
+        """Set values of anchors without negatives, which labels and index2 can cause, to zero.
+
+        ``outside`` is the number of negatives from outside the batch, a number or ``(B, A)``.
+        """
+        return per_anchor if isinstance(self.count, float) else torch.where(self.count + outside > 0, per_anchor, 0)
+
+    def lacking(self, outside: Scalar = 0.0) -> Tensor | None:
+        """Return a 0-d flag: no anchor has a negative; ``None`` if the keys and the policy rule that out."""
+        if isinstance(self.count, float) or not self.may_lack_negatives:
+            return None
+        return (self.count + outside <= 0).all()
 
     def factor(self, value: Scalar) -> Scalar:
         """Return a factor per anchor, zero without negatives; a number if ``count`` is a number."""

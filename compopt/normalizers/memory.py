@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator, checks
-from compopt.batch import FIRST_NAME, Batch
+from compopt.batch import Batch
+from compopt.checks.context import warn
 from compopt.checks.values import FINITE, Range
 from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import Hyper, SampleGroups
@@ -22,6 +23,7 @@ from compopt.pairs import NO_POLICY, PairPolicy
 
 KEYS = ("index", "index2", "labels")
 UNKNOWN = torch.iinfo(torch.int64).min + 1  # stored for a key that was not passed; excludes no pairs
+WINDOW = "window."  # prefix of the names, in a pending copy of the state, of the samples since the last commit
 LARGEST_SCALE = MAX_UNSHIFTED_SCALE / 2  # of 1 / tau without a shift: |h_iq| <= 4, since a shifted feature is at most 3
 STORED_CHUNK = 1024  # anchors per chunk when stored() computes a whole data set
 
@@ -52,7 +54,7 @@ class MemoryNormalizer(Normalizer):
     These arguments cannot differ between sample groups. The oldest feature is ``m / B`` steps old: 8 to 16 were good in
     trials, 32 was harmful. In the equations, ``m`` is the number of slots that are negatives of an anchor: filled, and
     not of its own sample (the queue stores ``index``, ``index2`` and ``labels``, if the calls pass them); in unimodal
-    mode there are two per sample. An anchor without negatives in its batch contributes nothing.
+    mode there are two per sample. An anchor without negatives in its batch has those in the queue.
     A :class:`~compopt.PairPolicy` selects and weights the queue like the batch; with ``within`` each slot has a key.
 
     *Momentum.* With ``momentum_features=(k1, k2)`` of a slowly moving copy of the encoders
@@ -71,6 +73,10 @@ class MemoryNormalizer(Normalizer):
     integers (four with ``within``) and a flag for each slot; nothing per sample. Every rank has the whole state. A call
     modifies a copy, which ``step()`` commits; within an accumulation window the copy also contains the features of
     earlier batches. With ``offload=`` the state stays on the device (``benchmarks/results/off_device.md``).
+
+    *Several evaluations per step* (SAM, LBFGS, a symmetric loss) need an ``index``. A batch does not see the features
+    that its own samples (equal ``index`` and, if passed, ``index2``) have stored since the last step, and replaces
+    them. Without an index they are negatives of their own samples; the second call since a step then warns, once.
 
     Cost: a product of the global batch's anchors with the queue on every rank, and one of the rank's own anchors for
     their gradient; one to three matrices ``(D B, m)``, which ``chunk_size`` does not split. With
@@ -100,6 +106,8 @@ class MemoryNormalizer(Normalizer):
         >>> est(z1, z2, torch.arange(8)).backward()
         >>> est.step()
     """
+
+    _warned = False  # of a second call without an index
 
     def __init__(self, dim: int, length: int = 128, momentum: bool = False) -> None:
         self.dim, self.length = checks.count("dim", dim), checks.count("length", length)
@@ -176,30 +184,38 @@ class MemoryNormalizer(Normalizer):
     def estimate(self, call: Call) -> Estimate:
         pairs, directions, policy = call.pairs, call.pairs.directions, call.policy or NO_POLICY
         positive = pairs.positive[:, :directions]  # the first of each anchor
-        z, state = self._checked(call.batch.views), self._state_on(call.batch.rows.device, call.training)
+        z, keys = self._checked(call.batch.views), self._keys(call.batch)
+        state, window = self._seen(call, keys)
         k = torch.stack(call.batch.momentum) if call.batch.momentum else z
-        keys, scale = self._keys(call.batch), scale_of(call.tau, positive, *positive.shape)
+        scale = scale_of(call.tau, positive, *positive.shape)
         mean = self._of_candidates(self._means(k))
-        queue, included = self._queue(state, mean), self._included(keys, state, directions)
+        queue, included = self._queue(state, mean), self._included(keys, state, len(positive), directions)
         logits = self._logits(z, queue, positive, scale)
         threshold = policy.threshold(mean_positive(pairs.positive, directions))
         if threshold is not None:
             included = included & (logits <= self._column((threshold - positive) * scale))
-        # one softmax over batch and queue: the kernel's weights are divided by the sum over both
-        of_batch = self._by_queue(pairs.log_sum[:, :directions])
-        if is_uniform(call.tau, pairs.options) and scale <= LARGEST_SCALE:
+        uniform = is_uniform(call.tau, pairs.options) and scale <= LARGEST_SCALE
+        if uniform:
             included = included.to(logits.dtype)  # once, for the product and for the count
+        count = self._by_sample(included.sum(2, dtype=positive.dtype), positive)
+        log_sum = pairs.log_sum[:, :directions]
+        if isinstance(pairs.count, Tensor):  # it is 0 for an anchor without negatives in the batch
+            log_sum = log_sum.masked_fill((pairs.count[:, :directions] == 0) & (count > 0), -math.inf)
+        # one softmax over batch and queue: the kernel's weights are divided by the sum over both
+        of_batch = self._by_queue(log_sum)
+        if uniform:
             weights, share, log_total = bounded_softmax(logits, included, of_batch)
         else:
             weighted = self._hardened(logits.masked_fill_(~included, -math.inf), positive, scale, policy.strengths[0])
             weights, share, log_total = shared_softmax(weighted, of_batch, keep=pairs.mean_h is not None)
-        count = self._by_sample(included.sum(2, dtype=positive.dtype), positive)
         # all positives of an anchor have the same weights
-        log_total = pairs.per_pair(self._by_sample(log_total, positive), scale)
-        if call.training:
+        log_total, count = pairs.per_pair(self._by_sample(log_total, positive), scale), pairs.per_pair(count)
+        lacking = pairs.lacking(count)
+        if call.training and (lacking is None or lacking.device.type != "cpu" or not lacking):
             # a bad feature of a sample without pairs is in no sum, but in the mean; it must not enter the queue
             usable = all_finite(log_total + mean.sum() if pairs.may_lack_negatives else log_total)
-            self._keep(call.batch, state, k, mean, keys, usable)
+            usable = usable if lacking is None else usable & ~lacking
+            self._keep(call.batch, state, window, k, mean, keys, usable)
         outside_wh: Tensor | None = None
         if pairs.mean_h is not None:
             dot = self._by_sample((weights * logits.masked_fill_(~included, 0)).sum(2), positive) / scale
@@ -220,17 +236,47 @@ class MemoryNormalizer(Normalizer):
         norms = torch.linalg.vector_norm(weights, dim=2)
         effective = partial(effective_negatives, pairs.sides, call.batch.own, directions, share, norms)
         return Estimate(
-            log_total - (pairs.count + pairs.per_pair(count)).clamp(min=1).log(),
+            log_total - (pairs.count + count).clamp(min=1).log(),
             weight_alpha=log_total - pairs.log_count,
             outside_wh=outside_wh,
+            outside_count=count,
             through_alpha=through_alpha,
             metrics={"queue_share": partial(torch.mean, share), "effective_negatives": effective},
         )
+
+    def _seen(self, call: Call, keys: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the queue for a batch, and the samples since the last commit, without those of the batch.
+
+        These are empty, or the newest of the queue with the flag ``kept``, in the form of a state.
+        """
+        device, batch = call.batch.rows.device, call.batch
+        pending, state = self._state_on(device, call.training), self._state_on(device, False)
+        if WINDOW + "keys" not in pending:
+            return pending, {}
+        window = {name: pending[WINDOW + name] for name in state}
+        if batch.named:
+            same = [keys[name][:, None] == window["keys"][row] for row, name in enumerate(KEYS[:2]) if name in keys]
+            window["kept"] = window["kept"] & ~torch.stack(same).all(0).any(0)
+        elif not self._warned:
+            self._warned = True
+            warn(
+                "a memory was called twice without an index since the last commit; if both calls have the same samples "
+                "(SAM, LBFGS, a symmetric loss), pass their index: without it, features of the first are negatives of "
+                "their own samples in the second. If they have different samples (gradient accumulation), ignore this"
+            )
+        # those left out come first and are dropped; on a device the host does not know their number
+        order = torch.argsort(torch.cat([torch.ones_like(state["kept"]), window["kept"]]).to(torch.uint8), stable=True)
+        joined = {name: torch.cat([old, window[name]], dim=_axis(old)) for name, old in state.items()}
+        joined = {name: value.index_select(_axis(value), order) for name, value in joined.items()}
+        size = len(window["kept"])
+        window = {name: _newest(value, size) for name, value in joined.items()} | {"kept": window["kept"].sort().values}
+        return {name: _newest(value, self.length) for name, value in joined.items()}, window
 
     def _keep(
         self,
         batch: Batch,
         state: Mapping[str, Tensor],
+        window: Mapping[str, Tensor],
         k: Tensor,
         mean: Tensor,
         keys: Mapping[str, Tensor],
@@ -240,13 +286,26 @@ class MemoryNormalizer(Normalizer):
 
         A later call adds the mean of its own batch, so that the queue follows the encoders.
         """
-        names, features = stored_names(keys)[:, -self.length :], self._of_candidates(k[:, -self.length :])
-        entries = {"queue": features - mean, "keys": names, "kept": torch.ones_like(names[0], dtype=torch.bool)}
+        names = stored_names(keys, batch.keys["index"])[:, -self.length :]
+        features = self._of_candidates(k[:, -self.length :])
+        queue = (features - mean).to(state["queue"].dtype)
+        entries = {"queue": queue, "keys": names, "kept": torch.ones_like(names[0], dtype=torch.bool)}
         if batch.momentum:  # the queue stores the copy's features; the others may be bad, too
             usable = usable & all_finite(batch.views) & all_finite(k)
         if batch.bad is not None:
             usable = usable & ~batch.bad
-        self._pending_state = pushed(state, entries, usable)
+        before = self._state_on(usable.device, True)
+        self._pending_state = pushed(state, entries, usable, before)
+        entries["kept"] = usable.expand_as(entries["kept"])
+        for name, new in entries.items():
+            if window:
+                new = torch.cat([torch.where(usable, window[name], before[WINDOW + name]), new], dim=_axis(new))
+            self._pending_state[WINDOW + name] = _newest(new, self.length)
+
+    def commit_state(self, found_inf: Tensor | None) -> None:
+        if self._pending_state is not None:
+            self._pending_state = {name: self._pending_state[name] for name in self.state}
+        super().commit_state(found_inf)
 
     def _means(self, k: Tensor) -> Tensor:
         """Return the mean of every view, ``(V, 1, d)``; in unimodal mode one mean of the first two, ``(1, 1, d)``."""
@@ -264,18 +323,17 @@ class MemoryNormalizer(Normalizer):
 
     def _keys(self, batch: Batch) -> dict[str, Tensor]:
         """Return the keys of a batch that slots also store, if they are passed."""
-        return {**batch.keys, "within": batch.values["within1"]} if self._within else batch.keys
+        keys = {name: key for name, key in batch.keys.items() if name != "index" or batch.named}
+        return {**keys, "within": batch.values["within1"]} if self._within else keys
 
-    def _included(self, keys: Mapping[str, Tensor], state: Mapping[str, Tensor], directions: int) -> Tensor:
+    def _included(self, keys: Mapping[str, Tensor], state: Mapping[str, Tensor], size: int, directions: int) -> Tensor:
         """Return a mask of the slots that are negatives of an anchor: filled, and of other samples; ``(1, P, M)``."""
-        stored = state["keys"]
-        # UNKNOWN equals no index, and no generated name of a sample without an index (such names are not stored)
-        included = (keys["index"][:, None] != stored[0]).logical_and_(state["kept"])
-        for row, name in enumerate(KEYS[1:], start=1):
-            if name in keys:
-                included &= (keys[name][:, None] != stored[row]) | (stored[row] == UNKNOWN)
+        stored, included = state["keys"], state["kept"].expand(size, -1)
+        for row, name in enumerate(KEYS):
+            if name in keys:  # no other key equals UNKNOWN
+                included = included & (keys[name][:, None] != stored[row])
         if self._within:
-            included &= keys["within"][:, None] == stored[-1]
+            included = included & (keys["within"][:, None] == stored[-1])
         return (included.repeat(directions, 2) if self._views else included).unsqueeze(0)
 
     def _logits(self, z: Tensor, queue: Tensor, positive: Tensor, scale: Scalar) -> Tensor:
@@ -332,7 +390,7 @@ class MemoryNormalizer(Normalizer):
             positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, self._directions)
             of_names = tau[names] if isinstance(tau, Tensor) and tau.dim() else tau
             scale = scale_of(of_names, positive, *positive.shape)
-            included = self._included({"index": names}, state, self._directions)
+            included = self._included({"index": names}, state, len(names), self._directions)
             logits = self._logits(own, queue, positive, scale).masked_fill_(~included, -math.inf)
             log_mean = logits.logsumexp(2) - included.sum(2, dtype=logits.dtype).log()
             chunks.append(self._by_sample(log_mean, positive))
@@ -395,24 +453,35 @@ def effective_negatives(sides: Sequence[Sums], own: slice, directions: int, shar
     return torch.cat(found).nanmean()
 
 
-def stored_names(given: Mapping[str, Tensor]) -> Tensor:
+def stored_names(given: Mapping[str, Tensor], like: Tensor) -> Tensor:
     """Return keys for the slots, ``(3, B)``, or ``(4, B)`` with ``within``; :data:`UNKNOWN` for keys not passed."""
-    index = given["index"]
-    missing = torch.full_like(index, UNKNOWN)
+    missing = torch.full_like(like, UNKNOWN)
     within = [given["within"]] if "within" in given else []
-    named = index.masked_fill(index < FIRST_NAME, UNKNOWN)
-    return torch.stack([named, *(given.get(name, missing) for name in KEYS[1:]), *within])
+    return torch.stack([*(given.get(name, missing) for name in KEYS), *within])
 
 
-def pushed(state: Mapping[str, Tensor], entries: Mapping[str, Tensor], usable: Tensor) -> dict[str, Tensor]:
-    """Append entries, at most one per slot, and drop the oldest, along the axis of slots (the second of several)."""
+def pushed(
+    state: Mapping[str, Tensor], entries: Mapping[str, Tensor], usable: Tensor, otherwise: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Append entries, at most one per slot, and drop the oldest; if they are not ``usable``, return ``otherwise``."""
     on_host = usable.device.type == "cpu"  # the flag can be read without a synchronisation
     if on_host and not usable:
-        return dict(state)
+        return dict(otherwise)
     result = {}
     for name, new in entries.items():
-        old, axis = state[name], min(1, new.dim() - 1)
+        old, axis = state[name], _axis(new)
         taken = new.shape[axis]
         moved = torch.cat([old.narrow(axis, taken, old.shape[axis] - taken), new.to(old.dtype)], dim=axis)
-        result[name] = moved if on_host else torch.where(usable, moved, old)
+        result[name] = moved if on_host else torch.where(usable, moved, otherwise[name])
     return result
+
+
+def _axis(value: Tensor) -> int:
+    """Return the axis of slots, the second of several."""
+    return min(1, value.dim() - 1)
+
+
+def _newest(value: Tensor, count: int) -> Tensor:
+    """Return the last slots, at most ``count``."""
+    size = value.shape[_axis(value)]
+    return value.narrow(_axis(value), max(0, size - count), min(size, count))

@@ -12,11 +12,13 @@ products, and autograd records nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -29,6 +31,7 @@ from compopt.kernel.features import NORM_MIN, through_normalization
 from compopt.kernel.pairs import MAX_UNSHIFTED_SCALE, pull_positives
 
 PREFIX = "optimizer.prototypes."  # prefix of the names of the optimizer's tensors in a state
+WINDOW = "window"  # in a pending state: slots filled since the last commit with the positions of their samples
 # The square of exp of a larger number overflows float32 in the optimizer's sums.
 MAX_EXPONENT = 40.0
 FINITE_EXPONENT = 85.0  # its exponential is finite in float32
@@ -44,7 +47,7 @@ State = Mapping[str, Tensor]
 
 def on_host(name: str, value: Tensor) -> bool:
     """Return True for entries of a state that stay on the CPU, where every call reads them."""
-    return name == "queue_place" or (name.startswith(PREFIX) and value.dim() == 0)
+    return name in ("queue_place", WINDOW) or (name.startswith(PREFIX) and value.dim() == 0)
 
 
 class Prototypes:
@@ -450,9 +453,18 @@ def check_ring(state: State) -> None:
 
 
 def push(
-    state: State, new: Tensor, usable: Tensor, part: range, t: int, restart_every: int | None
+    state: State,
+    new: Tensor,
+    usable: Tensor,
+    part: range,
+    t: int,
+    restart_every: int | None,
+    names: np.ndarray[Any, Any] | None = None,
 ) -> tuple[dict[str, Tensor], bool]:
     """Add features ``(D, P, d)`` of a batch, if it is ``usable``, and restart the prototypes if due.
+
+    A sample that has been added since the last commit keeps its slots; ``names`` are the positions of the samples in
+    both modalities, ``(P, 2)``, or ``None`` if they are not known on the host.
 
     Returns new values of ``prototypes`` and of the ring's entries (copies, since a batch may be discarded), and True
     after a restart: every ``restart_every`` commits, and when the ring is full for the first time.
@@ -460,10 +472,19 @@ def push(
     queue, active, prototypes = state["queue"].clone(), state["queue_active"].clone(), state["prototypes"]
     width = len(active)
     start, filled, restarted_at = state["queue_place"].tolist()
+    window = state.get(WINDOW)
     if new.shape[1] >= width:
         new, start = new[:, -width:], 0
-    size = new.shape[1]
-    now_filled = min(width, filled + size)
+        names = None if names is None else names[-width:]
+        window = None if window is None else window[:0]  # all slots are replaced
+    added = size = new.shape[1]
+    # slices of slots, since a selection by mask would synchronise the host; the second slice wraps around
+    runs = [(start, min(start + size, width), 0), (0, start + size - width, width - start)]
+    if window is not None:
+        runs, added, window = _replacing(window, [None] * size if names is None else names.tolist(), start, width)
+    elif names is not None:
+        window = torch.from_numpy(np.column_stack([(np.arange(size) + start) % width, names]))
+    now_filled = min(width, filled + added)
     restart = filled < width == now_filled
     if restart_every is not None:
         restart = restart or t // restart_every != restarted_at // restart_every
@@ -472,8 +493,7 @@ def push(
     fill = not restart and not (known.device.type == "cpu" and known.all())
     if fill:
         prototypes = prototypes.clone()
-    # slices of slots, since a selection by mask would synchronise the host; the second slice wraps around
-    for first, stop, taken in ((start, min(start + size, width), 0), (0, start + size - width, width - start)):
+    for first, stop, taken in runs:
         if first >= stop:
             continue
         active[first:stop].logical_or_(usable)
@@ -485,10 +505,38 @@ def push(
         torch.where(usable, features, queue[:, own], out=queue[:, own])
         if fill:  # the prototype of a slot that was empty is its feature
             prototypes[:, own] = torch.where(known[own, None], prototypes[:, own], queue[:, own])
-    place = [(start + size) % width, now_filled, t if restart else restarted_at]
+    place = [(start + added) % width, now_filled, t if restart else restarted_at]
     return {
         "prototypes": queue if restart else prototypes,
         "queue": queue,
         "queue_active": active,
         "queue_place": torch.tensor(place, device="cpu"),
+        **({} if window is None else {WINDOW: window}),
     }, restart
+
+
+def _replacing(
+    window: Tensor, names: Sequence[Any], start: int, width: int
+) -> tuple[list[tuple[int, int, int]], int, Tensor]:
+    """Return the slices of slots for new features, the number of slots taken from ``start`` on, and the new window.
+
+    A slice is its first slot, its end, and its first feature. A sample of the window gets the slots that it has there.
+    """
+    free: dict[tuple[int, ...] | None, list[int]] = {}
+    for slot, *name in window.tolist():
+        free.setdefault(tuple(name), []).append(slot)
+    owners = {slot: name for name, slots in free.items() for slot in slots}
+    wanted = [None if name is None else tuple(name) for name in names]
+    kept = [slots.pop(0) if (slots := free.get(name)) else None for name in wanted]
+    following = count(start)
+    runs: list[tuple[int, int, int]] = []
+    taken = [next(at % width for at in following if at % width not in kept) if slot is None else slot for slot in kept]
+    owners.update(zip(taken, wanted, strict=True))
+    for slot, number in sorted(zip(taken, range(len(taken)), strict=True)):
+        first, stop, since = runs[-1] if runs else (0, 0, 0)
+        if stop == slot and number - since == slot - first:
+            runs[-1:] = [(first, slot + 1, since)]
+        else:
+            runs.append((slot, slot + 1, number))
+    named = [[slot, *name] for slot, name in owners.items() if name is not None]
+    return runs, next(following) - start, torch.tensor(named, dtype=torch.int64, device="cpu")

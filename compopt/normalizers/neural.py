@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as torch_functional
 from torch import Tensor
@@ -23,6 +24,7 @@ from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.normalizers.network import (
     PREFIX,
+    WINDOW,
     AnchorLayout,
     FunctionalOptimizer,
     NetworkBatch,
@@ -49,6 +51,8 @@ class NeuralNormalizer(Normalizer):
     (including the first), and when the queue is full for the first time, ``W`` is set to that queue. Then ``updates``
     steps are taken on this batch, and the updated network predicts ``alpha``. While the queue is not full, only as many
     prototypes as it has features are used. A call that deposits nothing (``eval()``) discards the result of its steps.
+    A sample that is evaluated again before the commit (SAM, LBFGS) keeps its slots in the queue if its ``index`` is
+    passed, on the CPU.
 
     In a call ``alpha`` is at least ``log(eps + ghat) - log 30``, so that no anchor's weights sum to more than 30 if the
     network does not follow the features, as at small temperatures. At usual temperatures the sums stay below 8.
@@ -222,10 +226,21 @@ class NeuralNormalizer(Normalizer):
         batch = NetworkBatch(
             layout, features, pairs.positive, call.tau, call.hyper("eps"), pairs.log_ghat, weight, plain
         )
-        return self._learn(batch, call.hyper.of_first_group(), call.t, call.training, predict_first)
+        names, rows = None, call.batch.host_rows
+        if call.batch.named and rows is not None:  # two positions also without index2, which calls may differ in
+            names = np.tile(rows.numpy(), (len(features) if layout.shared else 1, 3 - rows.shape[1]))
+        hyper, lacking = call.hyper.of_first_group(), pairs.lacking()
+        return self._learn(batch, hyper, call.t, call.training, predict_first, names, lacking)
 
     def _learn(
-        self, batch: NetworkBatch, hyper: Hyper, t: int, training: bool, predict_first: bool = False
+        self,
+        batch: NetworkBatch,
+        hyper: Hyper,
+        t: int,
+        training: bool,
+        predict_first: bool = False,
+        names: np.ndarray[Any, Any] | None = None,
+        lacking: Tensor | None = None,
     ) -> Prediction:
         device = batch.features[0].device
         state = old = self._state_on(device, self.working_state(training))
@@ -233,7 +248,7 @@ class NeuralNormalizer(Normalizer):
         usable = device.type != "cpu" or bool(batch.finite)
         before = Prediction(batch, state) if predict_first and state["queue_place"].tolist()[1] > 0 else None
         if usable and batch.others.shape[1]:
-            new, restarted = push(state, batch.others, batch.finite, self.part, t, hyper("restart_every"))
+            new, restarted = push(state, batch.others, batch.finite, self.part, t, hyper("restart_every"), names)
             state = {**state, **new}
             if restarted and self.reset_optimizer:
                 state = {name: value for name, value in state.items() if not name.startswith(PREFIX)}
@@ -246,8 +261,9 @@ class NeuralNormalizer(Normalizer):
             state = {**state, **self.optimizer.run(state, hyper("lr"), hyper("updates"), gradient)}
         if device.type != "cpu":
             state = self._choose(batch.finite, state, old)
-        if training:
-            self._pending_state = state
+        if training:  # on the CPU, not without any negative
+            known = lacking is None or device.type == "cpu"
+            self._pending_state = state if known else self._choose(~lacking, state, old)
         return Prediction(batch, state, prototypes) if before is None else before
 
     def _check_dim(self, features: Tensor) -> None:
@@ -278,7 +294,7 @@ class NeuralNormalizer(Normalizer):
     def commit_state(self, found_inf: Tensor | None) -> None:
         if self._pending_state is None:
             return
-        new, self._pending_state = self._pending_state, None
+        new, self._pending_state = {k: v for k, v in self._pending_state.items() if k != WINDOW}, None
         self.state = new if found_inf is None else self._choose(found_inf == 0, new, self.state)
 
     def _choose(self, good: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:

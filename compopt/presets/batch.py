@@ -162,7 +162,7 @@ class MemoryEstimator(ContrastiveEstimator):
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: the queue, ``(2, length, dim)``, and three integers and a flag per slot; none per sample, so that ``index``
-    is optional if no sample repeats within a batch or the queue.
+    is optional if no sample repeats within a batch or the queue, as it does if a batch is evaluated twice per step.
 
     Example:
         >>> import torch, compopt

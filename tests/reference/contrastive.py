@@ -120,7 +120,7 @@ class Reference:
         of_rho = sum(share * rho for share, rho in zip(shares, rhos, strict=True))
         self.tau_grad = (sum(gradients.values()) - (of_rho if self.multiply_tau else 0.0)) / total
         (surrogate / total).backward()
-        of_leaves = [z.grad for z in leaves]
+        of_leaves = [torch.zeros_like(z) if z.grad is None else z.grad for z in leaves]
         if train:
             self.window += 1
             self.pending += proposals + self.temperature.propose(self, gradients, rows)

@@ -10,13 +10,16 @@ from tests.reference.neural import unit
 
 
 class MemoryReference:
-    """A list of slots, oldest first: keys of the sample, and both features minus the means of their batch."""
+    """A list of slots, oldest first: keys of the sample, and both features minus the means of their batch.
+
+    ``fresh`` are the slots since the last commit; those of a batch's own samples are replaced by the batch.
+    """
 
     has_rows = False
 
     def __init__(self, length):
         self.length = length
-        self.slots, self.pending = [], None
+        self.slots, self.fresh = [], []
 
     def alphas(self, ref, found, taus, rows):
         """Return the log of the mean over the batch's negatives and the slots, whose terms are recorded per anchor."""
@@ -24,7 +27,9 @@ class MemoryReference:
         means = [side.detach().mean(0) for side in z]
         if ref.mode == "unimodal":  # of many views the first two are kept
             means = [(means[0] + means[1]) / 2] * 2
-        slots = self.pending if ref.train and self.pending is not None else self.slots
+        pairs = list(zip(*(key for key in ref.keys[:2] if key is not None), strict=True))
+        others = [slot for slot in self.fresh if tuple(k for k in slot[0][:2] if k is not None) not in pairs]
+        slots = [*self.slots, *others][-self.length :] if ref.train else self.slots
         self.outside, alphas = [], []
         positives = {}
         for a in found:
@@ -60,7 +65,7 @@ class MemoryReference:
                 )
                 for i in at
             ]
-            self.pending = [*slots, *new][-self.length :]
+            self.fresh = [*others, *new][-self.length :]
         return alphas, []
 
     def weight_alpha(self, number):
@@ -81,12 +86,11 @@ class MemoryReference:
 
     def step(self):
         """Make the pending copy the memory."""
-        if self.pending is not None:
-            self.slots, self.pending = self.pending, None
+        self.slots, self.fresh = [*self.slots, *self.fresh][-self.length :], []
 
     def discard(self):
         """Discard the pending copy."""
-        self.pending = None
+        self.fresh = []
 
 
 def within_of(ref, i):

@@ -48,11 +48,11 @@ class MomentumReference:
         return torch.stack(values).mean()
 
     def _anchor(self, view, i, own, positive, inside, outside, tau, policy):
-        """Return the objective of one anchor, which is 0 without candidates in the batch."""
+        """Return the objective of one anchor, which is 0 without candidates in the batch and in the queue."""
         s = torch.stack([torch.dot(own, candidate) for candidate in [*inside, *outside, own]])[:-1]
         margin, beta = policy or (None, 0.0)
         kept = torch.ones_like(s, dtype=torch.bool) if margin is None else s <= positive + margin
-        if not kept[: len(inside)].any():
+        if not kept.any():
             return positive * 0
         logits = ((s - positive) / tau + beta * s.detach())[kept]
         self.weights[view, i] = logits.detach().softmax(0)

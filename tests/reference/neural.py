@@ -71,15 +71,28 @@ class NeuralReference:
         log_g = self.log_partition(weights, e, tau, net["slots"]) - positive / tau
         return torch.log(self.eps + torch.exp(log_g)) if self.eps else log_g
 
-    def push(self, net, features, t, first):
-        """Add new features to the queue; restart or fill the prototypes."""
-        before = len(net["slots"])
+    def push(self, net, features, names, t, first):
+        """Add new features to the queue, in the slots of their samples since the last commit; restart or fill."""
+        before, known = len(net["slots"]), set(net["slots"])
+        if first:
+            net["owners"] = {}
         if len(features) >= self.m:
-            features, net["next"] = features[-self.m :], 0
+            features, names, net["next"], net["owners"] = features[-self.m :], names[-self.m :], 0, {}
+        kept = {}  # slot by position in the batch
+        for number, name in enumerate(names):
+            for slot, owner in net["owners"].items():
+                if owner == name and slot not in kept.values() and number not in kept:
+                    kept[number] = slot
         filled = {}
-        for feature in features:
-            filled[net["next"]] = feature
-            net["next"] = (net["next"] + 1) % self.m
+        for number, (feature, name) in enumerate(zip(features, names, strict=True)):
+            while number not in kept and net["next"] in kept.values():
+                net["next"] = (net["next"] + 1) % self.m
+            slot = kept.get(number, net["next"])
+            if number not in kept:
+                net["next"] = (net["next"] + 1) % self.m
+            filled[slot] = feature
+            net["owners"].pop(slot, None)
+            net["owners"][slot] = name
         net["slots"].update(filled)
         due = self.restart_every is not None and t % self.restart_every == 0 and first
         if due or (before < self.m and len(net["slots"]) == self.m):
@@ -91,8 +104,8 @@ class NeuralReference:
                 net["optimizer"] = None
         elif before < self.m:
             weights = net["weights"][0].clone()
-            for slot, feature in filled.items():
-                weights[slot] = feature
+            for slot in set(filled) - known:
+                weights[slot] = filled[slot]
             net["weights"] = [weights]
 
     def train(self, net, batch):
@@ -130,8 +143,10 @@ class NeuralReference:
         self.before = None
         if nets[0]["slots"]:
             self.before, self.nets_before = self.predictions(nets, anchors, taus, z), copy.deepcopy(nets)
+        keys = ref.keys[: 1 if ref.mode == "forward" else 2]
+        names = list(zip(*(key for key in keys if key is not None), strict=True))
         for net, features in zip(nets, others, strict=True):
-            self.push(net, features, ref.steps, first)
+            self.push(net, features, names * (len(features) // len(names)), ref.steps, first)
         batches = [[] for _ in nets]
         for a, tau in zip(anchors, taus, strict=True):
             ghat = sum(a.terms(tau)) / len(a.h) if a.h else None
