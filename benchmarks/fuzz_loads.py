@@ -141,7 +141,7 @@ def use(made: Any, seed: int) -> list[Tensor]:
         losses = [made(*anchors, index)]
         losses[0].backward()
         made.step()
-        return [*losses, anchors.grad, *floats(made.state_dict())]
+        return [*losses, anchors.grad, *numbers(made)]
     if isinstance(made, Estimator):  # a loss
         scores, labels = z[0, :, 0].requires_grad_(), torch.arange(BATCH) % 2
         ranking = "relevance" in inspect.signature(type(made).__call__).parameters
@@ -150,7 +150,7 @@ def use(made: Any, seed: int) -> list[Tensor]:
         loss = made(scores) if one else made(*shaped)
         loss.backward()
         made.step()
-        return [loss, scores.grad, *floats(made.state_dict())]
+        return [loss, scores.grad, *numbers(made)]
     if isinstance(made, BankSampler | compopt.samplers.FeatureBank):
         rows = getattr(made, "bank", made).rows
         z = z if rows is None else z[..., : rows.shape[2]]  # a loaded bank may have another dimension
@@ -180,10 +180,17 @@ def use(made: Any, seed: int) -> list[Tensor]:
     return use(getattr(made, "est", None) or made._est, seed)  # adapters
 
 
+def numbers(est: Estimator) -> list[Tensor]:
+    """Return the state of an estimator, with rows as they are read: in a column -inf marks visits of other parts."""
+    state = est.state_dict()
+    return floats([state["extra"], est.read(torch.arange(N)) if state["rows"] else {}])
+
+
 def floats(state: Any) -> list[Tensor]:
     """Return the floating-point tensors of a state."""
-    if isinstance(state, Mapping):
-        return [found for value in state.values() for found in floats(value)]
+    if isinstance(state, Mapping | list):
+        values = state.values() if isinstance(state, Mapping) else state
+        return [found for value in values for found in floats(value)]
     return [state] if isinstance(state, Tensor) and state.is_floating_point() else []
 
 

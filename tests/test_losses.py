@@ -346,3 +346,11 @@ def test_numbers_that_no_run_writes_are_refused(kind):
         with pytest.raises(ValueError, match=f"{entry or name}.* must be finite"):
             loss.load_state_dict(changed)
         assert whole(loss) == before
+
+
+def test_a_mark_of_other_parts_is_refused_where_there_are_none():
+    loss = losses.PartialAUCLoss(n=8)
+    state = loss.state_dict()
+    state["rows"]["log_u"].fill_(-torch.inf), state["rows"]["count"].fill_(1)
+    with pytest.raises(ValueError, match="column 'log_u' of the checkpoint must be finite, row 0 has"):
+        loss.load_state_dict(state)

@@ -108,9 +108,8 @@ class Engine:
         if self.table is None and any(columns.values()):
             count = Column(COUNT, self.width, torch.int32, values=Range(least=0))
             every = [*(column for own in columns.values() for column in own), count]
-            firsts = {own[0].name for own in columns.values() if own}
-            if len(firsts) == 1:
-                firsts = set()  # no other part can have visited a sample alone
+            alone = self.mode == "single"  # no other part can have visited a sample
+            firsts = {own[0].name for own in columns.values() if own and not alone}
             with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
                 table = RowTable(every, self.groups.n or 0, self.placement, self.ranks, firsts)
             table.store.to(self.device)
