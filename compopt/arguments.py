@@ -14,7 +14,7 @@ from compopt import accelerator, checks
 from compopt.batch import Batch
 from compopt.checks import Directions, inputs
 from compopt.checks.context import refuse_tangents, refuse_transforms
-from compopt.distributed.handshake import NOTHING, fingerprint
+from compopt.distributed.handshake import NOTHING, fingerprint, tau_facts
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.engine import Engine
@@ -164,7 +164,7 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
     if several:
         given = {"named": asked["index"], "encode": encode, "momentum": momentum, "weighted": weight}
         facts = {name: int(value is not None) for name, value in given.items()}
-        facts |= {"extra": 0 if extra is None else 1 if positions is None else 2, **inputs.tau_facts(tau)}
+        facts |= {"extra": 0 if extra is None else 1 if positions is None else 2, **tau_facts(tau)}
         wants = tau.requires_grad if isinstance(tau, Tensor) else tau is None and est.temperature.wants_gradient
         facts["parameters"] = _parameters(est)
         facts |= {"learning": int(wants and torch.is_grad_enabled()), "views": views, "anchors": directions}

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from compopt import checks
-from compopt.distributed.handshake import fingerprint
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INDEX_REMEDY = (
@@ -342,13 +341,3 @@ def check_tau(tau: Any, batch: int, directions: int = 2) -> float | Tensor:
         if len(wrong):
             raise ValueError(f"tau must be greater than 0 and finite, got {wrong[0].item()!r}")
     return tau[:, None] if tau.dim() == 1 else tau
-
-
-def tau_facts(tau: float | Tensor | None) -> dict[str, int]:
-    """Return the facts of ``tau`` that must be equal on all ranks: its kind, and its value on the host."""
-    if tau is None:
-        return {"tau_kind": 0, "tau": 0}
-    if not isinstance(tau, Tensor):
-        return {"tau_kind": 1, "tau": fingerprint(tau)}
-    kind = (1 if tau.dim() == 0 else 1 + tau.shape[1]) + 4 * tau.requires_grad + 8 * (tau.dtype == torch.float64)
-    return {"tau_kind": kind, "tau": fingerprint(tau.item()) if tau.dim() == 0 and tau.device.type == "cpu" else 0}

@@ -84,6 +84,16 @@ class Agreement:
     prefetched: int = 0
 
 
+def tau_facts(tau: float | Tensor | None) -> dict[str, int]:
+    """Return the facts of ``tau`` that must be equal on all ranks: its kind, and its value on the host."""
+    if tau is None:
+        return {"tau_kind": 0, "tau": 0}
+    if not isinstance(tau, Tensor):
+        return {"tau_kind": 1, "tau": fingerprint(tau)}
+    kind = (1 if tau.dim() == 0 else 1 + tau.shape[1]) + 4 * tau.requires_grad + 8 * (tau.dtype == torch.float64)
+    return {"tau_kind": kind, "tau": fingerprint(tau.item()) if tau.dim() == 0 and tau.device.type == "cpu" else 0}
+
+
 class Handshake:
     """One small all-gather of host integers per call: sizes, indices, failures. No communication with one rank.
 

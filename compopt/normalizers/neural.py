@@ -16,8 +16,9 @@ from typing_extensions import Unpack
 from compopt import checks
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
-from compopt.checks.inputs import check_tau, check_values, tau_facts
+from compopt.checks.inputs import check_tau, check_values
 from compopt.checks.values import FINITE, MOST, UNIT, Range
+from compopt.distributed.handshake import tau_facts
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
