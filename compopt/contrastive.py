@@ -543,7 +543,7 @@ class ContrastiveEstimator(Estimator):
         moved: Mapping[str, Tensor] = {}
         if self.temperature.learns:
             gradient, lacking = objective.tau_gradients(), pairs.lacking(outside)
-            if lacking is not None:  # only on a device: a gradient that is not finite moves no temperature
+            if lacking is not None and lacking.device.type != "cpu":  # a gradient of NaN moves no temperature
                 gradient = gradient.masked_fill(lacking, torch.nan)
             moved = self.temperature.proposals(replace(call, hyper=hyper), gradient)
         proposals = {

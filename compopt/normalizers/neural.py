@@ -262,9 +262,11 @@ class NeuralNormalizer(Normalizer):
             state = {**state, **self.optimizer.run(state, hyper("lr"), hyper("updates"), gradient)}
         if device.type != "cpu":
             state = self._choose(batch.finite, state, old)
-        if training:  # on the CPU, not without any negative
-            known = lacking is None or device.type == "cpu"
-            self._pending_state = state if known else self._choose(~lacking, state, old)
+        if training:
+            if lacking is None or device.type == "cpu":  # the CPU knows if there is no negative, and does not train
+                self._pending_state = state
+            else:
+                self._pending_state = self._choose(~lacking, state, old)
         return Prediction(batch, state, prototypes) if before is None else before
 
     def _check_dim(self, features: Tensor) -> None:
