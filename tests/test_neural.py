@@ -55,11 +55,10 @@ def test_negative_sums_of_squares_are_refused():
     for kind, est in trainable():
         run(est, *batch(0))
         est.step()
-        before = whole(est)
         for name, value in extra(est).items():
             if not name.startswith("optimizer."):
                 continue
-            state = est.state_dict()
+            state, before = est.state_dict(), whole(est)
             state["extra"]["normalizer"][name] = torch.full_like(value, -1)
             if name.rpartition(".")[2] in SUMS:
                 sums.add(name.rpartition(".")[2])
