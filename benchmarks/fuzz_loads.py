@@ -231,7 +231,7 @@ def damaged(value: Any, rng: random.Random) -> Any:
 def _number(like: Tensor, rng: random.Random) -> Any:
     if like.dtype == torch.bool:
         return rng.random() < 0.5
-    if not like.is_floating_point():
+    if not (like.is_floating_point() or like.is_complex()):
         info = torch.iinfo(like.dtype)
         return rng.choice([-1, 0, 1, N - 1, N, 1000, info.min, info.max])
     large = min(1e30, torch.finfo(like.dtype).max)
