@@ -15,6 +15,7 @@ from compopt import functional as F
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_values, check_vector
+from compopt.checks.values import equal
 from compopt.distributed.handshake import fingerprint
 from compopt.estimator.component import (
     Call,
@@ -140,8 +141,8 @@ class MovingAverageEstimator(Normalizer):
 
     def check_meaning(self, state: Mapping[str, Any]) -> None:
         own = [group["reference"] for group in self.sample_groups]
-        given = [group["reference"] for group in state["sample_groups"]]
-        if own != given:
+        given = [group.get("reference") for group in state["sample_groups"]]
+        if not equal(own, given):
             raise ValueError(
                 f"reference differs: the rows are of {given}, this estimator has {own}, whose log_u is another "
                 f"quantity; build it with reference={given[0]!r}"
