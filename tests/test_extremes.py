@@ -101,7 +101,7 @@ def extreme_features(kind, step):
     return z1.requires_grad_(), z2.requires_grad_()
 
 
-@pytest.mark.covering("info kind")
+@pytest.mark.covering()
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["random", "opposite positives", "copies", "zeros", "half precision"])

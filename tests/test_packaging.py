@@ -269,6 +269,7 @@ def test_every_environment_with_torchvision_has_the_declarations_that_its_import
     assert all(f"-m tests.open_clip.layer $({venv})" in rule for venv, rule in rules if venv in found)
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("over", ["another", "itself"])
 def test_an_environment_declares_what_torchvision_needs(over, tmp_path, monkeypatch):
     """The stand-in for torchvision refers to an operator, as torchvision does when it is imported."""

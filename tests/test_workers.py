@@ -89,13 +89,14 @@ def sent(thing):
     return pickle.loads(content)
 
 
+@pytest.mark.covering()
+@pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("info", DATABASE, ids=str)
-def test_an_estimator_goes_on_in_another_process(info):
-    for state in STATES:
-        est = of_kind(info, state)
-        sent(est)  # and again, as in every epoch
-        twin = sent(est)
-        assert answer(twin) == answer(est) and twin.metrics.keys() == est.metrics.keys()
+def test_an_estimator_goes_on_in_another_process(info, state):
+    est = of_kind(info, state)
+    sent(est)  # and again, as in every epoch
+    twin = sent(est)
+    assert answer(twin) == answer(est) and twin.metrics.keys() == est.metrics.keys()
 
 
 def alone():
@@ -197,7 +198,7 @@ def check_in_workers(method, estimators):
         assert list(map(tuple, loader)) == list(map(answer, portion))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_workers(method):
     """One estimator of each pair of normalizer and temperature, the states in turn."""
     kinds = {tuple(type(part) for part in make(info, "bimodal", N)[0]._facts.parts.values()): info for info in DATABASE}
