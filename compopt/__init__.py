@@ -31,7 +31,6 @@ from compopt.normalizers import (
     SigmoidNormalizer,
 )
 from compopt.pairs import PairPolicy
-from compopt.pairwise import pairwise
 from compopt.presets import (
     DCLEstimator,
     EMC2Estimator,
@@ -88,7 +87,6 @@ __all__ = [
     "integrations",
     "load",
     "losses",
-    "pairwise",
     "presets",
     "recommended",
     "samplers",

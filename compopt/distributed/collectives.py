@@ -39,7 +39,6 @@ OPERATIONS = (
     "a diagnostic",
     "compopt.gradient_cache()",
     "a trial of compopt.FittingSize",
-    "compopt.pairwise()",
 )
 
 
