@@ -18,7 +18,7 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.curation import ScoreKeeper
 from compopt.estimator.base import Estimator
 from compopt.estimator.component import Normalizer, Temperature
-from compopt.gradient_cache import FittingSize, gradient_cache
+from compopt.gradient_cache import gradient_cache
 from compopt.module import as_module
 from compopt.momentum import MomentumEncoder
 from compopt.negatives import MCMCNegativeSampler
@@ -55,7 +55,6 @@ __all__ = [
     "EMC2Estimator",
     "Estimator",
     "FastCLIPEstimator",
-    "FittingSize",
     "FixedTemperature",
     "ISogCLREstimator",
     "InfoNCEEstimator",
