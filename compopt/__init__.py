@@ -18,7 +18,7 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.curation import ScoreKeeper
 from compopt.estimator.base import Estimator
 from compopt.estimator.component import Normalizer, Temperature
-from compopt.gradient_cache import FittingSize, gradient_cache
+from compopt.gradient_cache import gradient_cache
 from compopt.module import as_module
 from compopt.momentum import MomentumEncoder
 from compopt.negatives import MCMCNegativeSampler
@@ -31,7 +31,6 @@ from compopt.normalizers import (
     SigmoidNormalizer,
 )
 from compopt.pairs import PairPolicy
-from compopt.pairwise import pairwise
 from compopt.presets import (
     DCLEstimator,
     EMC2Estimator,
@@ -56,7 +55,6 @@ __all__ = [
     "EMC2Estimator",
     "Estimator",
     "FastCLIPEstimator",
-    "FittingSize",
     "FixedTemperature",
     "ISogCLREstimator",
     "InfoNCEEstimator",
@@ -88,7 +86,6 @@ __all__ = [
     "integrations",
     "load",
     "losses",
-    "pairwise",
     "presets",
     "recommended",
     "samplers",

@@ -444,45 +444,23 @@ def most_held(framework, batch, run, size=None):
     return held.most
 
 
-class Scarce(nn.Module):
-    """A layer that runs out of memory for more than ``room`` samples, in its forward or backward pass."""
-
-    def __init__(self, room, when):
-        super().__init__()
-        self.room, self.when = room, when
-
-    def forward(self, x):
-        if self.when == "forward":
-            self.ask(x)
-        elif x.requires_grad:
-            x.register_hook(self.ask)
-        return x
-
-    def ask(self, x):
-        if len(x) > self.room:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-
-
 @fresh_accelerate()
-def run_windows(group, framework, scarce=None):
-    """Run two calls for one update, the second of which reduces; with ``scarce``, rank 1 has less memory."""
+def run_windows(group, framework):
+    """Run two calls for one update, the second of which reduces."""
     made, est = FRAMEWORKS[framework](), compopt.SogCLREstimator(N, tau=0.3)
     if framework.startswith("ZeRO"):
         made.config["gradient_accumulation_steps"] = 2
-    module, size = Encoders(made.dtype), 3
-    if scarce is not None:
-        module.first.insert(1, Scarce(2 if dist.get_rank() == 1 else N, scarce))
-        size = compopt.FittingSize(8)
+    module = Encoders(made.dtype)
     model, before = made.wrap(module), made.weights(module)
     for last in (False, True):
         *inputs, index = data(dist.get_rank(), SHARES[2], made.dtype)
-        call = {"encode": two, "micro_batch_size": size, "backward": made.backward}
+        call = {"encode": two, "micro_batch_size": 3, "backward": made.backward}
         with made.accumulate(model, last) as reduce:
             compopt.gradient_cache(est, model, (inputs[0] + last, inputs[1]), index, reduce=reduce, **call)
         if framework.startswith("ZeRO") or last:
             made.step()
     deposits = est.pending
-    return [(w - v) / LR for w, v in zip(before, made.weights(module), strict=True)], deposits, size
+    return [(w - v) / LR for w, v in zip(before, made.weights(module), strict=True)], deposits
 
 
 def two_windows():

@@ -22,7 +22,7 @@ FLOORS = [
     | {"negatives", "objective", "schedules", "temperatures"},
     {"normalizers", "samplers", "summary"},
     {"compositional", "contrastive"},
-    {"diagnostics", "gradient_cache", "losses", "pairwise", "presets"},
+    {"diagnostics", "gradient_cache", "losses", "presets"},
     {"integrations"},
 ]
 # Optional packages, which are imported inside the functions that use them. Callbacks of trainers derive from classes of

@@ -38,8 +38,6 @@ OPERATIONS = (
     "compopt.load()",
     "a diagnostic",
     "compopt.gradient_cache()",
-    "a trial of compopt.FittingSize",
-    "compopt.pairwise()",
 )
 
 

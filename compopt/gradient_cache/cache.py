@@ -17,7 +17,6 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.collectives import doing
 from compopt.distributed.handshake import NOTHING
 from compopt.distributed.ranks import Ranks
-from compopt.gradient_cache.fitting import fit, gathers, with_trials
 from compopt.gradient_cache.towers import BOUNDARY, SYNC, Encode, Output, Sizes, Tower, kept, lengths, new_towers
 from compopt.kernel.features import with_gradients
 from compopt.pairs import PairPolicy
@@ -95,8 +94,8 @@ def gradient_cache(
             micro-batch.
         momentum_features, sample_weight: as in a call of ``est``, for the whole batch.
         micro_batch_size: samples per micro-batch. Or a function that returns the sizes of all micro-batches for given
-            inputs, ``(inputs) -> [8, 8, 3]``, for example for a budget of tokens. Or a :class:`FittingSize`, which is
-            halved until a micro-batch fits in memory. For towers also a sequence with one of these per tower.
+            inputs, ``(inputs) -> [8, 8, 3]``, for example for a budget of tokens. For towers also a sequence with one
+            of these per tower.
         encode: function that encodes, ``encode(model, part) -> outputs``; with towers it is called for each of them.
             Outputs are ``(z1, z2)``, ``(z1, z2, extra)``, or one tensor of views, ``(V, b, d)``. A 0-d last output is
             ``tau``, such as ``1 / scale`` of a CLIP model; it may require a gradient.
@@ -142,13 +141,10 @@ def gradient_cache(
         checks.flag("reduce", reduce)
         _check_list(model, batch, index)
         towers = new_towers(model, batch, micro_batch_size, encode, batch_norm == "update_once")
-        tried = with_trials(towers)
-    with doing("a trial of compopt.FittingSize", est.t):
-        fit(est._engine.ranks, towers, tried)
     with doing("compopt.gradient_cache()", est.t):
         _pad(est._engine.ranks, towers)
     # Where every pass gathers parameters, the other ranks wait in a pass, and a message would wait for them.
-    alone = any(gathers(wrapper) for tower in towers for wrapper in tower.wrappers)
+    alone = any(_gathers(wrapper) for tower in towers for wrapper in tower.wrappers)
     with NOTHING if alone else est._engine.handshake.guard():
         outputs = [output for tower in towers for output in tower.encode_all()]
         z1, z2, extra, tau = _arguments(outputs, extra, tau)
@@ -269,6 +265,11 @@ def without_reduction(wrappers: Iterable[Any]) -> Iterator[None]:
             elif not _in_first_static_backward(wrapper):
                 stack.enter_context(wrapper.no_sync())
         yield
+
+
+def _gathers(wrapper: Any) -> bool:
+    """Return True for a wrapper that gathers parameters from other ranks in every pass: FSDP2, ZeRO 3."""
+    return hasattr(wrapper, SYNC) or (hasattr(wrapper, BOUNDARY) and wrapper.zero_optimization_stage() == 3)
 
 
 def check_reduced(wrappers: Iterable[Any]) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from compopt import accelerator, checks
 from compopt.kernel.features import working_dtype
@@ -53,7 +52,6 @@ class Tower:
         size: samples per micro-batch.
 
     Attributes:
-        module: the module that ``model`` is, or is a method of; ``None`` for other callables.
         parts: inputs of the micro-batches.
         trained: the tower is encoded a second time, for gradients.
         wrappers: modules inside the encoder that reduce gradients.
@@ -63,41 +61,24 @@ class Tower:
     """
 
     def __init__(self, model: Any, encode: Encode | None, inputs: Any, size: Sizes) -> None:
-        self.model, self.encode, self.inputs, self.size = model, encode, inputs, size
-        self.module = _module_of(model)
-        parameters = self.parameters()
-        self.trained = torch.is_grad_enabled() and (self.module is None or any(p.requires_grad for p in parameters))
-        self.wrappers = [] if self.module is None else wrappers_in(self.module)
-        self.split()
+        self.model, self.encode = model, encode
+        module = _module_of(model)
+        parameters = [] if module is None else list(module.parameters())
+        self.trained = torch.is_grad_enabled() and (module is None or any(p.requires_grad for p in parameters))
+        self.wrappers = [] if module is None else wrappers_in(module)
+        self.parts = split(inputs, size)
+        self.count = len(self.parts)
         here = accelerator.available()
         found = {p.device for p in parameters if p.device.type not in ("cpu", "meta")}
         self.devices = sorted(found or ({accelerator.here(here)} if here else ()), key=str)
         self.encoded: list[Output] = []
-        modules = () if self.module is None else self.module.modules()
+        modules = () if module is None else module.modules()
         self.normalising = [module for module in modules if _uses_statistics(module)]
         self.statistics = [buffer for layer in self.normalising for buffer in layer.buffers()]
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the current parameters of the module; FSDP2 replaces parameters when it gathers them."""
-        return [] if self.module is None else list(self.module.parameters())
-
-    def split(self) -> None:
-        """Split the inputs into micro-batches."""
-        self.parts = split(self.inputs, self.size)
-        self.count = len(self.parts)
 
     def outputs(self, number: int) -> list[Tensor]:
         """Encode a micro-batch; padding micro-batches repeat the last one."""
         return outputs_of(self.model, self.encode, self.parts[min(number, len(self.parts) - 1)])
-
-    def try_largest(self) -> None:
-        """Encode the largest micro-batch with a graph and compute gradients of parameters, without adding them up."""
-        inside = self.model.module if holds_a_module(self.model) else self.model
-        with replayed(random_state(self.devices), self.devices), kept(self.statistics):
-            made = [z for z in outputs_of(inside, self.encode, max(self.parts, key=_amount)) if z.requires_grad]
-            learned = [p for p in self.parameters() if p.requires_grad]
-            if made and learned:
-                torch.autograd.grad(made, learned, [torch.zeros_like(z) for z in made], allow_unused=True)
 
     def encode_all(self) -> list[Output]:
         """Encode all micro-batches without a graph, and store the random state of each."""
@@ -161,11 +142,6 @@ def wrappers_in(module: nn.Module) -> list[Any]:
     return [wrapper for child in module.children() for wrapper in wrappers_in(child)]
 
 
-def holds_a_module(model: Any) -> bool:
-    """Return True for a wrapper with an attribute ``module`` that can run without the wrapper."""
-    return hasattr(model, BOUNDARY) or isinstance(model, DistributedDataParallel)
-
-
 # -- inputs ---------------------------------------------------------------------------------------------------------
 
 
@@ -179,20 +155,11 @@ def _map(function: Callable[[Any], Any], inputs: Any) -> Any:
     return function(inputs) if isinstance(inputs, list) or (isinstance(inputs, Tensor) and inputs.dim() > 0) else inputs
 
 
-def _columns(inputs: Any) -> list[Tensor | list[Any]]:
-    found: list[Tensor | list[Any]] = []
-    _map(found.append, inputs)
-    return found
-
-
 def lengths(inputs: Any) -> set[int]:
     """Return the set of lengths of all tensors and lists."""
-    return {len(column) for column in _columns(inputs)}
-
-
-def _amount(inputs: Any) -> int:
-    """Return the total number of elements of all tensors and lists."""
-    return sum(column.numel() if isinstance(column, Tensor) else len(column) for column in _columns(inputs))
+    found: list[Tensor | list[Any]] = []
+    _map(found.append, inputs)
+    return {len(column) for column in found}
 
 
 def split(inputs: Any, size: Sizes) -> list[Any]:
@@ -206,14 +173,10 @@ def split(inputs: Any, size: Sizes) -> list[Any]:
         if sum(sizes) != length:
             raise ValueError(f"micro_batch_size must return sizes that sum up to {length} samples, got {sizes}")
     else:
-        sizes = equal_sizes(length, 1 if callable(size) else checks.count("micro_batch_size", size))
+        most = 1 if callable(size) else checks.count("micro_batch_size", size)
+        sizes = [min(most, length - start) for start in range(0, length, most)] or [0]
     ends = accumulate(sizes)
     return [_map(itemgetter(slice(end - size, end)), inputs) for size, end in zip(sizes, ends, strict=True)]
-
-
-def equal_sizes(length: int, size: int) -> list[int]:
-    """Return sizes of micro-batches, with a smaller last one if necessary; ``[0]`` for no samples."""
-    return [min(size, length - start) for start in range(0, length, size)] or [0]
 
 
 # -- outputs --------------------------------------------------------------------------------------------------------
