@@ -5,8 +5,7 @@
 
 Each pair gets a separate environment, into which pip installs torch from the package index. The CUDA build of torch
 takes 5 GB; the environment is removed unless ``--keep`` is given. The installed optional packages are those of the
-samplers, the recipes and remote directories. Tests of other packages are skipped; those of the pages run only in
-``make test``.
+samplers and the recipes. Tests of other packages are skipped; those of the pages run only in ``make test``.
 """
 
 from __future__ import annotations

@@ -3,16 +3,76 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fsspec.core import url_to_fs
 from tqdm import tqdm
-
-from compopt.checkpoint.remote import Remote
 
 WAITS = (1.0, 5.0, 25.0)  # seconds before each further attempt
 COMPLETE = "complete"  # marker file of each complete state; it is uploaded last
+
+
+class Remote:
+    """Files at a URL, by their paths in a local folder. Errors are ``OSError``s that contain the URL.
+
+    Listings of the store are never cached, because other processes write to the store.
+
+    Args:
+        url: URL that corresponds to the folder.
+        folder: local folder.
+    """
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self._url, self._folder = url.rstrip("/"), folder
+        self._store, path = url_to_fs(self._url)
+        self._path = str(path).rstrip("/")
+
+    def copy(self, file: Path) -> None:
+        """Copy a local file to the store."""
+        with self._named(file) as path:
+            self._make(path.rpartition("/")[0])
+            self._store.put_file(str(file), path)
+
+    def get(self, file: Path) -> None:
+        """Copy a file from the store into its existing local folder."""
+        with self._named(file) as path:
+            self._store.get_file(path, str(file))
+
+    def find(self, folder: Path) -> list[Path]:
+        """Return the files below a folder of the store."""
+        with self._named(folder) as path:
+            return [folder / str(file)[len(path) :].lstrip("/") for file in self._store.find(path)]
+
+    def delete(self, place: Path) -> None:
+        """Remove a file, or a folder and its content, from the store."""
+        with self._named(place) as path, suppress(FileNotFoundError):
+            self._store.rm(path, recursive=True)
+
+    def _make(self, path: str) -> None:
+        """Create a folder, if the store has folders; a bucket is never created."""
+        try:
+            self._store.mkdir(path, create_parents=False)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            parent = path.rpartition("/")[0]
+            if "/" not in parent.strip("/"):  # the parent is a bucket
+                raise
+            self._make(parent)
+            self._store.mkdir(path, create_parents=False)
+
+    @contextmanager
+    def _named(self, local: Path) -> Iterator[str]:
+        """Yield the path in the store, without cached listings; add the URL to errors."""
+        inside = f"/{local.relative_to(self._folder).as_posix()}" if local != self._folder else ""
+        try:
+            self._store.invalidate_cache(self._path + inside)
+            yield self._path + inside
+        except Exception as error:  # drivers raise types of their own
+            raise OSError(f"{self._url}{inside}: {type(error).__name__}: {error}") from error
 
 
 class Uploads:

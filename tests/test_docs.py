@@ -142,7 +142,7 @@ def test_the_loop_of_the_readme_and_the_index_runs():
 
 
 def test_no_text_advises_to_install_a_package_that_is_not_published():
-    """The package is installed from a checkout: ``pip install -e ".[remote]"``."""
+    """The package is installed from a checkout: ``pip install -e ".[recipes]"``."""
     files = [*PAGES, *(ROOT / "compopt").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]
     assert [name(file) for file in files if re.search(r"pip install\s+[\"']?compopt", file.read_text())] == []
 

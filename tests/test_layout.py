@@ -27,7 +27,7 @@ FLOORS = [
 ]
 # Optional packages, which are imported inside the functions that use them. Callbacks of trainers derive from classes of
 # such packages and import them at the top; no other module imports these callbacks.
-OPTIONAL = {"accelerate", "deepspeed", "fsspec", "open_clip", "open_clip_train", "safetensors", "scipy", "sklearn"}
+OPTIONAL = {"accelerate", "deepspeed", "open_clip", "open_clip_train", "safetensors", "scipy", "sklearn"}
 OPTIONAL |= {"pyarrow", "sentence_transformers", "threadpoolctl", "tqdm", "transformers"}
 # Modules in the language of an optional package, which they import at the top; they are imported inside functions.
 OPTIONAL_MODULES = {"compopt.tiles.language"}

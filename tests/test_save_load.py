@@ -473,8 +473,11 @@ def test_what_is_no_estimator(est, words, tmp_path):
 
 def test_what_is_no_path():
     for act in (compopt.save, compopt.load):
-        with pytest.raises(TypeError, match=r"directory must be a path or a URL, got b'run' of type bytes; pass os"):
+        with pytest.raises(TypeError, match=r"directory must be a path, got b'run' of type bytes; pass os"):
             act(sogclr(), b"run")
+        for url in ("s3://bucket/run", Path("s3://bucket/run"), "simplecache::memory://run"):
+            with pytest.raises(ValueError, match="is a URL; pass a local directory"):
+                act(sogclr(), url)
 
 
 def test_hooks_run(tmp_path):

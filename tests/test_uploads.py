@@ -91,6 +91,7 @@ def test_what_fails_is_tried_again_at_once_and_with_the_next_state(run, monkeypa
     (model := run[0] / "epoch_1.pt").write_text("weights")
     made.put(state(run, 1), [model])
     assert made.finish().keys() == {model} and "no route to host" in made.finish()[model]
+    assert f"file://{run[1]}/epoch_1.pt: " in made.finish()[model]
     assert store.copied.count("epoch_1.pt") == 3 and "epoch_1.pt is not in the store" in capsys.readouterr().out
     made.put(state(run, 2), [])
     assert made.finish() == {} and "epoch_1.pt" in there(run)

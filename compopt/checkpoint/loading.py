@@ -14,8 +14,7 @@ from torch import Tensor
 from compopt import files
 from compopt.checkpoint import manifest
 from compopt.checkpoint.manifest import MANIFEST, STATE, Checkpoint, File
-from compopt.checkpoint.remote import Directory, open_directory
-from compopt.checkpoint.saving import StrPath, check_estimator, note_load
+from compopt.checkpoint.saving import StrPath, absolute, as_given, check_estimator, note_load
 from compopt.distributed.collectives import doing
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
@@ -34,7 +33,7 @@ _DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
 _State = dict[str, dict[str, Tensor]]  # state that is not rows, by role and name
 
 
-def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path | str:
+def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path:
     """Load a checkpoint into an estimator of the same configuration; drop pending deposits.
 
     The number of ranks, ``shard`` and ``offload`` may differ from those of the writer. Before anything is written, the
@@ -44,17 +43,14 @@ def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path | str
     Args:
         est: the estimator to load into.
         directory: the directory passed to :func:`save`, of which the newest complete checkpoint is loaded, or the
-            result of :func:`save`. From a URL, every rank first copies the required files to the local temporary
-            directory: for a shard the files with its rows, otherwise all.
+            result of :func:`save`.
         t: load the newest checkpoint with ``t`` commits; ``None``: the newest checkpoint.
 
     Returns:
-        The directory of the loaded checkpoint as a ``Path``, or its URL as a string.
+        The directory of the loaded checkpoint.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint.
-        OSError: the remote store does not respond; the message contains the URL.
-        ImportError: fsspec or the driver for a URL is not installed.
         ValueError: another n, mode, method, dtype or data_fingerprint, or a damaged file; the message contains the file
             and both values, and the estimator is unchanged. Also values that no run writes, as for
             :meth:`load_state_dict <Estimator.load_state_dict>`.
@@ -78,39 +74,37 @@ def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path | str
     engine = est._engine
     engine.await_save()
     with doing("compopt.load()", est.t), engine.writing():
-        root = engine.ranks.agree(lambda: open_directory(directory))
-        with root.naming():
-            for left in reversed(range(RETRIES + 1)):
-                source = _attempt(est, root, t, last=not left)
-                if source is not None:
-                    break
+        root = engine.ranks.agree(lambda: absolute(directory))
+        for left in reversed(range(RETRIES + 1)):
+            source = _attempt(est, root, t, last=not left)
+            if source is not None:
+                break
     assert source is not None  # the last attempt raises
     note_load(est, source)
     est._run("load_state_dict_post")
-    return root.at(source.path)
+    return as_given(source.path, root, directory)
 
 
-def _attempt(est: Estimator, root: Directory, t: int | None, last: bool) -> Checkpoint | None:
+def _attempt(est: Estimator, root: Path, t: int | None, last: bool) -> Checkpoint | None:
     """Load the newest checkpoint; return ``None`` if another run has removed it meanwhile. Collective."""
     engine = est._engine
     ranks = engine.ranks
-    source = root.of_first_rank(ranks, lambda: manifest.choose(root.listed(), t))
+    source = ranks.gather_objects(ranks.agree(lambda: manifest.choose(root, t) if ranks.rank == 0 else None))[0]
     try:
-        content, rows, extra = ranks.agree(lambda: _verify(est, source, root))
+        content, rows, extra = ranks.agree(lambda: _verify(est, source))
         state = {**content, "extra": extra}
         ranks.agree(lambda: states.fill(engine, state, lambda: _read_rows(engine, source, content, rows)))
     except Exception:  # raised on every rank
-        named = source.path.resolve() == root.local.resolve()
-        if last or named or all(ranks.gather_objects(ranks.agree(lambda: root.is_complete(source)))):
+        named = source.path.resolve() == root.resolve()
+        if last or named or all(ranks.gather_objects(ranks.agree(lambda: source.complete))):
             raise
         return None
     return source
 
 
-def _verify(est: Estimator, source: Checkpoint, root: Directory) -> tuple[dict[str, Any], list[File], _State]:
+def _verify(est: Estimator, source: Checkpoint) -> tuple[dict[str, Any], list[File], _State]:
     """Verify a checkpoint, and return its manifest, its files of rows, and its state that is not rows."""
     ranks, table, path = est._engine.ranks, est._engine.table, source.path / MANIFEST
-    root.get(path)
     content, found = manifest.read(source)
     with _named(path):
         states.compare(est._engine, content["config"])
@@ -118,22 +112,13 @@ def _verify(est: Estimator, source: Checkpoint, root: Directory) -> tuple[dict[s
     state = next(file for file in found if file.name == STATE)
     rows = [file for file in found if file.name != STATE]
     _check_spans(path, rows, table)
-    root.get(source.path / STATE, state.bytes)
     extra = _read_state(est, source.path / STATE, state)
-    own = rows[ranks.rank :: ranks.size]
-    if not root.shared:  # every rank has its own copies and checks those that it reads
-        own = [file for file in rows if table is not None and _may_have_rows_of(file, table)]
-    for file in own:
-        root.get(source.path / file.name, file.bytes)
+    for file in rows[ranks.rank :: ranks.size]:
         _check_rows(source.path / file.name, file, table)
     return content, rows, extra
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------
-
-
-def _may_have_rows_of(file: File, table: RowTable) -> bool:
-    return (file.first - table.first) % gcd(file.stride, table.stride) == 0
 
 
 def _read_rows(engine: Engine, source: Checkpoint, content: Mapping[str, Any], rows: list[File]) -> None:
@@ -155,7 +140,7 @@ def _read_rows(engine: Engine, source: Checkpoint, content: Mapping[str, Any], r
 def _parts(table: RowTable, source: Checkpoint, found: list[File]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Yield row numbers and columns of each file, in the order of the manifest."""
     for file in found:
-        if file.spans and _may_have_rows_of(file, table):
+        if file.spans and (file.first - table.first) % gcd(file.stride, table.stride) == 0:
             opened = {name: _open(source.path / file.name).get_slice(name) for name in table.layout.offsets}
             local = torch.cat([torch.arange(start, stop) for start, stop in file.spans])
             for start in range(0, file.rows, manifest.PIECE_ROWS):  # a file of version 2 may exceed PIECE_ROWS

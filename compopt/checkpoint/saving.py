@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import re
+import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -19,8 +21,7 @@ from torch import Tensor
 
 from compopt import checks, files
 from compopt.checkpoint import manifest
-from compopt.checkpoint.manifest import MANIFEST, STATE, Checkpoint, File
-from compopt.checkpoint.remote import Directory, open_directory
+from compopt.checkpoint.manifest import STATE, Checkpoint, File
 from compopt.checks.context import warn
 from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import Ranks
@@ -32,23 +33,14 @@ from compopt.stores.snapshot import Snapshot
 from compopt.stores.table import RowTable
 
 StrPath = str | os.PathLike[str]
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+:/")
 CLAIMS = 4  # largest number of directories locked per estimator; some trainers use a new one for every save
 
 
 @overload
 def save(
-    est: Estimator,
-    directory: os.PathLike[str],
-    keep: int = ...,
-    incremental: bool | None = ...,
-    blocking: Literal[True] = ...,
-) -> Path: ...
-
-
-@overload
-def save(
     est: Estimator, directory: StrPath, keep: int = ..., incremental: bool | None = ..., blocking: Literal[True] = ...
-) -> Path | str: ...
+) -> Path: ...
 
 
 @overload
@@ -59,7 +51,7 @@ def save(
 
 def save(
     est: Estimator, directory: StrPath, keep: int = 2, incremental: bool | None = None, blocking: bool = True
-) -> Path | str | SaveHandle:
+) -> Path | SaveHandle:
     """Write a new checkpoint of all committed state; pending deposits are not part of it.
 
     Every rank writes the rows that it holds, in files of at most 2^18 rows, and needs memory for a few copies of one
@@ -68,10 +60,6 @@ def save(
 
     Every save reads all rows, and writes all except chunks of 8,192 rows that were never visited. Each checkpoint is
     independent: earlier ones may be removed.
-
-    *URLs.* ``directory`` may be a URL that fsspec supports, such as ``s3://bucket/run``. This requires ``pip install -e
-    ".[remote]"`` and the fsspec driver for the URL. Each file is written to the local temporary directory, copied to
-    the URL and removed locally; the manifest is copied last.
 
     *Background saves.* With ``blocking=False`` the call returns after the device has finished its queued work and the
     state that is not rows has been copied; a thread of each rank writes the files. Later commits are not part of the
@@ -86,22 +74,20 @@ def save(
 
     Args:
         est: the estimator.
-        directory: directory of the run's checkpoints, a path or URL that all ranks can access; created if necessary.
-            Only one estimator of one run may save there. Another one may continue there after it was loaded from it.
+        directory: directory of the run's checkpoints, which all ranks can access; created if necessary. Only one
+            estimator of one run may save there. Another one may continue there after it was loaded from it.
         keep: number of complete checkpoints to keep, including the new one; older and unfinished ones are removed.
         incremental: deprecated and without effect: every save writes all rows.
         blocking: ``False``: write in a background thread. Equal on all ranks.
 
     Returns:
-        The directory of the new checkpoint as a ``Path``, or its URL as a string. With ``blocking=False``, a handle:
-        ``wait()`` returns the directory or URL once the checkpoint is complete, and ``done`` tells whether it has
-        ended.
+        The directory of the new checkpoint. With ``blocking=False``, a handle: ``wait()`` returns the directory once
+        the checkpoint is complete, and ``done`` tells whether it has ended.
 
     Raises:
         OSError: a file could not be written; the message contains its path, and previous checkpoints are unchanged.
-        ValueError: the directory is itself a checkpoint, or contains checkpoints of another configuration; ``blocking``
-            differs between ranks.
-        ImportError: fsspec or the driver for a URL is not installed.
+        ValueError: the directory is a URL or itself a checkpoint, or contains checkpoints of another configuration;
+            ``blocking`` differs between ranks.
         TypeError: ``est`` is not an estimator, ``directory`` not a path, ``keep`` not an integer, or ``blocking``
             neither True nor False.
         RuntimeError: another process saves into the directory (the message contains process, machine and time), or
@@ -136,14 +122,32 @@ def save(
     engine = est._engine
     with doing("compopt.save()", est.t):
         root = engine.ranks.agree(lambda: _begin(est, directory))
-        with engine.copying(), root.naming():
+        with engine.copying():
             job = _prepare(est, root, keep, blocking)
+            path = as_given(job.target.path, root, directory)
             if blocking:
-                return job.run()
-            # Not job._release: the handle, which outlives the save, must not keep the job's temporary directory alive.
+                job.run()
+                return path
+            # Not job._release: the handle, which outlives the save, must not keep the copied state alive.
             abandon = None if job.snapshot is None else job.snapshot.release
-            engine.saving = SaveHandle(root.at(job.target.path), job.run, abandon)
+            engine.saving = SaveHandle(path, job.run, abandon)
             return engine.saving
+
+
+def absolute(directory: StrPath) -> Path:
+    """Return an absolute path, since a background save must not depend on the working directory; refuse a URL."""
+    if not isinstance(directory, str | os.PathLike):
+        remedy = "pass os.fsdecode(directory)" if isinstance(directory, bytes) else "pass a str or a pathlib.Path"
+        raise TypeError(f"directory must be a path, got {directory!r} of type {type(directory).__name__}; {remedy}")
+    if _URL.match(os.fspath(directory)):  # as a path it would be a new directory here, named s3:
+        raise ValueError(f"directory={directory!r} is a URL; pass a local directory, and copy checkpoints with fsspec")
+    return Path(directory).absolute()
+
+
+def as_given(path: Path, root: Path, directory: StrPath) -> Path:
+    """Return a path below ``root`` in the form of ``directory``, of which ``root`` is the absolute path."""
+    inside = path.is_relative_to(root)  # a link to a checkpoint leads elsewhere
+    return Path(directory) / path.relative_to(root) if inside else path
 
 
 def check_estimator(est: Any) -> None:
@@ -158,8 +162,8 @@ def check_estimator(est: Any) -> None:
 # -- between two commits -------------------------------------------------------------------------------------------
 
 
-def _begin(est: Estimator, directory: StrPath) -> Directory:
-    engine, root = est._engine, open_directory(directory)
+def _begin(est: Estimator, directory: StrPath) -> Path:
+    engine, root = est._engine, absolute(directory)
     engine.await_save()
     before, engine.saving = engine.saving, None
     if before is not None:
@@ -168,7 +172,7 @@ def _begin(est: Estimator, directory: StrPath) -> Directory:
     return root
 
 
-def _prepare(est: Estimator, root: Directory, keep: int, blocking: bool) -> _Job:
+def _prepare(est: Estimator, root: Path, keep: int, blocking: bool) -> _Job:
     """Create the directory of the new save, and take a snapshot of the state. Collective."""
     engine = est._engine
     ranks, table = engine.ranks, engine.table
@@ -180,8 +184,9 @@ def _prepare(est: Estimator, root: Directory, keep: int, blocking: bool) -> _Job
     if table is not None:
         ranks.agree(table.at_rest)
     writers = ranks if blocking else _ranks_beside(engine)
-    target = root.of_first_rank(ranks, lambda: _make(est, root, content["config"]))
-    return _Job(target, root, writers, content, state, table, None if table is None else table.snapshot(), keep)
+    made = ranks.agree(lambda: _make(est, root, content["config"]) if ranks.rank == 0 else None)
+    target = ranks.gather_objects(made)[0]
+    return _Job(target, writers, content, state, table, None if table is None else table.snapshot(), keep)
 
 
 def _state(est: Estimator) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -200,13 +205,12 @@ def _state(est: Estimator) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return content, states.flat(saved["extra"])
 
 
-def _make(est: Estimator, root: Directory, config: dict[str, Any]) -> Checkpoint:
-    manifest.prepare(root.listed(), config)
-    for newest in manifest.complete(root.local)[-1:]:
-        _check_rows(est, root.at(root.local), newest)
-    if root.shared:
-        _lock(est, root.local.resolve())
-    made = manifest.new(root.local, est.t)
+def _make(est: Estimator, root: Path, config: dict[str, Any]) -> Checkpoint:
+    manifest.prepare(root, config)
+    for newest in manifest.complete(root)[-1:]:
+        _check_rows(est, newest)
+    _lock(est, root.resolve())
+    made = manifest.new(root, est.t)
     note_load(est, made)
     _writers[made.save_id] = est
     return made
@@ -236,7 +240,6 @@ class _Job:
     """Task of one rank in a save, with the state between two commits."""
 
     target: Checkpoint
-    root: Directory
     ranks: Ranks
     content: Mapping[str, Any]  # entries of the manifest
     state: Mapping[str, Tensor]  # state that is not rows
@@ -244,23 +247,22 @@ class _Job:
     snapshot: Snapshot | None
     keep: int
 
-    def run(self) -> Path | str:
+    def run(self) -> None:
         """Write this rank's files, then the manifest on rank 0; the checkpoint is complete on return. Collective."""
         ranks, is_first = self.ranks, self.ranks.rank == 0
         with doing("compopt.save()", self.target.t):
             try:
                 own = ranks.agree(lambda: list(self._write_files()))
                 everyone = [file for each in ranks.gather_objects(own) for file in each]
-                ranks.agree(lambda: self._write_manifest(everyone) if is_first else None)
+                ranks.agree(lambda: manifest.write(self.target, everyone, self.content) if is_first else None)
             except Exception:  # raised on every rank, so that no rank writes any more
                 with suppress(OSError):
-                    if is_first and not self.root.is_complete(self.target):  # a complete one may be in use by a load
-                        self.root.remove(self.target)
+                    if is_first and not self.target.complete:  # a complete one may be in use by a load
+                        shutil.rmtree(self.target.path, ignore_errors=True)
                 raise
             finally:
                 self._release()
             ranks.agree(lambda: self._prune() if is_first else None)
-        return self.root.at(self.target.path)
 
     def _release(self) -> None:
         if self.snapshot is not None:
@@ -293,16 +295,11 @@ class _Job:
         path = self.target.path / name
         with files.named(path, manifest.KEPT):
             files.write_file(path, content)
-        self.root.put(path)
         return File(name, len(content), hashlib.sha256(content).hexdigest(), *place)
 
-    def _write_manifest(self, everyone: list[File]) -> None:
-        manifest.write(self.target, everyone, self.content)
-        self.root.put(self.target.path / MANIFEST)
-
     def _prune(self) -> None:
-        for old in manifest.outdated(self.root.local, self.keep):
-            self.root.remove(old)
+        for old in manifest.outdated(self.target.path.parent, self.keep):
+            shutil.rmtree(old.path, ignore_errors=True)
 
 
 # -- one estimator per directory -------------------------------------------------------------------------------------
@@ -323,7 +320,7 @@ def note_load(est: Estimator, checkpoint: Checkpoint) -> None:
     _used[est] = time.monotonic()
 
 
-def _check_rows(est: Estimator, directory: Path | str, newest: Checkpoint) -> None:
+def _check_rows(est: Estimator, newest: Checkpoint) -> None:
     """Refuse a directory if another estimator of this process, which is in use too, has written its newest checkpoint.
 
     A writer whose last save or load was before this estimator was made is that of an earlier run, kept alive for
@@ -335,7 +332,7 @@ def _check_rows(est: Estimator, directory: Path | str, newest: Checkpoint) -> No
     other = _writers.get(newest.save_id)
     if other is None:
         return
-    what = f"{directory} has checkpoints of another {type(est).__name__} of this process"
+    what = f"{newest.path.parent} has checkpoints of another {type(est).__name__} of this process"
     if _used[other] >= est._engine.made:
         raise RuntimeError(
             f"{what}, whose rows a load would give to this one and the other way round: save into another directory; "

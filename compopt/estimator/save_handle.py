@@ -17,7 +17,7 @@ class SaveHandle:
     save.
 
     Args:
-        path: the directory of the new checkpoint, or its URL.
+        path: the directory of the new checkpoint.
         write: completes the checkpoint, or raises.
         abandon: called in a forked process, to release the parent's snapshot.
 
@@ -25,9 +25,7 @@ class SaveHandle:
         path: the directory; the checkpoint is complete once :attr:`done` is true and :meth:`wait` does not raise.
     """
 
-    def __init__(
-        self, path: Path | str, write: Callable[[], object], abandon: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, path: Path, write: Callable[[], object], abandon: Callable[[], None] | None = None) -> None:
         self.path, self._abandon, self._pid = path, abandon, os.getpid()
         self._result: list[BaseException | None] = []  # empty until the save has ended
         self._told: list[str] = []  # how an error was reported to the user: "raised", "warned"
@@ -51,14 +49,14 @@ class SaveHandle:
         self._leave_to_parent()
         return bool(self._result)
 
-    def wait(self, timeout: float | None = None) -> Path | str:
+    def wait(self, timeout: float | None = None) -> Path:
         """Wait until the checkpoint is complete.
 
         Args:
             timeout: seconds to wait at most.
 
         Returns:
-            The directory of the checkpoint, or its URL.
+            The directory of the checkpoint.
 
         Raises:
             TimeoutError: the checkpoint is not complete yet; the save continues.
@@ -105,7 +103,7 @@ class SaveHandle:
         return f"SaveHandle({str(self.path)!r}, done={self.done})"
 
 
-def _warn(path: Path | str, result: list[BaseException | None], told: list[str]) -> None:
+def _warn(path: Path, result: list[BaseException | None], told: list[str]) -> None:
     error = result[0] if result and not told else None
     if error is not None:
         told.append("warned")

@@ -125,7 +125,7 @@ class _CheckpointEntry:
             self._saved = save(self._est, folder).name
         else:
             self._handle = save(self._est, folder, blocking=False)
-            self._saved = Path(self._handle.path).name
+            self._saved = self._handle.path.name
 
     def locate(self, models: list[Any], input_dir: str | os.PathLike[str]) -> None:
         # accelerate calls this on every rank before load_state_dict
