@@ -27,7 +27,6 @@ from compopt.normalizers import (
     MemoryNormalizer,
     MovingAverageEstimator,
     NeuralNormalizer,
-    ResidualNormalizer,
     SigmoidNormalizer,
 )
 from compopt.pairs import PairPolicy
@@ -40,7 +39,6 @@ from compopt.presets import (
     ISogCLREstimator,
     MemoryEstimator,
     NeuCLIPEstimator,
-    ResidualEstimator,
     SigLIPEstimator,
     SogCLREstimator,
     recommended,
@@ -69,8 +67,6 @@ __all__ = [
     "NeuralNormalizer",
     "Normalizer",
     "PairPolicy",
-    "ResidualEstimator",
-    "ResidualNormalizer",
     "ScoreKeeper",
     "SigLIPEstimator",
     "SigmoidNormalizer",
