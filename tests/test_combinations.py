@@ -271,11 +271,9 @@ def log_normalizers(name, est, terms, old):
     """Return the log-normalizer of each anchor from the batch's terms and the rows before, which are updated."""
     if name == "batch":
         return [torch.logaddexp(g, torch.full_like(g, -math.log(len(a.negatives)))) for a, _, g in terms]
-    alphas, shared = [est._last.alpha[a.position, a.direction] for a, _, _ in terms], est.mode == "unimodal"
-    rows = est.read(torch.arange(BATCH))
     inner, outer = {}, []
-    for (a, t, g), alpha in zip(terms, alphas, strict=True):
-        column = 0 if shared else a.direction
+    for a, t, g in terms:
+        column = 0 if est.mode == "unimodal" else a.direction
         shift = a.positive / t if name == "average, none" else ZERO
         inner.setdefault((a.position, column), []).append(g + shift)
         outer.append(((a.position, column), shift))
