@@ -73,7 +73,6 @@ BY_READING = {
     ("compopt/stores/write_behind.py", "WriteBehind._read_ahead", "statement"): ACCELERATOR,
     ("compopt/stores/base.py", "RowStore._zeros", "keyword"): ACCELERATOR,
     ("compopt/stores/write_behind.py", "WriteBehind._to_host", "keyword"): ACCELERATOR,
-    ("compopt/normalizers/residual.py", "ResidualNormalizer.move", "statement"): ACCELERATOR,
     ("compopt/normalizers/neural.py", "NeuralNormalizer._state_on", "branches"): ACCELERATOR,
     ("compopt/temperatures/dual.py", "TemperatureDual.saved_state", "branches"): ACCELERATOR,
     ("compopt/stores/snapshot.py", "Snapshot.__init__", "statement"): ACCELERATOR,

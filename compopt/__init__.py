@@ -27,7 +27,6 @@ from compopt.normalizers import (
     MemoryNormalizer,
     MovingAverageEstimator,
     NeuralNormalizer,
-    ResidualNormalizer,
     SigmoidNormalizer,
 )
 from compopt.pairs import PairPolicy
@@ -39,7 +38,6 @@ from compopt.presets import (
     ISogCLREstimator,
     MemoryEstimator,
     NeuCLIPEstimator,
-    ResidualEstimator,
     SigLIPEstimator,
     SogCLREstimator,
     recommended,
@@ -67,8 +65,6 @@ __all__ = [
     "NeuralNormalizer",
     "Normalizer",
     "PairPolicy",
-    "ResidualEstimator",
-    "ResidualNormalizer",
     "ScoreKeeper",
     "SigLIPEstimator",
     "SigmoidNormalizer",

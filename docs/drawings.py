@@ -109,7 +109,7 @@ def pair_weights() -> str:
         text(190, 290, "w = exp(h / tau) / sum over the batch", "small"),
         text(570, 290, "w = exp(h / tau - alpha) / |N|", "small"),
         text(190, 310, "DCL; InfoNCE with the positive in the sum", "small"),
-        text(570, 310, "SogCLR, NeuCLIP, Residual, ...", "small"),
+        text(570, 310, "SogCLR, iSogCLR, NeuCLIP, ...", "small"),
     ]
     description = (
         "Two panels. In both an anchor is pulled to its positive and pushed away by five negatives of the "

@@ -26,7 +26,7 @@ HYPERPARAMETERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "tau_min": (float, "smallest learned temperature"),
     "tau_max": (float, "largest learned temperature"),
     "length": (int, "past samples whose features are kept"),
-    "prototypes": (int, "prototypes of the network, or features in the queue"),
+    "prototypes": (int, "prototypes of the network"),
     "network_lr": (float, "step size of the network's AdaGrad"),
     "updates": (int, "steps of the network per batch"),
     "restart_every": (int, "commits between restarts of the network"),
@@ -125,9 +125,6 @@ METHODS: dict[str, Method] = {
         },
         sizes=("dim",),
         renamed={"network_lr": "lr"},
-    ),
-    "residual": Method(
-        "Residual", compopt.ResidualEstimator, {"tau": 0.07, "gamma": 0.5, "prototypes": 1024}, sizes=("n", "dim")
     ),
     "memory": Method("Memory", compopt.MemoryEstimator, {"tau": 0.07, "length": 128}, sizes=("dim",)),
     "emc2": Method("EMC2", compopt.EMC2Estimator, {"tau": 0.1, "burn_in": 0.5, "encode": 0}, {"tau": 0.2}),

@@ -28,7 +28,6 @@ WITH_ROWS = {
     "fastclip-v1": lambda **o: compopt.FastCLIPEstimator(N, "v1", **o),
     "fastclip-v2": lambda **o: compopt.FastCLIPEstimator(N, "v2", rho=1.0, **o),
     "fastclip-v3": lambda **o: compopt.FastCLIPEstimator(N, "v3", rho=1.0, **o),
-    "residual": lambda **o: compopt.ResidualEstimator(D, N, prototypes=48, **o),
     "emc2": lambda **o: compopt.EMC2Estimator(N, tau=0.3, **o),
     "groups": lambda **o: compopt.SogCLREstimator([{"n": 80, "gamma": 0.5}, {"n": N - 80}], **o),
 }

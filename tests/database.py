@@ -23,7 +23,6 @@ from tests.reference import (
     NeuralReference,
     PolicyReference,
     Reference,
-    ResidualReference,
     SigmoidReference,
 )
 
@@ -313,23 +312,6 @@ def neural_tensor_tau(**network):
     )
 
 
-def residual(name, dual=None, prototypes=15, network=None, remembers=True, **options):
-    """ResidualNormalizer."""
-    network = {"lr": 0.2, "updates": 2, "restart_every": 4, **(network or {})}
-    return composed(
-        name,
-        lambda n, gamma: compopt.ResidualNormalizer(
-            compopt.NeuralNormalizer(DIM, prototypes, **network), n if remembers else None, gamma=gamma, **options
-        ),
-        lambda: ResidualReference(NeuralReference(DIM, prototypes, **network), remembers=remembers, **options),
-        dual,
-        columns=("log_ratio",) if remembers else (),
-        min_tau=0.07,
-        restarts=True,
-        **ALONE,
-    )
-
-
 def memory(name, length, dual=None, multiply_tau=True):
     """MemoryNormalizer."""
     normalizer = lambda n, gamma: compopt.MemoryNormalizer(DIM, length)  # noqa: E731
@@ -413,11 +395,6 @@ DATABASE = [
     neural("neural-through-alpha-dual", dual="individual", through_alpha=True, eps=0.1),
     neural("neural-through-alpha-global-dual", "global", through_alpha=True, multiply_tau=False, restart_every=None),
     neural_tensor_tau(through_alpha=True, prototypes=6, lr=0.2, updates=3, restart_every=3),
-    residual("residual"),
-    residual("residual-after-ratio", prediction="after", first="ratio", network={"eps": 0.1}),
-    residual("residual-dual", dual="individual", prototypes=6),
-    residual("residual-queue-dual", "individual", network={"updates": 0, "restart_every": 1, "through_alpha": True}),
-    residual("residual-queue", network={"updates": 0, "restart_every": 1, "through_alpha": True}),
     memory("memory", length=14),
     memory("memory-shorter-than-a-batch", length=4),
     memory("memory-not-multiplied", length=14, multiply_tau=False),
@@ -429,7 +406,6 @@ DATABASE = [
     emc2("emc2-not-multiplied", multiply_tau=False, burn_in=2, seed=7),
     emc2("emc2-dual", dual="individual"),
     emc2("emc2-global-dual", dual="global"),
-    residual("residual-forgetful", remembers=False, network={"through_alpha": True, "eps": 0.1}),
 ]
 DATABASE += [
     with_policy(sogclr("sogclr"), false_negatives=0.5, hardness=1.5),

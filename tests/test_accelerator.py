@@ -200,7 +200,7 @@ def test_an_object_alone(kind, offload, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
-@pytest.mark.parametrize("name", ["sogclr", "isogclr", "fastclip-v3", "neuclip", "residual", "emc2", "memory"])
+@pytest.mark.parametrize("name", ["sogclr", "isogclr", "fastclip-v3", "neuclip", "emc2", "memory"])
 def test_a_batch_of_one_label_waits_for_nobody_and_changes_nothing(name, where):
     """Its loss and gradients are 0; if the host cannot know it, ``t`` and the network's counters there count it."""
     est = BUILD[name](**KINDS["bimodal"]).to(DEVICE)

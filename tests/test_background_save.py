@@ -156,7 +156,8 @@ def test_without_holding_anything(options, tmp_path, switch_often):
 
 def test_state_that_is_not_rows(tmp_path):
     def build():
-        return compopt.ResidualEstimator(8, [{"n": N, "gamma": 0.5}], prototypes=8, dtype=torch.float64)
+        options = {"prototypes": 8, "learn_tau": "individual", "dtype": torch.float64}
+        return compopt.NeuCLIPEstimator(8, [{"n": N, "rho": 0.5}], **options)
 
     est, other = build(), build()
     z1, z2 = features(16, 8, seed=0)
@@ -169,12 +170,12 @@ def test_state_that_is_not_rows(tmp_path):
         assert gate.reached.wait(WAIT)
         run(est, z2, z1, torch.arange(16, 32))
         est.step()
-        est.sample_groups[0]["gamma"] = 0.9
+        est.sample_groups[0]["rho"] = 0.9
         gate.go.set()
         handle.wait(WAIT)
     compopt.load(other, tmp_path)
     assert_same_bits(expected, shown(other, N))
-    assert other.t == t and other.sample_groups[0]["gamma"] == 0.5
+    assert other.t == t and other.sample_groups[0]["rho"] == 0.5
 
 
 # -- concurrent operations ---------------------------------------------------------------------------------------

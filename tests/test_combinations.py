@@ -249,7 +249,6 @@ NORMALIZERS = {
     "batch": lambda: compopt.BatchNormalizer(include_positive=True),
     "average, none": lambda: compopt.MovingAverageEstimator(BATCH, GAMMA, "none"),
     "average, positive": lambda: compopt.MovingAverageEstimator(BATCH, GAMMA, "positive"),
-    "residual": lambda: compopt.ResidualNormalizer(compopt.NeuralNormalizer(DIM, 8, 0.1, 2), BATCH, GAMMA),
     "network": lambda: compopt.NeuralNormalizer(DIM, 6, 0.2, 3, 3),
     "memory": lambda: compopt.MemoryNormalizer(DIM, 14),
     "chains": lambda: compopt.MCMCNegativeSampler(BATCH),
@@ -261,7 +260,6 @@ REFUSED = {
     "batch": EXPECTS,
     "average, none": set(),
     "average, positive": set(),
-    "residual": EXPECTS,
     "network": {"hardness", "importance", "prior", "mises_fisher"} | EXPECTS,
     "memory": {"guided", "importance", "prior", "mises_fisher"} | EXPECTS,
     "chains": set(POLICY),
@@ -273,19 +271,15 @@ def log_normalizers(name, est, terms, old):
     """Return the log-normalizer of each anchor from the batch's terms and the rows before, which are updated."""
     if name == "batch":
         return [torch.logaddexp(g, torch.full_like(g, -math.log(len(a.negatives)))) for a, _, g in terms]
-    alphas, shared = [est._last.alpha[a.position, a.direction] for a, _, _ in terms], est.mode == "unimodal"
-    rows = est.read(torch.arange(BATCH))
     inner, outer = {}, []
-    for (a, t, g), alpha in zip(terms, alphas, strict=True):
-        column = 0 if shared else a.direction
+    for a, t, g in terms:
+        column = 0 if est.mode == "unimodal" else a.direction
         shift = a.positive / t if name == "average, none" else ZERO
-        if name == "residual":  # minus the prediction of the network
-            shift = rows["log_ratio"][a.position, column] - alpha
         inner.setdefault((a.position, column), []).append(g + shift)
         outer.append(((a.position, column), shift))
     for key, values in inner.items():
         new = torch.stack(values).logsumexp(0) - math.log(len(values))
-        before = old.get(key, ZERO if name == "residual" else None)
+        before = old.get(key)
         if before is not None:
             new = torch.logaddexp(before + math.log(1 - GAMMA), new + math.log(GAMMA))
         old[key] = new.detach()

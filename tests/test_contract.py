@@ -122,7 +122,6 @@ PARTS = {
         compopt.BatchNormalizer,
         lambda: compopt.MovingAverageEstimator(9),
         lambda: compopt.NeuralNormalizer(4, 8),
-        lambda: compopt.ResidualNormalizer(compopt.NeuralNormalizer(4, 8), 9),
         lambda: compopt.MemoryNormalizer(4, 8, momentum=True),
         lambda: compopt.SigmoidNormalizer(learn=True),
         lambda: compopt.MCMCNegativeSampler(9, proposals="dataset"),

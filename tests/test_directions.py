@@ -65,7 +65,7 @@ def test_what_excludes_pairs(kind, name):
 def test_the_queue_takes_in_the_batch_only():
     queues = []
     for given in ({}, further(0)):
-        est = compopt.ResidualEstimator(D, prototypes=8, dtype=torch.float64, directions="forward")
+        est = compopt.NeuCLIPEstimator(D, prototypes=8, updates=0, dtype=torch.float64, directions="forward")
         for z1, z2, index in batches(N, steps=3, seed=5):
             run(est, z1, z2, index, **given)
             est.step()
@@ -102,7 +102,7 @@ RANKED = [
     ("isogclr", "forward", None, False, True),
     ("isogclr-adam", "bimodal", None, True, False),
     ("sogclr", "unimodal", None, False, True),
-    ("residual", "forward", None, False, False),
+    ("neural", "forward", None, False, False),
     ("neural", "bimodal", None, False, True),
 ]
 
@@ -127,7 +127,7 @@ def test_ranks_compute_what_one_process_does(case):
 # -- other operations of an estimator ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["sogclr", "isogclr-adam", "emc2", "residual"])
+@pytest.mark.parametrize("name", ["sogclr", "isogclr-adam", "emc2", "neural"])
 def test_copies_and_checkpoints_of_other_directions(name):
     """Resumed runs are tested in tests/test_save_load.py."""
     est, *data = make(BY_NAME[name], "forward", N, gamma=0.6)[0], *batches(N, 4, seed=7)

@@ -237,7 +237,6 @@ def wrong(change):
 
 REFUSED = [
     (lambda: compopt.DCLEstimator(), lambda k: k, ValueError, "serves a memory.*take compopt.MemoryEstimator"),
-    (lambda: compopt.ResidualEstimator(D), lambda k: k, ValueError, "serves a memory"),
     (lambda: build(momentum=True), lambda k: None, ValueError, "momentum_features is missing"),
     (build, lambda k: k[0], ValueError, "must be a pair.*got Tensor"),
     (build, lambda k: (*k, k[0]), ValueError, "must be a pair.*got 3"),

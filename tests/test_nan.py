@@ -258,7 +258,7 @@ def test_a_bad_further_candidate(name):
 
 @pytest.mark.parametrize("mode", [*MODES, "forward"])
 @pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("name", ["sogclr", "isogclr", "neuclip", "residual", "memory", "emc2", "fastclip-v3"])
+@pytest.mark.parametrize("name", ["sogclr", "isogclr", "neuclip", "memory", "emc2", "fastclip-v3"])
 def test_a_bad_sample_in_no_pair_reaches_no_later_call(name, side, mode):
     """This also holds for the first batch, when a memory or a queue is empty, and with one direction."""
     options = {"directions": "forward"} if mode == "forward" else {"mode": mode}
@@ -266,7 +266,6 @@ def test_a_bad_sample_in_no_pair_reaches_no_later_call(name, side, mode):
         "sogclr": lambda: compopt.SogCLREstimator(N, **options),
         "isogclr": lambda: compopt.ISogCLREstimator(N, rho=0.5, **options),
         "neuclip": lambda: compopt.NeuCLIPEstimator(4, prototypes=8, rho=0.5, **options),
-        "residual": lambda: compopt.ResidualEstimator(4, n=N, **options),
         "memory": lambda: compopt.MemoryEstimator(4, 8, **options),
         "emc2": lambda: compopt.EMC2Estimator(N, **options),
         "fastclip-v3": lambda: compopt.FastCLIPEstimator(N, rho=0.5, **options),

@@ -109,10 +109,9 @@ def test_a_step_that_a_device_skips_leaves_the_network_as_it_was():
     assert extra(est)["optimizer.prototypes.sum"].max() < 1e9
 
 
-def queues(group, kind, mode, evaluations):
+def queues(group, mode, evaluations):
     """Fill a queue with 3 of 5 batches per step, each evaluated several times; return it, and its counters."""
-    neural = compopt.NeuralNormalizer(D, prototypes=20, updates=0, restart_every=3)
-    normalizer = neural if kind == "neural" else compopt.ResidualNormalizer(neural, 50)
+    normalizer = compopt.NeuralNormalizer(D, prototypes=20, updates=0, restart_every=3)
     kind = {"directions": "forward"} if mode == "forward" else {"mode": mode}
     est = compopt.ContrastiveEstimator(normalizer, compopt.FixedTemperature(0.2), process_group=group, **kind)
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -129,18 +128,17 @@ def queues(group, kind, mode, evaluations):
     return state["queue"], state["queue_place"], state["queue_active"]
 
 
-@pytest.mark.parametrize("kind", ["neural", "residual"])
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal", "forward"])
-def test_a_sample_keeps_its_slots_until_the_commit(mode, kind):
+def test_a_sample_keeps_its_slots_until_the_commit(mode):
     """Further evaluations, in any order, add no copies: the queue has each sample of a step once."""
-    once, often, more = (queues(None, kind, mode, count) for count in (1, 2, 9))
+    once, often, more = (queues(None, mode, count) for count in (1, 2, 9))
     for name, one, two, three in zip(("queue", "place", "active"), once, often, more, strict=True):
         assert torch.equal(one, two) and torch.equal(one, three), name
     queue = once[0].flatten(0, 1)
     distinct = queue[queue.any(1)].unique(dim=0)
     assert len(distinct) == int(once[2].sum()) * len(once[0])
     for ranks in (2, 3):
-        for other in the_pool().run(queues, ranks, kind, mode, 2):
+        for other in the_pool().run(queues, ranks, mode, 2):
             for one, two in zip(once, other, strict=True):
                 near(two, one, 1e-6, atol=1e-6)
 
@@ -269,18 +267,6 @@ def test_features_of_another_dimension_are_refused_and_leave_no_trace():
         est(*features(4, 5, 0), torch.arange(4))
     assert est.pending == 0
     assert_same_bits(before, snapshot(est, 1))
-
-
-def test_a_network_belongs_to_one_estimator():
-    shared = compopt.NeuralNormalizer(D)
-    compopt.ResidualNormalizer(shared, 10)
-    compopt.ContrastiveEstimator(shared, compopt.FixedTemperature(0.1))
-    with pytest.raises(ValueError, match="already part"):
-        compopt.ResidualNormalizer(shared, 10)
-    with pytest.raises(TypeError, match="NeuralNormalizer"):
-        compopt.ResidualNormalizer(compopt.BatchNormalizer(), 10)
-    with pytest.raises(ValueError, match="n of the network"):
-        compopt.ResidualNormalizer(compopt.NeuralNormalizer(D, n=10), 10)
 
 
 # numbers --------------------------------------------------------------------------------------------
@@ -459,7 +445,7 @@ def test_checkpoints_fit_any_number_of_ranks(writers, readers, tmp_path):
 
 def uneven(group, kind):
     """One rank has an empty batch, or features without gradients; the other must not wait for it in a collective."""
-    est = compopt.ResidualEstimator(D, prototypes=8, process_group=group, dtype=torch.float64)
+    est = network(through_alpha=True, process_group=group)
     rank = dist.get_rank(group)
     z1, z2, index = batch(0, 6)
     losses = []
@@ -495,11 +481,11 @@ def test_fewer_prototypes_than_ranks_are_refused():
 
 def test_a_queue_with_features_of_which_none_is_in_use_is_refused():
     """A mean over no prototypes would be NaN."""
-    for est in (network(), compopt.ResidualEstimator(D, prototypes=8)):
-        run(est, *(x.to(est.dtype) if x.is_floating_point() else x for x in batch(0)))
-        est.step()
-        state, before = est.state_dict(), whole(est)
-        state["extra"]["normalizer"]["queue_active"].fill_(False)
-        with pytest.raises(ValueError, match="queue_active must be True for a slot"):
-            est.load_state_dict(state)
-        assert whole(est) == before
+    est = network()
+    run(est, *batch(0))
+    est.step()
+    state, before = est.state_dict(), whole(est)
+    state["extra"]["normalizer"]["queue_active"].fill_(False)
+    with pytest.raises(ValueError, match="queue_active must be True for a slot"):
+        est.load_state_dict(state)
+    assert whole(est) == before

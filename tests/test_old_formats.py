@@ -84,6 +84,17 @@ def test_a_learned_temperature_converts(before, after, optimizer, tmp_path):
         assert est.temperature.tau != old["tau"]
 
 
+def test_a_checkpoint_of_a_removed_method_is_refused_with_its_name():
+    """``ResidualEstimator`` wrote it with 0.3.0."""
+    est = ESTIMATORS["neuclip"]()
+    before = snapshot(est, N)
+    state = torch.load(HERE / "0.3.0" / "residual.pt", weights_only=True)
+    for load in (lambda: est.load_state_dict(state), lambda: compopt.load(est, HERE / "0.3.0" / "residual")):
+        with pytest.raises(ValueError, match="the checkpoint has 'ResidualNormalizer'"):
+            load()
+    assert_same_bits(before, snapshot(est, N))
+
+
 def test_this_version_has_its_checkpoints():
     assert compopt.__version__ in FORMATS and EXPECTED[compopt.__version__].keys() == ESTIMATORS.keys()
 

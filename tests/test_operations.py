@@ -12,7 +12,6 @@ MOST = {
     "DCL": 50,
     "SogCLR": 64,
     "iSogCLR": 92,  # four on a CPU only, for exponentials that underflow, as in FastCLIP v3
-    "Residual": 104,
     "Memory": 93,
     "FastCLIP v3": 115,  # computes log tau, exponentiates it, and scales the rate with tau
     "EMC2": 193,

@@ -15,7 +15,6 @@ PRESETS = [
     (compopt.ISogCLREstimator, {"n": 9}),
     (compopt.NeuCLIPEstimator, {"dim": 4, "prototypes": 8}),
     (compopt.MemoryEstimator, {"dim": 4, "length": 8}),
-    (compopt.ResidualEstimator, {"dim": 4, "prototypes": 8}),
     (compopt.SigLIPEstimator, {}),
     (compopt.SogCLREstimator, {"n": 9}),
 ]

@@ -22,7 +22,7 @@ N, BATCH, DIM = 17, 7, 4
 KINDS = ("bimodal", "unimodal", "forward")
 FAST = ("infonce", "infonce-no-positive", "clip-learned", "sogclr", "sogclr-positive", "isogclr", "isogclr-none-adam")
 FAST += ("batch-dual", "global-dual-adam", "memory", "memory-dual", "memory-global-dual-not-multiplied")
-SLOW = ("neural", "neural-through-alpha-dual", "residual", "residual-queue-dual")
+SLOW = ("neural", "neural-through-alpha-dual")
 NAMES = (*FAST, *FAST, *SLOW)
 THRESHOLDS = (None, 0.1, 0.3, -0.05, ("relative", 0.95), ("relative", 0.7))
 

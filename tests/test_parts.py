@@ -317,10 +317,6 @@ def test_what_is_attached_or_placed_is_not_adopted():
         compose(u)
     with pytest.raises(ValueError, match="have no effect: give them to the ContrastiveEstimator"):
         compose(compopt.MovingAverageEstimator(N, offload="cpu"))
-    net = compopt.NeuralNormalizer(DIM, prototypes=9)
-    net.attach(optimizer)
-    with pytest.raises(ValueError, match="attached to an SGD"):
-        compopt.ResidualNormalizer(net, N)
 
 
 def test_edits_survive_adoption_and_defaults_are_those_of_the_mode():
@@ -344,37 +340,6 @@ def test_equal_bounds_fix_a_temperature():
     dual = compopt.TemperatureDual(N, tau_init=0.2, tau_min=0.2, tau_max=0.2, lr=0.5)
     dual.update(torch.linspace(-3, 3, N), torch.arange(N)), dual.step()
     torch.testing.assert_close(dual.read(torch.arange(N))["tau"], torch.full((N, 1), 0.2))
-
-
-def test_a_network_in_a_residual_normalizer():
-    net = compopt.NeuralNormalizer(DIM, prototypes=9, dtype=torch.float64)
-    net.sample_groups[0]["lr"] = 0.3
-    before = net.predict(torch.ones(2, DIM), 1.0)
-    assert before.isfinite().all()
-    residual = compopt.ResidualNormalizer(net, N)
-    est = compopt.ContrastiveEstimator(residual, compopt.FixedTemperature(0.2), dtype=torch.float64)
-    assert est.sample_groups[0]["lr"] == 0.3 and residual.sample_groups[0]["lr"] == 0.3 and net.owner is est
-    call(est, range(6)), est.step()
-    saved = residual.state_dict()
-    with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator"):
-        net.update(torch.ones(3, DIM), torch.zeros(3), 1.0)
-    for ask in (net.state_dict, lambda: net.sample_groups):
-        with pytest.raises(RuntimeError, match="belongs to another part"):
-            ask()
-    other = compopt.ContrastiveEstimator(
-        compopt.ResidualNormalizer(compopt.NeuralNormalizer(DIM, prototypes=9), N),
-        compopt.TemperatureDual(N, tau_init=0.2, lr=0.0),
-        dtype=torch.float64,
-    )
-    other.normalizer.load_state_dict(saved)
-    index = torch.arange(N)
-    assert_same_bits(other.normalizer.read(index), residual.read(index))
-    assert_same_bits(other.normalizer.state_dict()["extra"]["normalizer"], saved["extra"]["normalizer"])
-    for each in (est, other):
-        call(each, range(8), 1), each.step()
-    near(other.normalizer.read(index)["log_ratio"], residual.read(index)["log_ratio"], 1e-12, atol=1e-12)
-    copied = copy.deepcopy(est)
-    assert copied.normalizer.neural.owner is copied
 
 
 class Former(compopt.FixedTemperature):

@@ -264,8 +264,7 @@ def through_ddp(group, name, mode, dtype, x, y, index, ddp):
     return trace, [p.detach().clone() for p in inner.parameters()]
 
 
-PRESETS = """infonce clip-learned sogclr isogclr isogclr-adam global-dual-adam neural-through-alpha
-    residual-queue""".split()
+PRESETS = "infonce clip-learned sogclr isogclr isogclr-adam global-dual-adam neural-through-alpha".split()
 
 
 @functools.cache

@@ -54,10 +54,7 @@ def train(task, method, steps, batches=None, **control):
     "method",
     [
         *("recommended", "sogclr", "fastclip-v3"),
-        *(
-            pytest.param(method, marks=pytest.mark.slow)
-            for method in ("clip", "isogclr", "neuclip", "residual", "emc2")
-        ),
+        *(pytest.param(method, marks=pytest.mark.slow) for method in ("clip", "isogclr", "neuclip", "emc2")),
     ],
 )
 def test_resume_in_the_middle_of_an_epoch(tasks, mode, method, tmp_path):

@@ -120,7 +120,7 @@ def test_a_weight_of_0_leaves_a_candidate():
         assert not got[2].any()
 
 
-@pytest.mark.parametrize("name", ["sogclr", "neural", "memory", "residual", "emc2"])
+@pytest.mark.parametrize("name", ["sogclr", "neural", "memory", "emc2"])
 def test_no_state_depends_on_weights(name):
     plain, weighted = (make(BY_NAME[name], "bimodal", N)[0] for _ in range(2))
     for batch in batches(N, steps=3, batch=BATCH, dim=DIM, seed=12):

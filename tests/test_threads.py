@@ -16,15 +16,15 @@ N, STEPS, UPDATES = 6000, 15, 2
 
 
 def build(**options):
-    """Return an estimator with rows, a network and a temperature, each of which counts its commits."""
+    """Return an estimator with rows and a network, each of which counts its commits."""
     network = compopt.NeuralNormalizer(4, 8, updates=UPDATES, lr=0.01, optimizer=torch.optim.Adam, restart_every=None)
-    groups = [{"n": N // 2, "gamma": 1.0}, {"n": N // 2, "gamma": 1.0}]
-    return compopt.ContrastiveEstimator(
-        compopt.ResidualNormalizer(network, groups),
-        compopt.TemperatureDual(None, rho=0.1, mode="global", optimizer="adam", tau_init=0.1),
-        chunk_size=512,
-        **options,
-    )
+    groups = [{"n": N // 2}, {"n": N // 2}]
+    return compopt.ContrastiveEstimator(network, compopt.TemperatureDual(groups, rho=0.1, tau_init=0.1), **options)
+
+
+def with_one_temperature(**options):
+    """Return an estimator with rows and a learned temperature, each of which counts its commits."""
+    return compopt.FastCLIPEstimator(N, "v3", rho=0.1, tau=0.1, **options)
 
 
 def in_rows(**options):
@@ -88,7 +88,7 @@ def beside(est, action):
 
 
 @pytest.mark.parametrize("offload", [None, "cpu", "disk"])
-@pytest.mark.parametrize("make", [build, in_rows])
+@pytest.mark.parametrize("make", [build, with_one_temperature, in_rows])
 def test_state_dict_in_a_thread(make, offload, tmp_path):
     place = {"offload": offload} if offload else {}
     est = make(**place, **({"offload_dir": tmp_path} if offload == "disk" else {}))
@@ -96,7 +96,7 @@ def test_state_dict_in_a_thread(make, offload, tmp_path):
     assert not torn, torn[:3]
 
 
-@pytest.mark.parametrize("make", [in_rows, build])
+@pytest.mark.parametrize("make", [in_rows, with_one_temperature, build])
 def test_save_in_a_thread(make, tmp_path):
     est, twin = make(), make()
     for path in beside(est, lambda: compopt.save(est, tmp_path, keep=1000)):

@@ -71,7 +71,7 @@ def compare_network(info, views, anchors, chunk_size):
 
 
 @pytest.mark.parametrize("views, anchors", [(3, None), (5, 2)])
-@pytest.mark.parametrize("name", ["neural-through-alpha", "residual-queue-dual"])
+@pytest.mark.parametrize("name", ["neural-through-alpha", "neural-through-alpha-dual"])
 def test_some_networks(name, views, anchors):
     compare_network(BY_NAME[name], views, anchors, None)
 
@@ -180,7 +180,7 @@ def test_only_views_that_require_it_get_a_gradient():
 
 
 @pytest.mark.parametrize("view", [0, 2])
-@pytest.mark.parametrize("name", ["sogclr", "isogclr", "residual", "memory", "emc2"])
+@pytest.mark.parametrize("name", ["sogclr", "isogclr", "memory", "emc2"])
 def test_a_bad_feature_stays_out_of_the_rows(name, view):
     est, _ = make(BY_NAME[name], "unimodal", N)
     good, bad = data(3, 2, seed=9, repeats=False)
@@ -252,7 +252,7 @@ def alone(*case):
 RANKED = ["infonce", "isogclr-adam", "global-dual", "memory-dual", "emc2-dual"]
 CASES = [(name, *(((3, None), (4, 2))[number % 2]), {}) for number, name in enumerate(RANKED)]
 CASES += [("sogclr", 4, 2, {"shard": True}), ("isogclr", 5, 2, {"chunk_size": 2})]
-RANKED_NETWORKS = [("neural-through-alpha", 3, None, {}), ("residual-queue", 4, 2, {})]  # they take seconds to start
+RANKED_NETWORKS = [("neural-through-alpha", 3, None, {}), ("neural-no-updates", 4, 2, {})]  # they take seconds to start
 
 
 @pytest.mark.distributed

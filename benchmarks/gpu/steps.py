@@ -48,7 +48,6 @@ def losses(n: int, d: int) -> dict[str, Any]:
         "NeuCLIP": compopt.NeuCLIPEstimator(
             d, prototypes=64 if d < 512 else 4096, learn_tau=False, through_alpha=False
         ),
-        "Residual": compopt.ResidualEstimator(d, n, prototypes=64 if d < 512 else 4096),
         "EMC2": compopt.EMC2Estimator(n, tau=0.2),
     }
 

@@ -33,7 +33,6 @@ def estimators(d: int) -> dict[str, Any]:
         "iSogCLR": lambda folder: compopt.ISogCLREstimator(n, rho=1.0),
         "FastCLIP v3": lambda folder: compopt.FastCLIPEstimator(n, "v3", rho=6.0),
         "NeuCLIP": lambda folder: compopt.NeuCLIPEstimator(d, prototypes=1024, learn_tau=False, through_alpha=False),
-        "Residual": lambda folder: compopt.ResidualEstimator(d, n, prototypes=1024),
         "EMC2": lambda folder: compopt.EMC2Estimator(n, tau=0.2),
     }
 

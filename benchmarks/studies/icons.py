@@ -75,7 +75,7 @@ ARMS = {
     "DCL": _arm("dcl"),
     "SogCLR": _arm("sogclr", first={"gamma": 0.8}, gamma=(0.6, 0.8, 0.95)),
     "iSogCLR": _arm("isogclr", "tau_init", {"gamma": 0.8, "rho": 2.0}),
-    "Residual": _arm("residual"),
+    "Residual": _arm("residual"),  # ran with compopt.ResidualEstimator of commit 95c7f8b6
     "recommended": IconArm(trainer="recipe", estimator="recommended", first={"lr": 1e-3}, grids={"lr": RATES}),
     "CLIP": IconArm(trainer="recipe", estimator="clip", after="open_clip"),
     f"open_clip, {LONG}": _long("open_clip"),

@@ -45,6 +45,8 @@ from benchmarks.studies.search import SEEDS, Arm, Job, Results, Search, by_seed,
 from benchmarks.studies.state.gradients import gradient_errors
 from compopt import functional as F
 from compopt.estimator.component import Call, Estimate
+from compopt.estimator.groups import Hyper
+from compopt.normalizers.network import NetworkBatch, Prediction
 from recipes import batches
 
 DATA = ("glyphs", "words")
@@ -138,8 +140,11 @@ class Network(compopt.NeuralNormalizer):
         self.sums = call.pairs.sum_weights(found.alpha)
         return found
 
-    def learn_from(self, call: Call, predict_first: bool = False) -> Any:
-        return super().learn_from(call, predict_first or self.known)
+    def _learn(self, batch: NetworkBatch, hyper: Hyper, t: int, training: bool, *more: Any) -> Prediction:
+        before, learned = self.working_state(training), super()._learn(batch, hyper, t, training, *more)
+        if self.known and before["queue_place"][1] > 0:  # else there is nothing to predict with
+            return Prediction(batch, before)
+        return learned
 
 
 class Part(compopt.BatchNormalizer):

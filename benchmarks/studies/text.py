@@ -108,12 +108,13 @@ ESTIMATORS: dict[str, Callable[..., compopt.ContrastiveEstimator]] = {
         n, tau_init=tau, directions="forward", **options
     ),
     "Memory": lambda n, dim, tau: compopt.MemoryEstimator(dim, tau=tau, directions="forward"),
-    "Residual": lambda n, dim, tau: compopt.ResidualEstimator(dim, tau=tau, directions="forward"),
 }
 
 
 def estimator(loss: str, n: int, dim: int, options: dict[str, Any]) -> compopt.ContrastiveEstimator:
     """Return an estimator with anchors in one direction, as in MNRL; ``scale`` is the inverse temperature."""
+    if loss not in ESTIMATORS:
+        raise ValueError(f"{loss!r} ran with compopt.ResidualEstimator of commit 95c7f8b6")
     return ESTIMATORS[loss](n, dim, 1 / options["scale"], **{name: options[name] for name in LOSSES[loss]})
 
 

@@ -333,10 +333,7 @@ class Component(Estimator, ABC):
     def _role(self) -> str | None:
         if self._owner is None:
             return None
-        for role, part in self._facts.parts.items():
-            if part is self:
-                return role
-        raise RuntimeError(f"this {type(self).__name__} belongs to another part of its estimator; ask that")
+        return next(role for role, part in self._facts.parts.items() if part is self)
 
     def _index(self, index: Tensor | None, count: int) -> Tensor:
         if index is None and self.n is not None and self._engine.table is None:
@@ -352,7 +349,7 @@ class Component(Estimator, ABC):
     def __repr__(self) -> str:
         try:
             return super().__repr__()
-        except RuntimeError as error:  # the owner is gone, or this is inside another part
+        except RuntimeError as error:  # the owner is gone
             return f"{type(self).__name__} ({error})"
 
     def checked(self, proposals: Mapping[str, Tensor], batch: Batch) -> Mapping[str, Tensor]:

@@ -4,7 +4,6 @@ from compopt.normalizers.batch import BatchNormalizer
 from compopt.normalizers.memory import MemoryNormalizer
 from compopt.normalizers.moving_average import MovingAverageEstimator
 from compopt.normalizers.neural import NeuralNormalizer
-from compopt.normalizers.residual import ResidualNormalizer
 from compopt.normalizers.sigmoid import SigmoidNormalizer
 
 __all__ = [
@@ -12,6 +11,5 @@ __all__ = [
     "MemoryNormalizer",
     "MovingAverageEstimator",
     "NeuralNormalizer",
-    "ResidualNormalizer",
     "SigmoidNormalizer",
 ]

@@ -301,7 +301,7 @@ class Prediction:
     def through_alpha(self, alpha: Tensor, own: slice, slope: Tensor, gradient: Tensor | None) -> None:
         """Add the gradient of the objective through ``alpha`` to that of the features ``own``, ``(V, b, d)``.
 
-        ``alpha`` is this prediction up to a constant, ``slope`` the derivative of the value by ``alpha``, ``(B, A)``.
+        ``alpha`` is :attr:`bounded`, ``slope`` the derivative of the value by ``alpha``, ``(B, A)``.
         Collective if the prototypes are divided over the ranks, also without a gradient.
         """
         batch, features = self._batch, self._batch.features

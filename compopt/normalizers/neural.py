@@ -156,7 +156,7 @@ class NeuralNormalizer(Normalizer):
             if (value := getattr(policy, option)) is not None:
                 raise ValueError(
                     f"{option}={value!r} changes the terms that NeuralNormalizer predicts from unweighted prototypes; "
-                    f"leave it out, or take MovingAverageEstimator or ResidualNormalizer"
+                    f"leave it out, or take MovingAverageEstimator"
                 )
 
     def structure(self) -> dict[str, Any]:
@@ -201,25 +201,6 @@ class NeuralNormalizer(Normalizer):
         return self.layout.ranks.part(self.prototypes)
 
     def estimate(self, call: Call) -> Estimate:
-        prediction, own = self.learn_from(call), call.batch.own
-        alpha = prediction.bounded
-        return Estimate(
-            alpha,
-            target=prediction.target,
-            outside_wh=prediction.outside_wh(alpha) if self.through_alpha and call.pairs.moments else None,
-            through_alpha=partial(prediction.through_alpha, alpha, own) if self.through_alpha else None,
-            metrics={"network_gap": partial(torch_functional.l1_loss, prediction.target, prediction.alpha)},
-        )
-
-    def learn_from(self, call: Call, predict_first: bool = False) -> Prediction:
-        """Update queue and network with one batch, and return the prediction of the updated network.
-
-        In training mode the new state is deposited. A batch with a value that is not finite does not change the
-        network; on a device the counters on the host (of the queue, of the optimizer) are still incremented.
-
-        With ``predict_first`` return the prediction before the queue and the network are updated with this batch;
-        for the very first batch, before the updates of the network only.
-        """
         self._check_dim(call.batch.features[0])
         pairs, layout, features = call.pairs, self.layout, call.batch.features
         weight = pairs.factor(layout.networks / pairs.positive.numel())
@@ -230,8 +211,15 @@ class NeuralNormalizer(Normalizer):
         names, rows = None, call.batch.host_rows
         if call.batch.named and rows is not None:  # two positions also without index2, which calls may differ in
             names = np.tile(rows.numpy(), (len(features) if layout.shared else 1, 3 - rows.shape[1]))
-        hyper, lacking = call.hyper.of_first_group(), pairs.lacking()
-        return self._learn(batch, hyper, call.t, call.training, predict_first, names, lacking)
+        prediction = self._learn(batch, call.hyper.of_first_group(), call.t, call.training, names, pairs.lacking())
+        alpha, own = prediction.bounded, call.batch.own
+        return Estimate(
+            alpha,
+            target=prediction.target,
+            outside_wh=prediction.outside_wh(alpha) if self.through_alpha and pairs.moments else None,
+            through_alpha=partial(prediction.through_alpha, alpha, own) if self.through_alpha else None,
+            metrics={"network_gap": partial(torch_functional.l1_loss, prediction.target, prediction.alpha)},
+        )
 
     def _learn(
         self,
@@ -239,22 +227,23 @@ class NeuralNormalizer(Normalizer):
         hyper: Hyper,
         t: int,
         training: bool,
-        predict_first: bool = False,
         names: np.ndarray[Any, Any] | None = None,
         lacking: Tensor | None = None,
     ) -> Prediction:
+        """Update queue and network with one batch, and return the prediction of the updated network.
+
+        In training mode the new state is deposited. A batch with a value that is not finite does not change the
+        network; on a device the counters on the host (of the queue, of the optimizer) are still incremented.
+        """
         device = batch.features[0].device
         state = old = self._state_on(device, self.working_state(training))
         # On a device, reading the flag would synchronise: the step is always taken, and _choose reverts it if needed.
         usable = device.type != "cpu" or bool(batch.finite)
-        before = Prediction(batch, state) if predict_first and state["queue_place"].tolist()[1] > 0 else None
         if usable and batch.others.shape[1]:
             new, restarted = push(state, batch.others, batch.finite, self.part, t, hyper("restart_every"), names)
             state = {**state, **new}
             if restarted and self.reset_optimizer:
                 state = {name: value for name, value in state.items() if not name.startswith(PREFIX)}
-        if predict_first and before is None:
-            before = Prediction(batch, state)
         prototypes = None
         if usable and hyper("updates"):
             prototypes = batch.prototypes(state)
@@ -267,7 +256,7 @@ class NeuralNormalizer(Normalizer):
                 self._pending_state = state
             else:
                 self._pending_state = self._choose(~lacking, state, old)
-        return Prediction(batch, state, prototypes) if before is None else before
+        return Prediction(batch, state, prototypes)
 
     def _check_dim(self, features: Tensor) -> None:
         if features.shape[1] != self.dim:

@@ -7,7 +7,6 @@ from compopt.presets.stateful import (
     FastCLIPEstimator,
     ISogCLREstimator,
     NeuCLIPEstimator,
-    ResidualEstimator,
     SogCLREstimator,
 )
 
@@ -19,7 +18,6 @@ __all__ = [
     "InfoNCEEstimator",
     "MemoryEstimator",
     "NeuCLIPEstimator",
-    "ResidualEstimator",
     "SigLIPEstimator",
     "SogCLREstimator",
     "recommended",

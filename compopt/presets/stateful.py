@@ -1,4 +1,4 @@
-"""Presets with a state: rows per sample (SogCLR, iSogCLR, FastCLIP v0 to v3, EMC2), a network or a queue (NeuCLIP)."""
+"""Presets with a state: rows per sample (SogCLR, iSogCLR, FastCLIP v0 to v3, EMC2), a network (NeuCLIP)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.groups import GroupSpec, sizes
 from compopt.estimator.options import takes_options
 from compopt.negatives.sampler import MCMCNegativeSampler, Proposals
-from compopt.normalizers import MovingAverageEstimator, NeuralNormalizer, ResidualNormalizer
+from compopt.normalizers import MovingAverageEstimator, NeuralNormalizer
 from compopt.presets.options import CommonOptions, Options
 from compopt.presets.published import SETTINGS, as_logarithm, by_mode
 from compopt.temperatures import FixedTemperature, TemperatureDual
@@ -363,50 +363,3 @@ class NeuCLIPEstimator(ContrastiveEstimator):
             dim, prototypes, lr, updates, restart_every, eps, optimizer, reset_optimizer, through_alpha, seed, n=groups
         )
         super().__init__(network, temperature, sample_groups=n, **options)
-
-
-class ResidualEstimator(ContrastiveEstimator):
-    r"""Contrastive loss whose normalizers a queue of features predicts and each batch corrects; a row is optional.
-
-    .. math::
-        \alpha_i = \log \Bigl( \tfrac{1}{m} \sum_{j \in \text{queue}} e^{h_{ij} / \tau} \Bigr) + \log r_i, \qquad
-        \nabla F_i = \sum_{j \in N_i} w_{ij} \nabla h_{ij}
-        + \Bigl(1 - \sum_{j \in N_i} w_{ij}\Bigr) \sum_{j \in \text{queue}} p_{ij} \nabla h_{ij}
-
-    where ``p_ij`` is the softmax over the queue, and the features of the queue carry no gradient. Every anchor's
-    weights sum to one. :class:`~compopt.ResidualNormalizer` describes ``r_i``, the motivation and the sources.
-
-    Args:
-        dim: dimension of the features.
-        n: number of samples, or a list of sample groups; ``None`` keeps nothing per sample.
-        gamma: in (0, 1]; weight of the batch's own estimate.
-        tau: temperature.
-        prototypes: length ``m`` of the queue; its oldest feature is ``m / B`` steps old.
-        eps: added to the inner function.
-        **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
-
-    State: the queue, ``(2, m, d)`` (``(1, m, d)`` in unimodal mode and with one direction), twice; with ``n`` a
-    logarithm and a count per sample and direction, 16 bytes a sample.
-
-    Example:
-        >>> import torch, compopt
-        >>> est = compopt.ResidualEstimator(dim=16, n=1000, prototypes=64)
-        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
-        >>> est(z1, z2, torch.arange(8)).backward()
-        >>> est.step()
-    """
-
-    @takes_options(ContrastiveEstimator, Options)
-    def __init__(
-        self,
-        dim: int,
-        n: GroupSpec | None = None,
-        gamma: float = 0.5,
-        tau: float = 0.07,
-        prototypes: int = 1024,
-        eps: float = 0.0,
-        **options: Unpack[Options],
-    ) -> None:
-        queue = NeuralNormalizer(dim, prototypes, updates=0, restart_every=1, eps=eps, through_alpha=True)
-        normalizer = ResidualNormalizer(queue, None if n is None else sizes(n), gamma)
-        super().__init__(normalizer, FixedTemperature(tau), sample_groups=n, **options)

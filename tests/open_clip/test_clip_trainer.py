@@ -117,7 +117,7 @@ def test_gamma_of_fastclip_falls_and_goes_on_falling_after_a_resume(given, tmp_p
 
 @pytest.mark.parametrize("estimator", sorted(recipe.METHODS))
 def test_every_estimator(given, tmp_path, estimator):
-    few = {"neuclip": ["prototypes=8", "restart_every=4"], "residual": ["prototypes=8"]}.get(estimator, [])
+    few = {"neuclip": ["prototypes=8", "restart_every=4"]}.get(estimator, [])
     train(given, tmp_path, "--epochs", "1", "--set", *few, estimator=estimator)
     assert all(value.isfinite().all() for value in weights(tmp_path, 1).values())
 

@@ -29,7 +29,7 @@ def test_infonce_at_the_models_temperature_is_open_clips_own_loss(tmp_path, data
 
 @pytest.mark.parametrize(
     "ours",
-    ["sogclr --gamma 0.5", "clip", "isogclr --rho 1 --tau-init 0.1", "residual --prototypes 16 --index positions"],
+    ["sogclr --gamma 0.5", "clip", "isogclr --rho 1 --tau-init 0.1"],
 )
 @pytest.mark.parametrize("batches", [2, 4])
 def test_accumulation_is_one_big_batch(tmp_path, data, ours, batches):
@@ -77,7 +77,7 @@ def test_gamma_of_fastclip_falls_with_the_run(tmp_path, data, decay, gamma):
 
 
 @pytest.mark.parametrize(
-    "ours", ["dcl", "infonce --tau model", "memory", "neuclip --prototypes 16 --updates 2", "residual", "recommended"]
+    "ours", ["dcl", "infonce --tau model", "memory", "neuclip --prototypes 16 --updates 2", "recommended"]
 )
 def test_methods_without_rows_need_no_index(tmp_path, ours):
     """The methods run on any data that open_clip reads; its loader is not changed."""

@@ -25,7 +25,6 @@ CASES = [
     ("isogclr", "bimodal", {"offload": "disk"}),
     ("fastclip-v3", "bimodal", {}),
     ("neuclip", "bimodal", {}),
-    ("residual", "bimodal", {"offload": "cpu"}),
     ("emc2", "bimodal", {}),
 ]
 

@@ -8,7 +8,7 @@ from tests.reference.losses import LossReference
 from tests.reference.mcmc import DatasetMCMCReference, MCMCReference
 from tests.reference.memory import MemoryReference
 from tests.reference.momentum import MomentumReference
-from tests.reference.neural import NeuralReference, ResidualReference, equation_12
+from tests.reference.neural import NeuralReference, equation_12
 from tests.reference.normalizers import BatchReference, MovingAverageReference, SigmoidReference
 from tests.reference.policy import PolicyReference
 from tests.reference.sogclr import LiteralSogCLR

@@ -140,9 +140,6 @@ class NeuralReference:
         nets = copy.deepcopy(self.pending if ref.train and self.pending is not None else self.nets)
         first = not (ref.train and self.pending is not None)
         others = [torch.cat(z)] if ref.mode == "unimodal" else [z[1], z[0]][:count]
-        self.before = None
-        if nets[0]["slots"]:
-            self.before, self.nets_before = self.predictions(nets, anchors, taus, z), copy.deepcopy(nets)
         keys = ref.keys[: 1 if ref.mode == "forward" else 2]
         names = list(zip(*(key for key in keys if key is not None), strict=True))
         for net, features in zip(nets, others, strict=True):
@@ -151,15 +148,12 @@ class NeuralReference:
         for a, tau in zip(anchors, taus, strict=True):
             ghat = sum(a.terms(tau)) / len(a.h) if a.h else None
             batches[a.direction % count].append((z[a.view][a.position], a.positive.item(), tau, ghat))
-        if self.before is None:
-            self.before, self.nets_before = self.predictions(nets, anchors, taus, z), copy.deepcopy(nets)
         for net, batch in zip(nets, batches, strict=True):
             self.train(net, batch)
         if ref.train:
             self.pending = nets
         self.used = nets
         alphas = self.predictions(nets, anchors, taus, z)
-        self.after = list(alphas)
         for k, (a, tau) in enumerate(zip(anchors, taus, strict=True)):
             if a.h:  # no anchor's weights sum to more than 30
                 alphas[k] = max(alphas[k], math.log(self.eps + sum(a.terms(tau)) / len(a.h)) - math.log(30))
@@ -185,10 +179,9 @@ class NeuralReference:
         """exp(-alpha)(eps + ghat) - 1, on top of G."""
         return sum(w) + self.eps * math.exp(-alpha) - 1.0
 
-    def through_tau(self, anchor, t, slope, alpha, nets=None):
+    def through_tau(self, anchor, t, slope, alpha):
         """Return the term of one anchor through which alpha depends on its temperature t; its factor is constant."""
-        nets = nets or self.used
-        net = nets[anchor.direction % len(nets)]
+        net = self.used[anchor.direction % len(self.used)]
         ghat = sum(anchor.terms(t.item())) / len(anchor.h)
         e = unit(self.features[anchor.view][anchor.position].detach())
         predicted = self.alpha(net, net["weights"], e, anchor.positive.item(), t)
@@ -196,16 +189,14 @@ class NeuralReference:
 
     def surrogate(self, ref, anchors, taus, slopes):
         """Return the features' term through alpha: sum of slope (exp(-alpha)(eps + ghat) + alpha), ghat constant."""
-        return self.through(ref, self.used, anchors, taus, slopes, self.alpha_of) if self.through_alpha else 0.0
-
-    def through(self, ref, nets, anchors, taus, slopes, value_of):
-        """Return this term for these networks; value_of: values of alpha, which differ from theirs by constants."""
         total = 0.0
+        if not self.through_alpha:
+            return total
         for a, tau, slope in zip(anchors, taus, slopes, strict=True):
-            net = nets[a.direction % len(nets)]
+            net = self.used[a.direction % len(self.used)]
             e = unit(ref.features[a.view][a.position])
             alpha = self.alpha(net, net["weights"], e, a.positive, tau)
-            alpha = alpha + (value_of[(a.direction, a.position)] - alpha.detach())
+            alpha = alpha + (self.alpha_of[(a.direction, a.position)] - alpha.detach())  # bounded
             ghat = sum(a.terms(tau)) / len(a.h)
             total = total + slope * (torch.exp(-alpha) * (self.eps + ghat) + alpha)
         return total
@@ -219,67 +210,3 @@ class NeuralReference:
     def discard(self):
         """Discard the pending networks."""
         self.pending = None
-
-
-class ResidualReference:
-    """alpha = network + log ratio; the ratio exp(log(eps + ghat) - network) is averaged per sample."""
-
-    def __init__(self, network, prediction="before", first="one", remembers=True):
-        self.network, self.prediction, self.first, self.has_rows = network, prediction, first, remembers
-        self.through_alpha = network.through_alpha
-
-    def read(self, ref, row):
-        """Return the logarithm, which the library stores."""
-        return {"log_ratio": [math.log(ref.rows["u"][row][c]) for c in range(ref.columns)]}
-
-    def updated(self, ref, row, column, ratio):
-        """Return the new ratio of one column of one row."""
-        gamma = ref.hyper(row, "gamma")
-        if not self.has_rows or ref.visits(row, column) == 0:
-            return ratio if self.first == "ratio" and self.has_rows else 1.0 - gamma + gamma * ratio
-        return (1.0 - gamma) * ref.rows["u"][row][column] + gamma * ratio
-
-    def alphas(self, ref, anchors, taus, rows):
-        """Return alpha per anchor and the proposals (row, column, "u", value)."""
-        self.network.alphas(ref, anchors, taus, rows)
-        predicted = self.network.before if self.prediction == "before" else self.network.after
-        ratio = {}
-        for a, tau, network in zip(anchors, taus, predicted, strict=True):
-            ghat = sum(a.terms(tau)) / len(a.h)
-            ratio[(a.direction, a.position)] = (self.network.eps + ghat) / math.exp(network)
-        if ref.mode == "unimodal" and self.has_rows:  # both views share a row
-            for i in {position for _, position in ratio}:
-                keys = [key for key in ratio if key[1] == i]
-                ratio |= dict.fromkeys(keys, sum(ratio[key] for key in keys) / len(keys))
-        new, proposals = {}, []
-        for (direction, i), value in ratio.items():
-            column = min(direction, ref.columns - 1)
-            row = rows[column][i]
-            new[(direction, i)] = self.updated(ref, row, column, value)
-            if self.has_rows and direction < ref.columns:
-                proposals.append((row, column, "u", new[(direction, i)]))
-        self.alpha_of = {key: predicted[k] + math.log(new[key]) for k, key in enumerate(ratio)}
-        return list(self.alpha_of.values()), proposals
-
-    @property
-    def nets(self):
-        """Return the networks that predict."""
-        return self.network.nets_before if self.prediction == "before" else self.network.used
-
-    def through_tau(self, anchor, t, slope, alpha):
-        """Return the term through the network's alpha; the ratio is constant."""
-        return self.network.through_tau(anchor, t, slope, alpha, self.nets)
-
-    def surrogate(self, ref, anchors, taus, slopes):
-        """Return the term through the network's alpha; the ratio is constant."""
-        if not self.through_alpha:
-            return 0.0
-        return self.network.through(ref, self.nets, anchors, taus, slopes, self.alpha_of)
-
-    def step(self):
-        """Commit."""
-        self.network.step()
-
-    def discard(self):
-        """Discard the network's pending state."""
-        self.network.discard()

@@ -299,7 +299,6 @@ LOSSES: dict[str, Build] = {
         through_alpha=False,
         mode=task.mode,
     ),
-    "Residual": lambda task, o: compopt.ResidualEstimator(DIM, tau=o["tau"], mode=task.mode),
     "Memory": lambda task, o: compopt.MemoryEstimator(DIM, int(o["length"]), o["tau"], mode=task.mode),
 }
 
@@ -308,7 +307,7 @@ def loss_of(cell: Cell, settings: Settings, task: Task) -> Loss:
     """Return a new loss of a cell.
 
     Raises:
-        ValueError: the loss is a variant of the default whose code was removed.
+        ValueError: the code of the loss was removed.
     """
     if cell.loss == DEFAULT:
         return compopt.recommended(DIM, task.n, cell.batch, task.mode)
@@ -317,6 +316,8 @@ def loss_of(cell: Cell, settings: Settings, task: Task) -> Loss:
         return Followed(compopt.MemoryEstimator(DIM, length, momentum=True, mode=task.mode))
     if cell.loss in LOSSES:
         return LOSSES[cell.loss](task, settings)
+    if cell.loss == "Residual":
+        raise ValueError("'Residual' ran with compopt.ResidualEstimator of commit 95c7f8b6")
     length, _, what = cell.loss.partition(" ")
     if what != "features":
         raise ValueError(f"{cell.loss!r} ran in benchmarks/studies/default/variants.py of commit 2310a77")

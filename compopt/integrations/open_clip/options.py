@@ -52,7 +52,6 @@ METHODS = {
     "memory": Method(presets.MemoryEstimator),
     "neuclip": Method(presets.NeuCLIPEstimator),
     "recommended": Method(recommended),
-    "residual": Method(presets.ResidualEstimator),
     "sogclr": Method(presets.SogCLREstimator),
 }
 for _version in ("v0", "v1", "v2", "v3"):
