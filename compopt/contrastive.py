@@ -555,7 +555,8 @@ class ContrastiveEstimator(Estimator):
             proposals |= self.scores.checked(scored, batch)
         valid: Tensor | None = None
         if pairs.may_lack_negatives and isinstance(pairs.count, Tensor):
-            valid = pairs.count + outside > 0
+            # a keeper of scores has the batch's negatives alone
+            valid = pairs.count + (0 if self.scores is not None else outside) > 0
             valid = valid.all(dim=1, keepdim=True) if call.unimodal else valid
         self._deposit(batch, proposals, valid)
 

@@ -290,7 +290,8 @@ class MomentumEncoder:
             mapping(kind, state_dict[kind])
             given = {_eager(str(name)): value for name, value in state_dict[kind].items()}
             # values that are not finite in the copy, such as the -inf of a mask, may be so in the state
-            whole = {name: value for name, value in own.items() if not hasattr(value, SHARD)}
+            small = {name for name, value in own.items() if value.is_floating_point() and value.element_size() == 1}
+            whole = {name: value for name, value in own.items() if not hasattr(value, SHARD) and name not in small}
             finite = [name for name, value in whole.items() if kind == "parameters" or value.isfinite().all()]
             tensors(f"MomentumEncoder.{kind}", given, own, dict.fromkeys(finite, FINITE), cast=True)
             for name, value in own.items():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import compopt
 from tests.database import memory
-from tests.helpers import bits, compare_state, features, make, near, run
+from tests.helpers import batches, bits, compare_state, features, make, near, run
 from tests.pool import the_pool
 from tests.test_agreement import compare_forward
 
@@ -363,3 +363,14 @@ def test_every_integer_is_a_key(name, first):
             est.step()
         traces.append(trace)
     assert traces[0] == traces[1]
+
+
+def test_a_keeper_of_scores_has_the_negatives_of_the_batch_alone():
+    """An anchor whose only negatives are in the memory has a loss, and no place among the negatives of its batch."""
+    est = compopt.recommended(4, n=24, batch_size=4, keep_scores=True)
+    for step, labels in enumerate(([0, 1, 2, 3], [5, 5, 5, 5], [5, 5, 5, 6])):
+        z1, z2, _ = batches(24, 1, batch=4, seed=step)[0]
+        est(z1.requires_grad_(), z2, torch.arange(4) + 4 * step, labels=torch.tensor(labels)).backward()
+        assert z1.grad.count_nonzero()
+        est.step()
+    assert est.read(torch.arange(12))["count"].tolist() == [1] * 4 + [0] * 4 + [1] * 4

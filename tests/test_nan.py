@@ -446,6 +446,8 @@ def alone_in_error(group):
         est.step()
         with pytest.raises(RuntimeError, match=r"differ in the number of calls .* committed .*: by rank \[2, 1\]"):
             run(est, *data[2])
+    est.load_state_dict(est.state_dict())
+    run(est, *data[2])
 
 
 @pytest.mark.distributed

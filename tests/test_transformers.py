@@ -7,6 +7,7 @@ import types
 import warnings
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 
@@ -313,6 +314,23 @@ def test_removed_columns_that_are_no_index_are_accepted(tmp_path, case):
         made.train()
         assert made.state.global_step == UPDATES
         assert est is not None or same((weights(made.model), rows(made.est)), plain_loop())
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield {"x1": 1, "index": 0}
+
+
+@pytest.mark.parametrize(
+    "data", [Stream(), [{"x1": 1, "index": np.array([0]), "kind": 3}], [{"x1": 1, "index": [0], "kind": 3}]]
+)
+def test_an_index_that_is_kept_or_cannot_be_looked_at_is_accepted(data):
+    """A stream has no samples by position, and an index may be an array or a list with one integer."""
+    est = compopt.SogCLREstimator(8)
+    kept = types.SimpleNamespace(train_dataset=data, _signature_columns=["x1", "index", "label"])
+    made = callback(est, types.SimpleNamespace(train_dataset=[]))
+    made.trainer = kept
+    made._refuse_removed_index()
 
 
 def test_a_hyper_parameter_search_is_refused(tmp_path):

@@ -63,6 +63,8 @@ class Engine:
         made: time at which this object, or this copy, was made.
     """
 
+    committed = 0  # in pickles of 0.3
+
     def __init__(
         self,
         parts: Mapping[str, Any],

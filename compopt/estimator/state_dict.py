@@ -105,7 +105,7 @@ def fill(engine: Engine, state: Mapping[str, Any], load_rows: Callable[[], None]
     load_rows()
     for role, part in engine.parts.items():
         part.take_state(state["extra"][role])
-    engine.t = commits(state["t"])
+    engine.t, engine.committed = commits(state["t"]), 0
     engine.discard()
 
 

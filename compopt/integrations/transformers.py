@@ -16,6 +16,9 @@ except ImportError as error:
         "this needs the Trainer of transformers: pip install -e '.[transformers]' in the checkout of compopt"
     ) from error
 
+import torch
+from torch.utils.data import IterableDataset
+
 from compopt.checkpoint import save
 from compopt.estimator.base import Estimator
 from compopt.integrations import accelerate
@@ -166,9 +169,10 @@ class EstimatorCallback(TrainerCallback):
         """Raise if an estimator has rows, and the Trainer removes every column of integers that may be the index."""
         data, kept = self.trainer.train_dataset, getattr(self.trainer, "_signature_columns", None)
         rows = any(est.n is not None for est in self._estimators.values())
-        if kept is None or not rows or not hasattr(data, "__getitem__"):  # None: the Trainer removes nothing
-            return
-        sample = data[0]
+        if kept is None or not rows or isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+            return  # None: the Trainer removes nothing
+        with torch.random.fork_rng(devices=[]):  # augmentations of a data set may draw from it
+            sample = data[0]
         integers = {name for name, value in sample.items() if _is_integer(value)} if isinstance(sample, dict) else set()
         removed = sorted(integers.difference(kept))
         if removed and not integers.intersection(kept).difference(LABELS):
@@ -223,6 +227,9 @@ def _by_folder(est: Estimator | Mapping[Any, Estimator], name: str) -> dict[str,
 
 
 def _is_integer(value: Any) -> bool:
+    """Return whether a value may be an index: an integer, or a single one in a list or an array."""
+    if isinstance(value, list | tuple) or getattr(value, "shape", ()) == (1,):
+        value = value[0] if len(value) == 1 else None
     try:
         operator.index(value)
     except TypeError:

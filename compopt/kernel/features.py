@@ -214,7 +214,8 @@ def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ten
     wanted = [pair for pair in pairs if pair[0].requires_grad]
     if not wanted:
         return value
-    sums = (gradient.to(tensor.dtype).sum(dtype=value.dtype) for tensor, gradient in wanted)
-    value = value + 0 * reduce(torch.add, sums)  # 0 times inf is NaN
+    wide = torch.promote_types(value.dtype, torch.float32)
+    sums = (gradient.to(tensor.dtype).sum(dtype=wide) for tensor, gradient in wanted)
+    value = value + (0 * reduce(torch.add, sums)).to(value.dtype)  # 0 times inf is NaN
     tensors, gradients = zip(*wanted, strict=True)
     return _ClosedForm.apply((value, gradients), *tensors)

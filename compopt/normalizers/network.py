@@ -528,9 +528,11 @@ def _replacing(
     owners = {slot: name for name, slots in free.items() for slot in slots}
     wanted = [None if name is None else tuple(name) for name in names]
     kept = [slots.pop(0) if (slots := free.get(name)) else None for name in wanted]
-    following = count(start)
+    following, reserved = count(start), set(kept)
     runs: list[tuple[int, int, int]] = []
-    taken = [next(at % width for at in following if at % width not in kept) if slot is None else slot for slot in kept]
+    taken = [
+        next(at % width for at in following if at % width not in reserved) if slot is None else slot for slot in kept
+    ]
     owners.update(zip(taken, wanted, strict=True))
     for slot, number in sorted(zip(taken, range(len(taken)), strict=True)):
         first, stop, since = runs[-1] if runs else (0, 0, 0)
