@@ -43,6 +43,32 @@ def log(x: Any) -> Any:
     return math.log(x) if x > 0 else -math.inf
 
 
+def add_positive(log_sum: Tensor, log_count: Scalar, candidates: float) -> Tensor:
+    r"""Return ``log(c + sum_j exp(h_ij / tau))``: the positive's term in a softmax over ``candidates`` negatives.
+
+    The ``|N|`` negatives of an anchor are taken as a sample of ``K = candidates`` ones. Weights of the sum of all ``K``
+    with the positive, whose own exponential is 1, are those of the sum over the sample with ``c = |N| / K`` for the
+    positive. With ``K <= |N|`` it is 1, the usual softmax.
+
+    Args:
+        log_sum: log-sum-exp over the negatives of each anchor.
+        log_count: ``log |N|``, a number or a tensor broadcastable to ``log_sum``.
+        candidates: ``K``.
+
+    References:
+        Jean et al., On Using Very Large Target Vocabulary for Neural Machine Translation, ACL 2015: sampled softmax.
+
+    Example:
+        >>> import torch
+        >>> from compopt import functional as F
+        >>> F.add_positive(torch.zeros(2), 0.0, 4).exp().tolist()  # 1 + 1 / 4
+        [1.25, 1.25]
+    """
+    log_c = log_count - math.log(candidates)
+    log_c = log_c.clamp(max=0.0) if isinstance(log_c, Tensor) else torch.full_like(log_sum, min(0.0, log_c))
+    return torch.logaddexp(log_sum, log_c.to(log_sum.dtype))
+
+
 def add_eps(log_g: Tensor, eps: Scalar) -> Tensor:
     """Return ``log(eps + g)`` from ``log g``; exact for ``eps = 0``.
 

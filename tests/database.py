@@ -154,13 +154,14 @@ def tensor_tau(name, normalizer, twin, multiply_tau=True, **facts):
 # the batch ----------------------------------------------------------------------------------------
 
 
-def infonce(name, include_positive, multiply_tau, learn_tau=False):
+def infonce(name, include_positive, multiply_tau, learn_tau=False, candidates=None):
     """InfoNCEEstimator; with learn_tau, log(1/tau) is a parameter of the user's optimizer."""
     options = {"include_positive": include_positive, "multiply_tau": multiply_tau, "learn_tau": learn_tau}
+    options["candidates"] = candidates
     return preset(
         lambda n, tau, gamma: (compopt.InfoNCEEstimator, {"tau": tau, **options}),
         name,
-        lambda: BatchReference(include_positive),
+        lambda: BatchReference(include_positive, candidates),
         multiply_tau=multiply_tau,
         exact_at_gamma_1=not include_positive and multiply_tau,
         views="separate",
@@ -312,10 +313,10 @@ def neural_tensor_tau(**network):
     )
 
 
-def memory(name, length, dual=None, multiply_tau=True):
+def memory(name, length, dual=None, multiply_tau=True, candidates=None):
     """MemoryNormalizer."""
-    normalizer = lambda n, gamma: compopt.MemoryNormalizer(DIM, length)  # noqa: E731
-    return composed(name, normalizer, lambda: MemoryReference(length), dual, multiply_tau, **ALONE)
+    normalizer = lambda n, gamma: compopt.MemoryNormalizer(DIM, length, candidates=candidates)  # noqa: E731
+    return composed(name, normalizer, lambda: MemoryReference(length, candidates), dual, multiply_tau, **ALONE)
 
 
 def emc2(name, dual=None, multiply_tau=True, **options):
@@ -354,6 +355,7 @@ DATABASE = [
     infonce("infonce", include_positive=True, multiply_tau=True),
     infonce("infonce-no-positive", include_positive=False, multiply_tau=True),
     infonce("infonce-not-multiplied", include_positive=True, multiply_tau=False),
+    infonce("infonce-candidates", include_positive=True, multiply_tau=True, candidates=40),
     dcl(learn_tau=False),
     dcl(learn_tau=True),
     siglip(learn=False),
@@ -398,6 +400,8 @@ DATABASE = [
     memory("memory", length=14),
     memory("memory-shorter-than-a-batch", length=4),
     memory("memory-not-multiplied", length=14, multiply_tau=False),
+    memory("memory-candidates", length=14, candidates=40),
+    memory("memory-candidates-dual", length=9, dual="individual", candidates=40),
     memory("memory-dual", length=9, dual="individual"),
     memory("memory-global-dual", length=9, dual="global"),
     memory("memory-global-dual-not-multiplied", length=14, dual="global", multiply_tau=False),

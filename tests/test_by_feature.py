@@ -1,6 +1,7 @@
 """The recipes that users copy: each is short, trains, and resumes bit for bit."""
 
 import importlib
+import itertools
 import json
 import re
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes import minimal
+from recipes import minimal, text
 from tests.launching import environment
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +32,16 @@ def train(name: str, folder: Path, *options: str) -> None:
     if name.startswith("with_"):
         pytest.importorskip(name.removeprefix("with_"))
     module = minimal if name == "minimal" else importlib.import_module(f"recipes.by_feature.{name}")
-    module.main([*SMALL, "--folder", str(folder), *options])
+    encoder = ["--model", str(small_encoder(folder.parent / "encoder"))] if name == "finetune" else []
+    module.main([*SMALL, *encoder, "--folder", str(folder), *options])
+
+
+def small_encoder(folder: Path) -> Path:
+    """Return a folder with a small encoder with random weights in place of the published one."""
+    if not folder.exists():
+        torch.manual_seed(0)
+        text.small_model(text.tokenizer_of(itertools.chain(*text.docstrings()))).save_pretrained(str(folder))
+    return folder
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -328,3 +328,30 @@ def test_a_logit_scale_in_place_of_a_temperature_is_warned_about_once(options, n
             est(z1, z2, torch.arange(8), **({} if options else {"tau": value}))
         told.append(["logit scale" in str(warning.message) for warning in found])
     assert told == [[True] * (normalize and value > 5), []]
+
+
+@pytest.mark.parametrize("directions", ["both", "forward"])
+@pytest.mark.parametrize(("candidates", "include_positive"), [(1, True), (10**15, False)])
+def test_few_candidates_are_infonce_and_many_are_dcl(candidates, include_positive, directions):
+    z = torch.randn(2, 9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = []
+    for options in ({"candidates": candidates}, {"include_positive": include_positive}):
+        z1, z2 = z.clone().requires_grad_().unbind()
+        est = compopt.InfoNCEEstimator(0.2, directions=directions, **options)
+        loss = est(z1, z2)
+        found.append((loss, *torch.autograd.grad(loss, (z1, z2))))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+def test_recommended_counts_the_positive_among_candidates():
+    for options, kind in (
+        ({"batch_size": 16}, compopt.MemoryEstimator),
+        ({"batch_size": 16, "directions": "forward"}, compopt.InfoNCEEstimator),
+        ({"batch_size": 2048}, compopt.InfoNCEEstimator),
+        ({"batch_size": 16, "momentum": True}, compopt.MemoryEstimator),
+    ):
+        est = compopt.recommended(8, candidates=500, **options)
+        assert type(est) is kind and est.normalizer.candidates == 500 and "candidates: 500" in repr(est)
+    with pytest.raises(ValueError, match="candidates"):
+        compopt.recommended(8, candidates=0)

@@ -74,6 +74,7 @@ VALUES = {
     "parametrization": ("linear", "log"),
     "lr_switch": ((0.5, 0.1), (0.5, 1.0)),
     "dim": (4, 5),
+    "candidates": (9, 8),
     "length": (8, 9),
     "momentum": (False, True),
     "prototypes": (8, 9),

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor
 
 from compopt import checks
 from compopt.estimator.component import Call, Estimate, Normalizer
+from compopt.functional import add_positive
 from compopt.pairs import PairPolicy
 
 
@@ -18,13 +20,16 @@ class BatchNormalizer(Normalizer):
     .. math::
         \alpha_i = \log \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{h_{ij}/\tau_i}
         \qquad\text{or, with the positive,}\qquad
-        \alpha_i = \log \tfrac{1}{|N_i|} \Bigl(1 + \sum_{j \in N_i} e^{h_{ij}/\tau_i}\Bigr)
+        \alpha_i = \log \tfrac{1}{|N_i|} \Bigl(c_i + \sum_{j \in N_i} e^{h_{ij}/\tau_i}\Bigr)
 
-    With the positive ``w_ij`` is the usual softmax of the cross-entropy and the objective is InfoNCE minus the
-    constant ``tau log |N_i|``; without the positive the weights of each anchor sum to one.
+    With the positive and ``c = 1``, ``w_ij`` is the usual softmax of the cross-entropy and the objective is InfoNCE
+    minus the constant ``tau log |N_i|``; without the positive the weights of each anchor sum to one. With
+    ``candidates=K`` the negatives are taken as a sample of ``K`` ones, ``c_i = min(1, |N_i| / K)``: an anchor loses its
+    weight only if its positive is ahead of ``K`` such negatives, not of the few in the batch.
 
     Args:
         include_positive: count the positive pair in the denominator.
+        candidates: ``K``, with ``include_positive``; ``None``: ``|N_i|``.
 
     Hyper-parameters: ``include_positive``, which may differ between sample groups.
 
@@ -32,11 +37,13 @@ class BatchNormalizer(Normalizer):
     pair of more than two views. Communicates nothing itself.
 
     Raises:
-        TypeError: ``include_positive`` is neither True nor False.
+        TypeError: ``include_positive`` is neither True nor False, candidates is not an integer.
+        ValueError: candidates < 1.
 
     References:
         Chen et al., SimCLR, ICML 2020; van den Oord et al., 2018 (InfoNCE); Radford et al., CLIP, 2021. Without the
-        positive: Yeh et al., Decoupled Contrastive Learning, ECCV 2022.
+        positive: Yeh et al., Decoupled Contrastive Learning, ECCV 2022. ``candidates``: the correction of a sampled
+        softmax (Jean et al., ACL 2015) for uniformly drawn negatives.
 
     Example:
         >>> import torch, compopt
@@ -44,8 +51,15 @@ class BatchNormalizer(Normalizer):
         >>> est(*torch.randn(2, 8, 4, requires_grad=True)).backward()
     """
 
-    def __init__(self, include_positive: bool = False) -> None:
+    def __init__(self, include_positive: bool = False, candidates: int | None = None) -> None:
+        self.candidates = None if candidates is None else checks.count("candidates", candidates)
         super().__init__(None, {"include_positive": include_positive})
+
+    def shared_options(self) -> dict[str, Any]:
+        return {"candidates": self.candidates}
+
+    def described(self) -> dict[str, Any]:
+        return {} if self.candidates is None else self.shared_options()
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.flag("include_positive", group["include_positive"])
@@ -61,11 +75,13 @@ class BatchNormalizer(Normalizer):
             )
 
     def estimate(self, call: Call) -> Estimate:
-        log_sum = call.pairs.log_sum
-        # softplus(x) = log(1 + exp x)
-        include = call.hyper.choose("include_positive", {True: 1.0, False: 0.0})
-        if isinstance(include, float):
-            total = F.softplus(log_sum, threshold=60.0) if include else log_sum
+        log_sum, include = call.pairs.log_sum, call.hyper.choose("include_positive", {True: 1.0, False: 0.0})
+        if include == 0.0 and isinstance(include, float):
+            return Estimate(call.pairs.log_ghat)
+        if self.candidates is None:
+            total = F.softplus(log_sum, threshold=60.0)  # log(1 + exp x)
         else:
-            total = F.softplus(log_sum, threshold=60.0).where(include > 0, log_sum)
-        return Estimate(call.pairs.log_ghat if total is log_sum else total - call.pairs.log_count)
+            total = add_positive(log_sum, call.pairs.log_count, self.candidates)
+        if isinstance(include, Tensor):
+            total = total.where(include > 0, log_sum)
+        return Estimate(total - call.pairs.log_count)

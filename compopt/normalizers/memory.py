@@ -16,7 +16,7 @@ from compopt.checks.context import warn
 from compopt.checks.values import FINITE, Range
 from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import Hyper, SampleGroups
-from compopt.functional import Scalar, all_finite
+from compopt.functional import Scalar, add_positive, all_finite
 from compopt.kernel.blocks import exp_, mean_positive
 from compopt.kernel.pairs import MAX_UNSHIFTED_SCALE, Sums, is_uniform, scale_of
 from compopt.pairs import NO_POLICY, PairPolicy
@@ -50,6 +50,8 @@ class MemoryNormalizer(Normalizer):
         length: number of samples in the queue, ``m`` (unimodal: the first two views of these samples, in one queue of
             ``2 m`` features).
         momentum: require ``momentum_features=`` in every call; otherwise they are optional.
+        candidates: count the positive in the denominator, ``1 / candidates + mean_j e^{h_ij / tau_i}`` with the mean
+            over batch and queue, as :class:`~compopt.BatchNormalizer` does; ``None``: do not.
 
     These arguments cannot differ between sample groups. The oldest feature is ``m / B`` steps old: 8 to 16 were good in
     trials, 32 was harmful. In the equations, ``m`` is the number of slots that are negatives of an anchor: filled, and
@@ -89,10 +91,10 @@ class MemoryNormalizer(Normalizer):
     batch need one gather of statistics per direction (unimodal: two per view) instead of one in total.
 
     Raises:
-        ValueError: dim or length < 1; a policy of pairs with ``guided``, ``importance``, ``prior`` or
+        ValueError: dim, length or candidates < 1; a policy of pairs with ``guided``, ``importance``, ``prior`` or
             ``mises_fisher``; at the call features of another dimension, a policy with another ``within``, no
             ``momentum_features`` with ``momentum=True``, more than two views or a policy with ``also`` with them.
-        TypeError: dim or length is not an integer, momentum is neither True nor False.
+        TypeError: dim, length or candidates is not an integer, momentum is neither True nor False.
 
     References:
         Queues of features, momentum: MoCo (He et al., CVPR 2020). Queues: cross-batch memory (Wang et al., CVPR 2020).
@@ -109,10 +111,11 @@ class MemoryNormalizer(Normalizer):
 
     _warned = False  # of a second call without an index
 
-    def __init__(self, dim: int, length: int = 128, momentum: bool = False) -> None:
+    def __init__(self, dim: int, length: int = 128, momentum: bool = False, candidates: int | None = None) -> None:
         self.dim, self.length = checks.count("dim", dim), checks.count("length", length)
         checks.flag("momentum", momentum)
         self.momentum = momentum
+        self.candidates = None if candidates is None else checks.count("candidates", candidates)
         self._within: bool | None = None  # whether slots store the keys of ``within=``
         super().__init__(None, {})
 
@@ -152,6 +155,12 @@ class MemoryNormalizer(Normalizer):
     def structure(self) -> dict[str, Any]:
         # earlier checkpoints have no entry for momentum
         return {"dim": self.dim, "length": self.length, **({"momentum": True} if self.momentum else {})}
+
+    def shared_options(self) -> dict[str, Any]:
+        return {"candidates": self.candidates}
+
+    def described(self) -> dict[str, Any]:
+        return {**self.structure(), **({} if self.candidates is None else self.shared_options())}
 
     def meaning(self) -> dict[str, Any]:
         return {"normalize": self._normalized}
@@ -202,12 +211,16 @@ class MemoryNormalizer(Normalizer):
         if isinstance(pairs.count, Tensor):  # it is 0 for an anchor without negatives in the batch
             log_sum = log_sum.masked_fill((pairs.count[:, :directions] == 0) & (count > 0), -math.inf)
         # one softmax over batch and queue: the kernel's weights are divided by the sum over both
-        of_batch = self._by_queue(log_sum)
+        of_batch = others = self._by_queue(log_sum)
+        if self.candidates is not None:
+            of_anchor = pairs.count[:, :directions] if isinstance(pairs.count, Tensor) else pairs.count
+            others = self._by_queue(add_positive(log_sum, (of_anchor + count).log(), self.candidates))
         if uniform:
-            weights, share, log_total = bounded_softmax(logits, included, of_batch)
+            weights, share, log_total = bounded_softmax(logits, included, others)
         else:
             weighted = self._hardened(logits.masked_fill_(~included, -math.inf), positive, scale, policy.strengths[0])
-            weights, share, log_total = shared_softmax(weighted, of_batch, keep=pairs.mean_h is not None)
+            weights, share, log_total = shared_softmax(weighted, others, keep=pairs.mean_h is not None)
+        log_share = of_batch - log_total  # of the batch
         # all positives of an anchor have the same weights
         log_total, count = pairs.per_pair(self._by_sample(log_total, positive), scale), pairs.per_pair(count)
         lacking = pairs.lacking(count)
@@ -234,7 +247,8 @@ class MemoryNormalizer(Normalizer):
                 of_view.addcmul_(pull, partner, value=-1)
 
         norms = torch.linalg.vector_norm(weights, dim=2)
-        effective = partial(effective_negatives, pairs.sides, call.batch.own, directions, share, norms)
+        own, of_weights = call.batch.own, (share, norms, log_share)
+        effective = partial(effective_negatives, pairs.sides, own, directions, *of_weights)
         return Estimate(
             log_total - (pairs.count + count).clamp(min=1).log(),
             weight_alpha=log_total - pairs.log_count,
@@ -392,7 +406,10 @@ class MemoryNormalizer(Normalizer):
             scale = scale_of(of_names, positive, *positive.shape)
             included = self._included({"index": names}, state, len(names), self._directions)
             logits = self._logits(own, queue, positive, scale).masked_fill_(~included, -math.inf)
-            log_mean = logits.logsumexp(2) - included.sum(2, dtype=logits.dtype).log()
+            log_sum, log_count = logits.logsumexp(2), included.sum(2, dtype=logits.dtype).log()
+            if self.candidates is not None:
+                log_sum = add_positive(log_sum, log_count, self.candidates)
+            log_mean = log_sum - log_count
             chunks.append(self._by_sample(log_mean, positive))
         return torch.cat(chunks)
 
@@ -438,18 +455,23 @@ def _normalised(e: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return e.div_(total), share.div_(total), total.squeeze(2).log_()
 
 
-def effective_negatives(sides: Sequence[Sums], own: slice, directions: int, share: Tensor, norms: Tensor) -> Tensor:
+def effective_negatives(
+    sides: Sequence[Sums], own: slice, directions: int, share: Tensor, norms: Tensor, log_share: Tensor
+) -> Tensor:
     """Return ``(sum w)^2 / sum w^2`` over batch and queue, averaged over the first anchors of ``sides``.
 
-    ``share`` and ``norms`` are the sum and the root of the sum of squares of the queue's weights for all anchors.
+    ``share`` and ``norms`` are the sum and the root of the sum of squares of the queue's weights for all anchors,
+    ``log_share`` is the log of the sum of the batch's.
     """
-    of_queue = (value.view(directions, -1)[:, own].reshape(len(sides), -1) for value in (share, norms))
+    of_anchors = (
+        value.view(directions, -1)[:, own].reshape(len(sides), -1) for value in (share, norms, log_share.exp())
+    )
     found = []
-    for side, total, norm in zip(sides, *of_queue, strict=True):
+    for side, queue, norm, batch in zip(sides, *of_anchors, strict=True):
         of_batch = side.effective()
         first = slice(len(of_batch))
-        squares = (1 - total[first]).square() / of_batch + norm[first].square()
-        found.append(squares.reciprocal())
+        squares = batch[first].square() / of_batch + norm[first].square()
+        found.append((batch + queue)[first].square() / squares)
     return torch.cat(found).nanmean()
 
 

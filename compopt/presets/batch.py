@@ -43,6 +43,8 @@ class InfoNCEEstimator(ContrastiveEstimator):
             learning, :class:`~compopt.DCLEstimator`, the baseline for stateful methods.
         learn_tau: learn ``log(1/tau)``; pass ``est.parameters()`` to the optimizer, and ``multiply_tau=False``, without
             which the gradient only raises ``tau``.
+        candidates: number of negatives of which those of the batch are taken as a sample; ``None``: their number.
+            See :class:`~compopt.BatchNormalizer`.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: none per sample, so that ``index`` is optional if no sample repeats.
@@ -62,10 +64,11 @@ class InfoNCEEstimator(ContrastiveEstimator):
         tau: float | Tensor | None = None,
         include_positive: bool = True,
         learn_tau: bool = False,
+        candidates: int | None = None,
         **options: Unpack[Options],
     ) -> None:
         temperature = _temperature(tau, learn_tau, options)
-        super().__init__(BatchNormalizer(include_positive), temperature, **options)
+        super().__init__(BatchNormalizer(include_positive, candidates), temperature, **options)
 
 
 class DCLEstimator(ContrastiveEstimator):
@@ -158,7 +161,7 @@ class MemoryEstimator(ContrastiveEstimator):
         dim: dimension of the features.
         length: number of samples in the queue.
         tau: temperature, a number or a 0-d tensor. ``benchmarks/results/default.md`` was measured at 0.07.
-        momentum: require ``momentum_features=`` in every call, see :class:`~compopt.MemoryNormalizer`.
+        momentum, candidates: see :class:`~compopt.MemoryNormalizer`.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: the queue, ``(2, length, dim)``, and three integers and a flag per slot; none per sample, so that ``index``
@@ -179,10 +182,11 @@ class MemoryEstimator(ContrastiveEstimator):
         length: int = 128,
         tau: float | Tensor = 0.07,
         momentum: bool = False,
+        candidates: int | None = None,
         **options: Unpack[Options],
     ) -> None:
         temperature = FixedTemperature(tau, dtype=options.get("dtype", torch.float32))
-        super().__init__(MemoryNormalizer(dim, length, momentum), temperature, **options)
+        super().__init__(MemoryNormalizer(dim, length, momentum, candidates), temperature, **options)
 
 
 def recommended(
@@ -199,12 +203,15 @@ def recommended(
     backend: Backend = "auto",
     tau: float | Tensor = TAU,
     multiply_tau: bool = True,
+    candidates: int | None = None,
 ) -> ContrastiveEstimator:
     """Return the recommended estimator, which has no hyper-parameters to tune apart from the learning rate.
 
     A :class:`~compopt.MemoryEstimator` of 128 samples at temperature 0.07; for calls of 1,024 samples or more, and
     with ``directions="forward"``, a :class:`~compopt.DCLEstimator`. Nothing is kept per sample without ``keep_scores``.
-    ``docs/which.md`` gives the reasons.
+    ``docs/which.md`` gives the reasons. These losses are for encoders that are trained from scratch. Pass
+    ``candidates=500`` to fine-tune a pretrained encoder: without the positive in the denominator the weights of an
+    anchor sum to one however well it is solved, and the loss goes on to push apart what the encoder has separated.
 
     With ``momentum=True`` the memory is used at all batch sizes and has 512 samples, since features of a momentum
     encoder change more slowly. ``docs/guides/momentum.md`` has its learning rate, its gain and its cost: a third more
@@ -226,6 +233,8 @@ def recommended(
             them raises a ``ValueError``. The default ``decay`` of that encoder is meant for it. Not supported with
             ``directions="forward"``, where the encoder of the candidates would not be trained.
         tau: temperature, a number or a 0-d tensor.
+        candidates: count the positive in the denominator, as one of so many candidates and itself; in one direction
+            and for large batches then an :class:`~compopt.InfoNCEEstimator`. See :class:`~compopt.BatchNormalizer`.
 
     Returns:
         The estimator. This function communicates nothing; for the calls see the class of the estimator.
@@ -265,6 +274,8 @@ def recommended(
         "backend": backend,
         "multiply_tau": multiply_tau,
     }
-    if not momentum and (large or directions == "forward"):
+    if momentum or not (large or directions == "forward"):
+        return MemoryEstimator(dim, length, tau, momentum, candidates, **options)
+    if candidates is None:
         return DCLEstimator(tau, **options)
-    return MemoryEstimator(dim, length, tau, momentum, **options)
+    return InfoNCEEstimator(tau, candidates=candidates, **options)

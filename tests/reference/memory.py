@@ -17,8 +17,8 @@ class MemoryReference:
 
     has_rows = False
 
-    def __init__(self, length):
-        self.length = length
+    def __init__(self, length, candidates=None):
+        self.length, self.candidates = length, candidates
         self.slots, self.fresh = [], []
 
     def alphas(self, ref, found, taus, rows):
@@ -52,7 +52,10 @@ class MemoryReference:
                         biases.append(0.0 if ref.policy is None else ref.policy.strength(False, False) * s)
             every = [math.log(x) for x in a.terms(tau)]
             every += [t.item() / tau + b for t, b in zip(terms, biases, strict=True)]
-            log_total = torch.tensor(every, dtype=torch.float64).logsumexp(0).item() if every else 0.0
+            summed = list(every)
+            if self.candidates is not None and every:  # the positive
+                summed.append(min(0.0, math.log(len(every) / self.candidates)))
+            log_total = torch.tensor(summed, dtype=torch.float64).logsumexp(0).item() if every else 0.0
             weights = [math.exp(t.item() / tau + b - log_total) for t, b in zip(terms, biases, strict=True)]
             alphas.append(log_total - math.log(max(1, len(every))))
             self.outside.append((log_total - math.log(max(1, len(a.h))), weights, terms))

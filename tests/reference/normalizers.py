@@ -10,8 +10,8 @@ class BatchReference:
 
     has_rows = False
 
-    def __init__(self, include_positive=False):
-        self.include_positive = include_positive
+    def __init__(self, include_positive=False, candidates=None):
+        self.include_positive, self.candidates = include_positive, candidates
 
     def alphas(self, ref, anchors, taus, rows):
         """Return alpha per anchor and no proposals."""
@@ -19,7 +19,7 @@ class BatchReference:
         for a, tau in zip(anchors, taus, strict=True):
             total = sum(a.terms(tau))
             if self.include_positive:
-                total += 1.0
+                total += 1.0 if self.candidates is None else min(1.0, len(a.negatives) / self.candidates)
             result.append(math.log(total / len(a.negatives)))
         return result, []
 
