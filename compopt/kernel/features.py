@@ -214,8 +214,9 @@ def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ten
     wanted = [pair for pair in pairs if pair[0].requires_grad]
     if not wanted:
         return value
-    wide = torch.promote_types(value.dtype, torch.float32)
+    wide = value.dtype if value.dtype.itemsize >= 4 else torch.float32  # sums in half precision would overflow
     sums = (gradient.to(tensor.dtype).sum(dtype=wide) for tensor, gradient in wanted)
-    value = value + (0 * reduce(torch.add, sums)).to(value.dtype)  # 0 times inf is NaN
+    total = 0 * reduce(torch.add, sums)  # 0 times inf is NaN
+    value = value + (total if wide == value.dtype else total.to(value.dtype))
     tensors, gradients = zip(*wanted, strict=True)
     return _ClosedForm.apply((value, gradients), *tensors)
