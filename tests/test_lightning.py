@@ -13,7 +13,7 @@ import torch.distributed as dist
 import compopt
 from tests.pool import the_pool
 from tests.trainers import SKIPPED, UPDATES, Items, estimator, plain_loop, same, spoil
-from tests.training import MICRO, WINDOW, Encoders, needs_fsdp2, rows, weights
+from tests.training import DIM, MICRO, WINDOW, Encoders, needs_fsdp2, rows, weights
 
 pl = pytest.importorskip("lightning.pytorch")
 talk = "treespec|dirpath has changed|Checkpoint directory|Be aware|workers|ended before|logging interval|GPU"
@@ -400,3 +400,48 @@ def test_processes_that_train_alone_are_told(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.warns(UserWarning, match=r"trains alone.*devices="):
         fit(tmp_path)
+
+
+class Searched(DualEncoder):
+    """A module with a learning rate and a batch size that Lightning may search."""
+
+    lr, batch_size = 1e-2, MICRO
+
+    def setup(self, stage):
+        if not hasattr(self, "est"):  # a search is a fit of its own
+            self.est = compopt.MemoryEstimator(DIM, 16)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.model.groups(), lr=self.lr)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(Items(dtype=torch.float64), self.batch_size, drop_last=True)
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(self.est.t)
+        return self.est(*self.model(batch["x1"], batch["x2"]), batch["index"])
+
+
+@pytest.mark.filterwarnings("ignore:.*(lr_find|LR finder|learning rate)")
+@pytest.mark.parametrize("search", ["lr_find", "scale_batch_size", None])
+def test_a_search_trains_with_the_estimator_and_leaves_no_trace(search, tmp_path):
+    """The memory is filled in a search; training then starts with the state from before it, without a warning."""
+    from lightning.pytorch.tuner import Tuner
+
+    from compopt.integrations.lightning import EstimatorCallback
+
+    torch.manual_seed(0)
+    module, quiet = Searched(), dict.fromkeys(["enable_progress_bar", "enable_model_summary"], False)
+    made = pl.Trainer(
+        accelerator="cpu", max_steps=3, callbacks=[EstimatorCallback()], logger=False, default_root_dir=tmp_path, **quiet
+    )
+    if search == "lr_find":
+        Tuner(made).lr_find(module, num_training=6, update_attr=False)
+    elif search == "scale_batch_size":
+        Tuner(made).scale_batch_size(module, max_trials=1, steps_per_trial=3, init_val=MICRO)
+        module.batch_size = MICRO
+    if search:
+        assert max(module.seen) >= 2  # commits in the search
+    module.seen.clear()
+    made.fit(module)
+    assert module.seen == [0, 1, 2] and module.est.t == 3 and module.est.pending == 0

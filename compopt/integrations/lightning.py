@@ -9,6 +9,7 @@ from typing import Any
 
 try:
     from lightning.pytorch import Callback
+    from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
     from lightning.pytorch.utilities import CombinedLoader
 except ImportError as error:
     raise ImportError("this needs Lightning: pip install -e '.[lightning]' in the checkout of compopt") from error
@@ -35,6 +36,9 @@ class EstimatorCallback(Callback):
     *Rows in* ``directory``, for larger tables: each rank writes its own rows with :func:`compopt.save`, and the
     checkpoint contains the name of that save. Lightning has no hook for checkpoints that it removes: the last ``keep``
     saves are kept, independently of ``save_top_k``; loading a checkpoint without its rows raises an error.
+
+    *Searches* (``Tuner.lr_find``, ``scale_batch_size``) run without callbacks: this one attaches before them, so that they
+    train with the estimator's state, and loads the state from before the search when training starts.
 
     Checkpoints with ``save_weights_only=True`` have no rows. ``validate``, ``test`` and ``predict`` load no rows.
 
@@ -89,10 +93,20 @@ class EstimatorCallback(Callback):
     ) -> None:
         self.est, self.optimizer, self.keep = est, optimizer, keep
         self.directory = None if directory is None else Path(directory)
+        self._before_search: dict[str, Any] | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Come before the callbacks that search a learning rate or batch size: these run without all others."""
+        trainer.callbacks.insert(0, trainer.callbacks.pop(trainer.callbacks.index(self)))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach to the optimizer, scaler or engine."""
+        """Attach to the optimizer, scaler or engine, and keep the state if a search follows."""
         est = self._estimator(pl_module)
+        if any(isinstance(each, BatchSizeFinder | LearningRateFinder) for each in trainer.callbacks):
+            self._before_search = est.state_dict()
+        self._attach(trainer, est)
+
+    def _attach(self, trainer: Any, est: Estimator) -> None:
         refuse_ranks(est, trainer.world_size, f"in setup() of the LightningModule, as self.{self.est}")
         warn_alone(trainer.world_size, "tell it how many devices there are: Trainer(devices=...)")
         if hasattr(trainer.strategy, "deepspeed_engine"):
@@ -107,7 +121,11 @@ class EstimatorCallback(Callback):
         amp.attach(est, trainer.optimizers[self.optimizer or 0], scaler)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check the loaders; raise a ``ValueError`` for ``drop_last=False`` on several ranks."""
+        """Check the loaders; raise a ``ValueError`` for ``drop_last=False`` on several ranks. Undo a search."""
+        if self._before_search is not None:
+            est, self._before_search, state = self._estimator(pl_module), None, self._before_search
+            est.load_state_dict(state)  # Lightning has restored the model
+            self._attach(trainer, est)  # a search may have made the optimizer anew
         for loader in CombinedLoader(trainer.train_dataloader).flattened:
             drop_last = getattr(getattr(loader, "batch_sampler", None), "drop_last", True)
             refuse_last_batch(trainer.world_size, drop_last, "DataLoader(..., drop_last=True)")
