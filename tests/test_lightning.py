@@ -433,7 +433,12 @@ def test_a_search_trains_with_the_estimator_and_leaves_no_trace(search, tmp_path
     torch.manual_seed(0)
     module, quiet = Searched(), dict.fromkeys(["enable_progress_bar", "enable_model_summary"], False)
     made = pl.Trainer(
-        accelerator="cpu", max_steps=3, callbacks=[EstimatorCallback()], logger=False, default_root_dir=tmp_path, **quiet
+        accelerator="cpu",
+        max_steps=3,
+        callbacks=[EstimatorCallback()],
+        logger=False,
+        default_root_dir=tmp_path,
+        **quiet,
     )
     if search == "lr_find":
         Tuner(made).lr_find(module, num_training=6, update_attr=False)

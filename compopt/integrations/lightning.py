@@ -37,8 +37,8 @@ class EstimatorCallback(Callback):
     checkpoint contains the name of that save. Lightning has no hook for checkpoints that it removes: the last ``keep``
     saves are kept, independently of ``save_top_k``; loading a checkpoint without its rows raises an error.
 
-    *Searches* (``Tuner.lr_find``, ``scale_batch_size``) run without callbacks: this one attaches before them, so that they
-    train with the estimator's state, and loads the state from before the search when training starts.
+    *Searches* (``Tuner.lr_find``, ``scale_batch_size``) run without callbacks: this one attaches before them, so that
+    they train with the estimator's state, and loads the state from before the search when training starts.
 
     Checkpoints with ``save_weights_only=True`` have no rows. ``validate``, ``test`` and ``predict`` load no rows.
 
@@ -122,8 +122,9 @@ class EstimatorCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check the loaders; raise a ``ValueError`` for ``drop_last=False`` on several ranks. Undo a search."""
-        if self._before_search is not None:
-            est, self._before_search, state = self._estimator(pl_module), None, self._before_search
+        state, self._before_search = self._before_search, None
+        if state is not None:
+            est = self._estimator(pl_module)
             est.load_state_dict(state)  # Lightning has restored the model
             self._attach(trainer, est)  # a search may have made the optimizer anew
         for loader in CombinedLoader(trainer.train_dataloader).flattened:
