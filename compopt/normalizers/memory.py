@@ -213,6 +213,8 @@ class MemoryNormalizer(Normalizer):
         # one softmax over batch and queue: the kernel's weights are divided by the sum over both
         of_batch = others = self._by_queue(log_sum)
         if self.candidates is not None:
+            if len(z) > 2:  # an anchor has several positives, and one softmax for all of them
+                raise ValueError(f"candidates={self.candidates} supports two views, got {len(z)}; leave it out")
             of_anchor = pairs.count[:, :directions] if isinstance(pairs.count, Tensor) else pairs.count
             others = self._by_queue(add_positive(log_sum, (of_anchor + count).log(), self.candidates))
         if uniform:
