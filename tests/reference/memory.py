@@ -28,7 +28,8 @@ class MemoryReference:
         if ref.mode == "unimodal":  # of many views the first two are kept
             means = [(means[0] + means[1]) / 2] * 2
         pairs = list(zip(*(key for key in ref.keys[:2] if key is not None), strict=True))
-        others = [slot for slot in self.fresh if tuple(k for k in slot[0][:2] if k is not None) not in pairs]
+        given = [at for at, key in enumerate(ref.keys[:2]) if key is not None]
+        others = [slot for slot in self.fresh if tuple(slot[0][at] for at in given) not in pairs]
         slots = [*self.slots, *others][-self.length :] if ref.train else self.slots
         self.outside, alphas = [], []
         positives = {}
