@@ -25,7 +25,7 @@ from compopt.pairs import NO_POLICY, PairPolicy
 # Directions with anchors, by the value of directions=.
 DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
 # Arguments of a call that an option of a policy requires, and the option as shown in error messages.
-OPTIONS = {"guide": "guided=True", "within": "within=True", "teacher": "targets=...", "prior": 'prior="given"'}
+OPTIONS = {"guide": "guided=True", "within": "within=True"}
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,12 @@ class Given:
     Attributes:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(b,)`` int64.
         own: the features of this rank.
-        anchors: number of (leading) modalities or views that are anchors.
         tau: result of :func:`~compopt.checks.inputs.check_tau`; ``None``: the estimator's temperature.
         extra, positions: further candidates and their data-set positions, or ``None``.
         encoder: encoder of samples outside the batch, or ``None``.
         facts: integers that must be equal on all ranks.
         policy: policy of pairs, or ``None``.
-        values: tensors that the policy requires: ``guide1``, ``guide2``, ... and ``teacher1``, ``teacher2``, ...,
-            ``(b, g)`` each, ``within1`` and ``prior1``, ``(b,)``.
+        values: tensors that the policy requires: ``guide1`` and ``guide2``, ``(b, g)``, and ``within1``, ``(b,)``.
         of_extra: the same for the further candidates: ``guide``, ``(M, g)``, and ``within``, ``(M,)``.
         momentum: prepared features of a momentum encoder, ``(2, b, d)``, or ``None``.
         sample_weight: ``(b,)``, or ``None``.
@@ -52,7 +50,6 @@ class Given:
 
     keys: dict[str, Tensor]
     own: Features
-    anchors: int
     tau: float | Tensor | None
     extra: Features | None
     positions: Tensor | None
@@ -72,9 +69,9 @@ class Given:
 
     @property
     def guides(self) -> list[Tensor]:
-        """Features of the guide and of the teacher."""
+        """Features of the guide."""
         given = (*self.values.items(), *self.of_extra.items())
-        return [value for name, value in given if name.startswith(("guide", "teacher"))]
+        return [value for name, value in given if name.startswith("guide")]
 
     def gather_extra(self, batch: Batch, ranks: Ranks) -> Extra | None:
         """Return the further candidates of all ranks. Collective."""
@@ -84,13 +81,11 @@ class Given:
         values = {"features": own, **self.of_extra}
         if self.positions is not None:
             values["positions"] = accelerator.to_device(self.positions, own.device)
-        if self.policy is not None and self.policy.asks_for_owners:
-            values["owner"] = torch.arange(len(own), device=own.device) % self.own.unit.shape[1] + batch.own.start
         gathered = ranks.gather([*values.values()], batch.more) if max(batch.more) else values.values()
         found, first = dict(zip(values, gathered, strict=True)), sum(batch.more[: ranks.rank])
         positive, at = batch.keys.get("index2", batch.keys["index"]), slice(first, first + len(own))
-        positions, guide, key, owner = (found.get(name) for name in ("positions", "guide", "within", "owner"))
-        return Extra(own, found["features"], positive, positions, at, guide, key, owner)
+        positions, guide, key = (found.get(name) for name in ("positions", "guide", "within"))
+        return Extra(own, found["features"], positive, positions, at, guide, key)
 
     @property
     def want_gradients(self) -> bool:
@@ -116,7 +111,7 @@ class Called(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
-def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, Any]) -> Given:
+def check_call(est: Called, z1: Tensor, z2: Tensor, asked: Mapping[str, Any]) -> Given:
     """Check all arguments that one rank can check by itself, and prepare the features.
 
     ``asked`` contains the arguments other than ``z1`` and ``z2``, by name.
@@ -127,39 +122,31 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
     several = engine.ranks.size > 1
     with engine.handshake.guard():
         refuse_tangents(("z1", z1), ("z2", z2), ("tau", tau), ("extra", extra))
-        features = check_given(z1, z2, est.mode, least=0 if several else 2)
-        one, views = (z1, 2) if z2 is not None else (z1[0], z1.shape[0])
-        batch = one.shape[0]
-        directions = est._anchors
-        if asked["anchors"] is not None or views > 2:
-            directions = inputs.check_anchors(asked["anchors"], views, est.mode)
-        if views > 2 and extra is not None:
-            raise ValueError("extra= serves two views, got a tensor of more; pass est(z1, z2, index, extra=extra)")
-        if directions > 2 and encode is not None:
-            raise ValueError(f"encode= serves up to two anchors, got {directions}; pass anchors=2, or 1")
+        inputs.check_features(z1, z2, least=0 if several else 2)
+        batch = z1.shape[0]
         keys = _check_keys(est, asked, batch)
         if tau is not None:
             if est.temperature.learns:
                 raise ValueError(
                     "tau= must be left out: this estimator learns its own temperatures, see est.temperature"
                 )
-            tau = inputs.check_tau(tau, batch, directions if views == 2 else 1)
+            tau = inputs.check_tau(tau, batch, est._anchors)
         est.normalizer.check_encode(encode, keys)
-        positions = _check_extra(est, extra, asked["extra_index"], keys, one)
+        positions = _check_extra(est, extra, asked["extra_index"], keys, z1)
         if positions is not None and asked["index"] is None and asked["index2"] is None:
             raise TypeError("extra_index= has positions in the modality of index or index2; pass one of them")
         policy = est.pairs if policy is None else policy
         if policy is not None:  # also one that the constructor checked: hyper-parameters may have been edited
-            check_policy(policy, est.normalizer, est.temperature, est.normalize, est.directions)
+            check_policy(policy, est.normalizer)
             policy = None if policy == NO_POLICY else policy
         more = None if extra is None else len(extra)
-        _refuse_arguments(policy, asked, "labels" in keys, batch, more)
-        values, of_extra = _check_asked(policy or NO_POLICY, est.normalize, asked, one, views, more)
-        momentum = _check_momentum(est, asked["momentum_features"], one, views, policy)
+        _refuse_arguments(policy, asked)
+        values, of_extra = _check_asked(policy or NO_POLICY, est.normalize, asked, z1, more)
+        momentum = _check_momentum(est, asked["momentum_features"], z1)
         weight = asked["sample_weight"]
         if weight is not None:
-            weight = inputs.check_sample_weight(weight, batch, working_dtype(one.dtype))
-            weight = accelerator.to_device(weight, one.device)
+            weight = inputs.check_sample_weight(weight, batch, working_dtype(z1.dtype))
+            weight = accelerator.to_device(weight, z1.device)
     facts: dict[str, int] = {}
     if several:
         given = {"named": asked["index"], "encode": encode, "momentum": momentum, "weighted": weight}
@@ -167,22 +154,22 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
         facts |= {"extra": 0 if extra is None else 1 if positions is None else 2, **tau_facts(tau)}
         wants = tau.requires_grad if isinstance(tau, Tensor) else tau is None and est.temperature.wants_gradient
         facts["parameters"] = _parameters(est)
-        facts |= {"learning": int(wants and torch.is_grad_enabled()), "views": views, "anchors": directions}
+        facts["learning"] = int(wants and torch.is_grad_enabled())
         if policy is not None:  # a fingerprint, since facts are single integers
             widths = [value.shape[1:] for value in values.values()]
             facts["policy"] = fingerprint({"pairs": policy, "dimensions": dict(zip(values, widths, strict=True))})
         numbers = [*_shared(est), *([tau] if isinstance(tau, Tensor) and tau.dim() == 0 else [])]
         there = [number.detach().flatten().float() for number in numbers if number.device.type != "cpu"]
         if there:
-            values["shared"] = torch.cat([number.to(one.device) for number in there]).expand(batch, -1)
-    encoder = None if encode is None else Encoder(encode, one, est.normalize, est.mode == "unimodal")
+            values["shared"] = torch.cat([number.to(z1.device) for number in there]).expand(batch, -1)
+    encoder = None if encode is None else Encoder(encode, z1, est.normalize, est.mode == "unimodal")
     with full_precision(z1.device):  # autocast cannot stack tensors of the other half-precision dtype
-        own = Features.of(*features, normalize=est.normalize)
+        own = Features.of(z1, z2, normalize=est.normalize)
         further = None if extra is None else Features.of(extra, normalize=est.normalize)
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
     named, checked = asked["index"] is not None, (policy, values, of_extra, momentum, weight)
-    return Given(keys, own, directions, tau, further, positions, encoder, facts, *checked, named)
+    return Given(keys, own, tau, further, positions, encoder, facts, *checked, named)
 
 
 def _shared(est: Called) -> list[Tensor]:
@@ -218,7 +205,7 @@ def _check_keys(est: Called, asked: Mapping[str, Any], batch: int) -> dict[str, 
 def check_cached(
     est: Called,
     z1: Tensor,
-    z2: Tensor | None,
+    z2: Tensor,
     encode: Encode | None,
     tau: Tensor | float | None,
     extra: Tensor | None,
@@ -235,9 +222,9 @@ def check_cached(
     refuse_transforms()
     refuse_tangents(("z1", z1), ("z2", z2), ("extra", extra))
     with est._engine.handshake.guard():
-        check_given(z1, z2, est.mode, least=0)
+        inputs.check_features(z1, z2, least=0)
         if extra is not None:
-            inputs.check_extra(extra, extra_index, z1 if z2 is not None else z1[0])
+            inputs.check_extra(extra, extra_index, z1)
 
 
 def check_options(mode: str, directions: str, normalize: bool, multiply_tau: bool) -> None:
@@ -250,31 +237,11 @@ def check_options(mode: str, directions: str, normalize: bool, multiply_tau: boo
     checks.flag("multiply_tau", multiply_tau)
 
 
-def check_policy(
-    policy: PairPolicy, normalizer: Normalizer, temperature: Temperature, normalize: bool, directions: str
-) -> None:
-    """Refuse a policy that these parts and options of an estimator do not support."""
+def check_policy(policy: PairPolicy, normalizer: Normalizer) -> None:
+    """Refuse a policy that the normalizer of an estimator does not support."""
     if not isinstance(policy, PairPolicy):
         raise TypeError(f"pairs must be a compopt.PairPolicy, got {type(policy).__name__}")
     normalizer.check_pairs(policy)
-    if policy.inside and (temperature.learns or temperature.wants_gradient):
-        raise ValueError("inside=True takes temperatures that do not learn; leave it out, or fix tau")
-    if policy.prior is not None and not normalize:
-        raise ValueError(f"prior={policy.prior} bounds similarities by -1; build it with normalize=True")
-    if policy.also and directions != "forward":
-        raise ValueError(
-            f'also={policy.also} adds to the sums of queries alone; build it with directions="forward" (in '
-            f'mode="unimodal" both views are candidates already)'
-        )
-
-
-def check_given(z1: Tensor, z2: Tensor | None, mode: str, least: int) -> tuple[Tensor, ...]:
-    """Return the checked features of a call as a tuple: ``z1`` and ``z2``, or one tensor with all views."""
-    if z2 is None:
-        inputs.check_views(z1, mode, least)
-        return (z1,)
-    inputs.check_features(z1, z2, least)
-    return z1, z2
 
 
 def _check_extra(
@@ -292,27 +259,16 @@ def _check_extra(
     return positions
 
 
-def _check_momentum(
-    est: Called, features: Sequence[Tensor] | None, like: Tensor, views: int, policy: PairPolicy | None
-) -> Tensor | None:
+def _check_momentum(est: Called, features: Sequence[Tensor] | None, like: Tensor) -> Tensor | None:
     """Return the checked and prepared features of a momentum encoder, ``(2, b, d)``; ``None`` if there are none."""
     est.normalizer.check_momentum(features is not None)
     if features is None:
         return None
-    if views > 2:
-        raise ValueError("momentum_features= serves two views, got a tensor of more; pass est(z1, z2, index, ...)")
-    if policy is not None and policy.also:
-        raise ValueError(
-            f"also={policy.also} compares features that are trained, and candidates of momentum_features= are not; "
-            f"leave one of them out"
-        )
     with full_precision(like.device):
         return torch.stack(_units(inputs.check_momentum(features, like), like, est.normalize))
 
 
-def _refuse_arguments(
-    policy: PairPolicy | None, given: Mapping[str, Any], labelled: bool, batch: int, more: int | None
-) -> None:
+def _refuse_arguments(policy: PairPolicy | None, given: Mapping[str, Any]) -> None:
     """Refuse a call without an argument that the policy requires, or with one that has no effect."""
     for name, option in OPTIONS.items():
         wanted = policy is not None and name in policy.asks
@@ -321,41 +277,24 @@ def _refuse_arguments(
         if given[name] is not None and not wanted:
             remedy = f"give the estimator or this call pairs=PairPolicy({option}, ...)"
             raise ValueError(f"{name}= has no effect here: {remedy}")
-    if policy is not None and policy.positives == "labels" and not labelled:
-        raise ValueError('labels is missing, which PairPolicy(positives="labels") asks for; pass labels= in every call')
-    if policy is not None and policy.asks_for_owners and more and (more % batch if batch else True):
-        raise ValueError(
-            f"extra must have the same number of rows for each of {batch} anchors with {policy}, got {more} rows; pass "
-            f"torch.cat of columns of {batch} rows"
-        )
 
 
 def _check_asked(
-    policy: PairPolicy, normalize: bool, given: Mapping[str, Any], like: Tensor, views: int, more: int | None
+    policy: PairPolicy, normalize: bool, given: Mapping[str, Any], like: Tensor, more: int | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the tensors that the policy requires, for the batch and for ``more`` further candidates."""
-    found: dict[str, Sequence[Tensor]] = {}
-    if policy.guided:
-        features = inputs.check_guide(given["guide"], views, len(like), None if policy.spare_extra else more)
-        if policy.spare_extra and more is not None:  # placeholders: the guide does not decide about extra=
-            features.append(features[0].new_zeros(more, features[0].shape[1]))
-        found["guide"] = _units(features, like, normalize)
-    if policy.within:
-        checked = inputs.check_within(given["within"], len(like), more)
-        found["within"] = [accelerator.to_device(key, like.device) for key in checked]
-    if policy.targets is not None:
-        classes = isinstance(policy.targets, str)
-        features = inputs.check_teacher(given["teacher"], len(like), classes, views)
-        found["teacher"] = _units(features, like, normalize and not classes)
-    if policy.prior == "given":
-        shares = inputs.check_prior(given["prior"], len(like), working_dtype(like.dtype))
-        found["prior"] = [accelerator.to_device(shares, like.device)]
     values: dict[str, Tensor] = {}
     of_extra: dict[str, Tensor] = {}
-    for name, tensors in found.items():
-        count = views if name in ("guide", "teacher") else 1
-        values |= {f"{name}{number}": value for number, value in enumerate(tensors[:count], start=1)}
-        of_extra |= dict(zip((name,), tensors[count:], strict=False))
+    if policy.guided:
+        features = inputs.check_guide(given["guide"], len(like), None if policy.spare_extra else more)
+        if policy.spare_extra and more is not None:  # placeholders: the guide does not decide about extra=
+            features.append(features[0].new_zeros(more, features[0].shape[1]))
+        values["guide1"], values["guide2"], *further = _units(features, like, normalize)
+        of_extra |= zip(("guide",), further, strict=False)
+    if policy.within:
+        checked = inputs.check_within(given["within"], len(like), more)
+        values["within1"], *further = (accelerator.to_device(key, like.device) for key in checked)
+        of_extra |= zip(("within",), further, strict=False)
     return values, of_extra
 
 

@@ -36,9 +36,8 @@ from compopt.estimator.options import with_arguments_of
 from compopt.estimator.reader import ROW_KEYS, either
 from compopt.functional import Scalar
 from compopt.kernel.features import Encode, with_gradients, zero_or_nan
-from compopt.kernel.joined import Source
+from compopt.kernel.joined import Source, swept
 from compopt.kernel.pairs import PairOptions, PairStatistics
-from compopt.kernel.policies import swept
 from compopt.objective import Objective
 from compopt.pairs import NO_POLICY, PairPolicy
 from compopt.stores import Offload
@@ -67,7 +66,7 @@ class ContrastiveEstimator(Estimator):
         normalizer: a :class:`~compopt.BatchNormalizer`, :class:`~compopt.MovingAverageEstimator`, ...
         temperature: a :class:`~compopt.FixedTemperature` or :class:`~compopt.TemperatureDual`.
         mode: ``"bimodal"``: ``z1`` and ``z2`` are two modalities; negatives are features of the other modality.
-            ``"unimodal"``: two or more views; negatives are all views of the other samples (``2B - 2`` for two views).
+            ``"unimodal"``: two views; negatives are both views of the other samples (``2B - 2``).
         directions: ``"both"``: the samples of both modalities are anchors. ``"forward"`` (bimodal only): ``z1`` are
             anchors and ``z2`` their candidates, for example queries and documents; the mean is over ``B`` anchors, and
             rows have one value per column instead of two.
@@ -100,12 +99,12 @@ class ContrastiveEstimator(Estimator):
 
     Communicates, with K ranks, in every call: a message of 3 integers per sample and a few more, over a CPU group
     (sizes, indices, values that must be equal on all ranks); one all-gather of the features, without gradient, and of
-    the rows of this rank's samples; one all-gather of 3 to 7 floats per sample (2 to 4 with one direction; ``a V`` to
-    ``a (V + 2)`` for ``a`` anchors of ``V > 2`` views). With ``shard=True`` one all-reduce of the global batch's rows
-    replaces the all-gather of rows. ``extra`` needs one more all-gather, and a normalizer may communicate too;
-    ``momentum_features`` are gathered with the features. The backward pass and :meth:`step` communicate nothing. Every
-    rank computes its own anchors against all candidates, returns the global loss, and receives the complete gradient of
-    its own features, multiplied by K for wrappers that average over ranks.
+    the rows of this rank's samples; one all-gather of 3 to 7 floats per sample (2 to 4 with one direction). With
+    ``shard=True`` one all-reduce of the global batch's rows replaces the all-gather of rows. ``extra`` needs one more
+    all-gather, and a normalizer may communicate too; ``momentum_features`` are gathered with the features. The backward
+    pass and :meth:`step` communicate nothing. Every rank computes its own anchors against all candidates, returns the
+    global loss, and receives the complete gradient of its own features, multiplied by K for wrappers that average over
+    ranks.
 
     Raises:
         TypeError, ValueError, IndexError: invalid arguments, at construction or call; the state is unchanged.
@@ -165,7 +164,7 @@ class ContrastiveEstimator(Estimator):
                 raise TypeError(f"{role} must be a {kind.__name__}, got {type(part).__name__}")
             part.check_free()
         if pairs is not None:
-            check_policy(pairs, normalizer, temperature, normalize, directions)
+            check_policy(pairs, normalizer)
         self.pairs = pairs = None if pairs == NO_POLICY else pairs
         for part in parts.values():
             part.keep_edits()
@@ -187,9 +186,7 @@ class ContrastiveEstimator(Estimator):
         self.normalizer, self.temperature, self.scores = normalizer, temperature, scores
         for part in parts.values():
             part.joined(engine.groups, Setting(self, mode, dtype, normalize, engine.ranks, count))
-        if pairs is not None:
-            normalizer.check_pairs(pairs)  # again, now that sample_groups are known
-        self._anchors = count  # directions that have anchors
+        self._anchors = count  # directions that have anchors; both views in unimodal mode
         self._settled: set[str] = set()  # warnings that were given, or do not apply
         self._at_first: int | None = None  # fingerprint of the learned parameters at the first call of several ranks
         self._shown: Mapping[str, Tensor | Callable[[], Tensor]] = {}
@@ -216,7 +213,7 @@ class ContrastiveEstimator(Estimator):
     def __call__(
         self,
         z1: Tensor,
-        z2: Tensor | None = None,
+        z2: Tensor,
         index: Tensor | None = None,
         index2: Tensor | None = None,
         group: Tensor | None = None,
@@ -226,11 +223,8 @@ class ContrastiveEstimator(Estimator):
         labels: Tensor | None = None,
         extra: Tensor | None = None,
         extra_index: Tensor | None = None,
-        anchors: int | None = None,
         guide: Sequence[Tensor] | None = None,
         within: Tensor | tuple[Tensor, Tensor] | None = None,
-        teacher: Tensor | Sequence[Tensor] | None = None,
-        prior: Tensor | None = None,
         pairs: PairPolicy | None = None,
         momentum_features: Sequence[Tensor] | None = None,
         sample_weight: Tensor | None = None,
@@ -241,8 +235,7 @@ class ContrastiveEstimator(Estimator):
 
         Args:
             z1, z2: features, ``(B, d)``, same dtype and device; half precision is computed in float32, float64
-                in float64. In unimodal mode also one tensor of ``V >= 2`` views without ``z2``, ``(V, B, d)``:
-                ``est(views, index=index)``.
+                in float64.
             index: data-set positions of the samples, ``(B,)`` integers, on the CPU (an index on CUDA is accepted; an
                 invalid one makes the loss NaN and raises at a later call). Samples with equal indices are never
                 negatives of each other. Optional if nothing is kept per sample and no sample repeats. A memory needs it
@@ -255,26 +248,19 @@ class ContrastiveEstimator(Estimator):
                 with a graph. It is called at most once.
             tau: temperature that overrides a :class:`~compopt.FixedTemperature` for this call: a number or a tensor,
                 0-d, ``(B,)`` or ``(B, 2)``; if it requires grad, it receives the derivative of the returned objective.
-            labels: ``(B,)`` integers (classes, duplicates). Samples with equal labels are not each other's negatives;
-                with ``PairPolicy(positives="labels")`` they are each other's positives. A label must have the same
-                meaning in all batches, since a memory compares labels with those of earlier batches.
+            labels: ``(B,)`` integers (classes, duplicates). Samples with equal labels are not each other's negatives. A
+                label must have the same meaning in all batches, since a memory compares labels with those of earlier
+                batches.
             extra: further candidates of the anchors of direction 1 in addition to the batch, ``(M, d)``, optionally
                 with a graph, for example mined hard negatives. ``|N_i|`` counts them. Normalizers, weights and rows
                 refer to the larger set, so that the estimate is that of the mixture of both sets. ``M`` may differ
                 between ranks and may be 0; the anchors of every rank are compared with the candidates of all ranks.
             extra_index: positions of ``extra`` in the second modality (in that of ``index2``, or of ``index`` without
                 it), ``(M,)``; a candidate at the position of the anchor's own positive is not its negative.
-            anchors: unimodal: number of views that are anchors, the first ones (the large crops of multi-crop
-                training); all views are positives and candidates. ``None``: all views are anchors.
             guide: with ``PairPolicy(guided=True)``: features of another model, from which false negatives are found,
-                ``(B, g)`` for ``z1`` and for ``z2`` (or for each view), and ``(M, g)`` for ``extra`` unless these are
-                spared; no graph.
+                ``(B, g)`` for ``z1`` and for ``z2``, and ``(M, g)`` for ``extra`` unless these are spared; no graph.
             within: with ``PairPolicy(within=True)``: keys ``(B,)``, integers; only samples with equal keys are
                 contrasted. With ``extra`` a pair of tensors, the second with the keys of ``extra``, ``(M,)``.
-            teacher: with ``PairPolicy(targets=...)``: features of another model, ``(B, g)`` for ``z1`` and for ``z2``
-                (or for each view); or, for ``"classes"``, soft labels ``(B, C)``; no graph.
-            prior: with ``PairPolicy(prior="given")``: prior of every sample, ``(B,)`` in (0, 1); no graph. On a device
-                a value outside this interval makes the loss NaN.
             pairs: a :class:`~compopt.PairPolicy` that replaces the policy of the constructor for this call.
             momentum_features: with a :class:`~compopt.MemoryNormalizer`: features ``(k1, k2)`` of the same samples from
                 a slowly moving copy of the encoders (:class:`~compopt.MomentumEncoder`), ``(B, d)`` each; no graph.
@@ -299,13 +285,6 @@ class ContrastiveEstimator(Estimator):
         are zero, nothing is deposited, and the first such batch warns; :attr:`t` does not change (with keys on an
         accelerator it does). The features in a memory are negatives too: a batch with one label has no others.
 
-        *Views.* With ``V`` views the mean is over the ``V (V - 1)`` ordered pairs of anchor and positive view, or over
-        ``anchors (V - 1)`` of them. All views of a sample are positives of each other and never negatives, so that
-        ``|N_i| = V (B - 1)`` without repeats. All views share rows and temperatures, which are updated with the mean
-        over all ordered pairs. ``V = 2`` is bitwise equal to ``est(z1, z2, index)``. The matrix of similarities is
-        ``(anchors B, V B)``, computed once for all positives. With more than two views ``tau=`` has at most one value
-        per sample, ``extra=`` raises an error, and ``encode=`` supports up to two anchors.
-
         Returns:
             0-d loss; not finite if a feature is not finite, or if its row is too large to be normalised (the rows of
             all anchors that it affects then keep their values, and a warning states the number of such feature rows),
@@ -321,7 +300,7 @@ class ContrastiveEstimator(Estimator):
                 there are rows, ``extra_index`` without the arguments that it refers to.
             ValueError: wrong shapes or devices, fewer than two distinct samples (all have one ``index`` and, if passed,
                 one ``index2``), ``tau`` <= 0 or together with a learned temperature, ``encode`` or ``extra`` with a
-                normalizer or a number of views that does not support it, views or ``anchors`` in bimodal mode.
+                normalizer that does not support it.
             RuntimeError: a transform, a tangent or a checkpointed function, see above; another rank, see the class.
 
         Communicates: see :class:`~compopt.ContrastiveEstimator`.
@@ -329,10 +308,10 @@ class ContrastiveEstimator(Estimator):
         Example:
             >>> import torch, compopt
             >>> est = compopt.DCLEstimator(mode="unimodal")
-            >>> views = torch.randn(4, 8, 16, requires_grad=True)
-            >>> est(views, anchors=2).backward()
-            >>> tuple(views.grad.shape)
-            (4, 8, 16)
+            >>> z1, z2 = (torch.randn(8, 16, requires_grad=True) for _ in range(2))
+            >>> est(z1, z2).backward()
+            >>> tuple(z1.grad.shape)
+            (8, 16)
         """
         if unexpected:
             raise TypeError(
@@ -340,8 +319,8 @@ class ContrastiveEstimator(Estimator):
                 f"{6 + len(unexpected)}{remedy_for(z1)}"
             )
         asked: dict[str, Any] = {"index": index, "index2": index2, "group": group, "labels": labels, "encode": encode}
-        asked |= {"tau": tau, "extra": extra, "extra_index": extra_index, "anchors": anchors, "pairs": pairs}
-        asked |= {"guide": guide, "within": within, "teacher": teacher, "prior": prior}
+        asked |= {"tau": tau, "extra": extra, "extra_index": extra_index, "pairs": pairs}
+        asked |= {"guide": guide, "within": within}
         asked |= {"momentum_features": momentum_features, "sample_weight": sample_weight}
         given = check_call(self, z1, z2, asked)
         with full_precision(z1.device):
@@ -372,7 +351,7 @@ class ContrastiveEstimator(Estimator):
     @outside_of_graphs
     @with_arguments_of(__call__)
     def feature_gradients(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Return the loss and its gradients with respect to ``z1``, ``z2`` (or views) and ``extra``.
+        """Return the loss and its gradients with respect to ``z1``, ``z2`` and ``extra``.
 
         For cached features: encode the whole window without a graph, call this method once on all of it (the negatives
         are then those of the whole window), and encode each micro-batch again with
@@ -385,15 +364,15 @@ class ContrastiveEstimator(Estimator):
             tau: as in a call, without a graph.
 
         Returns:
-            ``(loss, g1, g2)``; for a tensor of views ``(loss, g)``; with ``extra`` also its gradient. All are detached;
-            the gradients have the dtype of the features.
+            ``(loss, g1, g2)``; with ``extra`` also its gradient. All are detached; the gradients have the dtype of the
+            features.
 
         Raises:
             ValueError: with ``encode``, or a ``tau`` that requires a gradient; all errors of a call.
 
         Communicates: as a call.
         """
-        check_cached(self, given["z1"], *map(given.get, ("z2", "encode", "tau", "extra", "extra_index")))
+        check_cached(self, given["z1"], given["z2"], *map(given.get, ("encode", "tau", "extra", "extra_index")))
         self._drop_skipped()  # before the context, which restores what is pending now
         with torch.enable_grad(), self._engine.undone_on_error():
             leaves = {name: _leaf(given[name]) for name in ("z1", "z2", "extra") if given.get(name) is not None}
@@ -450,19 +429,19 @@ class ContrastiveEstimator(Estimator):
         policy, own, values = given.policy, given.own.unit, batch.values
         options = PairOptions(
             distinct=batch.distinct,
-            directions=given.anchors,
+            directions=self._anchors,
             extra=given.gather_extra(batch, self._engine.ranks),
             unimodal=self.mode == "unimodal",
             bounded=self.normalize,
             chunk_size=self.chunk_size,
             moments=self.temperature.learns or given.wants(temperature),  # for the derivative with respect to it
-            policy=policy if policy is not None and policy.selects else None,
-            guide=[values[f"guide{view}"] for view in range(1, len(own) + 1)] if "guide1" in values else (),
+            policy=policy,
+            guide=[values["guide1"], values["guide2"]] if "guide1" in values else (),
             key=values.get("within1"),
             held=given.momentum is not None,
         )
         own = own if given.momentum is None else torch.cat([own, given.momentum])
-        pairs = swept(Source(own, tau, batch, self._engine.ranks, self.backend), options, policy)
+        pairs = swept(Source(own, tau, batch, self._engine.ranks, self.backend), options)
         if self.temperature.learns and pairs.negatives:  # before any proposal, since a warning may be an error
             self.temperature.look_at_negatives(pairs.negatives + self.normalizer.outside)
         self._look_at_temperature(temperature, given)
@@ -506,7 +485,7 @@ class ContrastiveEstimator(Estimator):
             return
         if lacking.device.type == "cpu":
             call.batch.depositing &= not bool(lacking)
-        elif call.batch.alike and not (pairs.whole or pairs.extra or self.normalizer.outside):
+        elif call.batch.alike and not (pairs.extra or self.normalizer.outside):
             call.batch.depositing = False
         if "negatives" not in self._settled:
             self._engine.async_checks.watch(lacking.to(torch.int32), self._warn_negatives)

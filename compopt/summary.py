@@ -24,7 +24,6 @@ class Summary:
         log_sum, negatives: ``log sum_j exp(h_ij / tau_i)``, ``(B, A)``, and the number of negatives, ``|N_i|``.
         rows: data-set positions, ``(B, R)``.
         count: visits so far, ``(B, D)``; ``None`` if visits are not counted.
-        whole: positives are among the negatives.
     """
 
     alpha: Tensor
@@ -34,14 +33,13 @@ class Summary:
     negatives: Scalar
     rows: Tensor
     count: Tensor | None
-    whole: bool = False
 
     @classmethod
     def of(cls, objective: Objective) -> Summary:
         """Return the summary of a call from its objective."""
         batch, pairs, alpha = objective.batch, objective.pairs, objective.alpha
         sums = pairs.sides, pairs.log_sum, pairs.count
-        return cls(alpha, objective.tau, *sums, batch.rows, batch.visits, pairs.whole)
+        return cls(alpha, objective.tau, *sums, batch.rows, batch.visits)
 
     def metrics(self) -> dict[str, Tensor]:
         """Return the metrics as 0-d tensors, without waiting for the device."""
@@ -59,7 +57,7 @@ class Summary:
 
     def cross_entropy(self) -> Tensor:
         """Return ``-log softmax`` of each anchor's positive among its candidates, ``(B, A)``; 0 without negatives."""
-        loss = self.log_sum if self.whole else softplus(self.log_sum, threshold=60.0)
+        loss = softplus(self.log_sum, threshold=60.0)
         return torch.where(self.negatives > 0, loss, 0) if isinstance(self.negatives, Tensor) else loss
 
     def _new_rows(self) -> Tensor:

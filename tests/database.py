@@ -413,8 +413,8 @@ DATABASE = [
 ]
 DATABASE += [
     with_policy(sogclr("sogclr"), false_negatives=0.5, hardness=1.5),
-    with_policy(dcl(learn_tau=True), mises_fisher=0.5),
-    with_policy(isogclr("isogclr"), mises_fisher=0.4, hardness=1.0),
+    with_policy(dcl(learn_tau=True), hardness=2.0),
+    with_policy(isogclr("isogclr"), hardness=1.0),
     with_policy(memory("memory-dual", length=9, dual="individual"), false_negatives=0.6, hardness=2.0),
 ]
 

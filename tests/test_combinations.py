@@ -14,7 +14,7 @@ from compopt.temperatures.dual import Mode
 from tests.database import BY_NAME
 from tests.helpers import features, generator, make, near
 from tests.reference import PolicyReference
-from tests.reference.pairs import anchors, unit_rows
+from tests.reference.pairs import anchors
 from tests.test_agreement import compare_forward
 
 KINDS = ("bimodal", "unimodal", "forward")
@@ -23,8 +23,7 @@ ZERO = torch.zeros((), dtype=torch.float64)
 LABELS, KEY = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([0, 0, 0, 1, 1, 1])
 G = generator(80)
 EXTRA = torch.randn(BATCH, DIM, generator=G, dtype=torch.float64)
-GUIDES = torch.randn(4, BATCH, 3, generator=G, dtype=torch.float64)  # of three views, and of further candidates
-SHARES = 0.02 + 0.1 * torch.rand(BATCH, generator=G, dtype=torch.float64)
+GUIDES = torch.randn(3, BATCH, 3, generator=G, dtype=torch.float64)  # of both views, and of further candidates
 WEIGHTS = torch.rand(BATCH, generator=G, dtype=torch.float64)
 TAUS = 0.3 + 0.2 * torch.rand(BATCH, 1, generator=G, dtype=torch.float64)
 
@@ -34,13 +33,6 @@ POLICY = {
     "guided": {"false_negatives": 0.1, "guided": True},
     "spare_extra": {"false_negatives": 0.1, "spare_extra": True},
     "hardness": {"hardness": 1.5},
-    "importance": {"hardness": 1.5, "importance": "differentiated"},
-    "prior": {"prior": "given"},
-    "mises_fisher": {"mises_fisher": 0.5},
-    "positives": {"positives": "labels"},
-    "inside": {"positives": "labels", "inside": True},
-    "targets": {"targets": 0.5},
-    "also": {"also": ("query_to_query", "document_to_query")},
     "within": {"within": True},
 }
 CALL = {
@@ -49,7 +41,6 @@ CALL = {
     "tau": {"tau": TAUS},
     "extra": {"extra": EXTRA},
     "extra_index": {"extra": EXTRA, "extra_index": torch.tensor([0, 9, 3, 1, 5, 8])},
-    "anchors": {"anchors": 2},  # of three views
     "sample_weight": {"sample_weight": WEIGHTS},
 }
 OPTIONS = {
@@ -59,7 +50,7 @@ OPTIONS = {
 }
 FEATURES = {**POLICY, **CALL, **OPTIONS}
 # Covered by other tests: names of keys, what a policy requires, parts, and what does not change results.
-ELSEWHERE = {"z1", "z2", "index", "group", "pairs", "guide", "within", "teacher", "prior"}
+ELSEWHERE = {"z1", "z2", "index", "group", "pairs", "guide", "within"}
 ELSEWHERE |= {"encode", "momentum_features"}  # test_mcmc, test_momentum: for samplers and memories only
 ELSEWHERE |= {"normalizer", "temperature", "mode", "directions", "scores", "sample_groups", "backend"}
 ELSEWHERE |= {"process_group", "offload", "offload_dir", "shard", "dtype"}
@@ -89,97 +80,46 @@ class Case:
             for group, target in ((POLICY, policy), (CALL, given), (OPTIONS, options)):
                 target |= group.get(name, {})
         options |= {"directions": "forward"} if kind == "forward" else {"mode": kind}
-        views, extra = 3 if "anchors" in given else 2, "extra" in given
+        extra = "extra" in given
         if policy.get("guided"):
-            given["guide"] = [*GUIDES[:views], *([GUIDES[3]] if extra and not policy.get("spare_extra") else [])]
+            given["guide"] = [*GUIDES[: 3 if extra and not policy.get("spare_extra") else 2]]
         if policy.get("within"):
             given["within"] = (KEY, KEY.flip(0)) if extra else KEY
-        if "targets" in policy:
-            given["teacher"] = [*GUIDES[:views]]
-        if policy.get("prior") == "given":
-            given["prior"] = SHARES
-        if policy.get("positives"):
-            given["labels"] = LABELS
         return cls(kind, policy, given, options)
 
     def views(self, seed):
         """Return features of the modalities or views that require gradients."""
-        more = [features(BATCH, DIM, seed + 50)[0]] if "anchors" in self.given else []
-        return [z.requires_grad_() for z in (*features(BATCH, DIM, seed), *more)]
+        return [z.requires_grad_() for z in features(BATCH, DIM, seed)]
 
     @property
     def normalize(self):
         return self.options.get("normalize", True)
 
 
-def expected_positive(case, a, rows, t):
-    """Replace the positive of an anchor by its expectation; all other features are candidates."""
-    labelled, key = "positives" in case.policy, case.given.get("within")
-    teacher = [unit_rows(x) if case.normalize else list(x) for x in case.given.get("teacher", ())]
-    others = range(len(rows)) if case.kind == "unimodal" else (1 - a.view,)
-    found, weights = [], []
-    for v in others:
-        for j in range(BATCH):
-            if (v, j) != (a.view, a.position) and (key is None or KEY[j] == KEY[a.position]):
-                found.append(rows[a.view][a.position] @ rows[v][j])
-                same = float(LABELS[j] == LABELS[a.position])
-                weights.append(same if labelled else math.exp(teacher[a.view][a.position] @ teacher[v][j] / 0.5))
-    s, w = torch.stack(found), torch.tensor(weights, dtype=torch.float64)
-    if case.policy.get("inside"):
-        a.positive = t * ((s[w > 0] / t).logsumexp(0) - math.log(w.sum()))
-    else:
-        a.positive = (s * w / w.sum()).sum()
-    outside = [(x, who) for x, who in zip(a.negatives, a.who, strict=True) if who[0] == "extra"]
-    if isinstance(key, tuple):
-        outside = [(x, who) for x, who in outside if key[1][who[1]] == KEY[a.position]]
-    a.negatives, a.who = [*found, *(x for x, _ in outside)], [None] * (len(found) + len(outside))
-    a.log_weights = [0.0] * len(a.negatives)
-
-
 def dense(case, z, tau):
     """Return ``(anchor, tau, log ghat)`` of every anchor, with the graph; ``None`` without negatives."""
-    policy, given = case.policy, case.given
-    index, extra = list(range(BATCH)), given.get("extra")
+    given, index = case.given, list(range(BATCH))
     keys = {name: given.get(name) for name in ("index2", "extra_index")} | {"group": given.get("labels")}
     keys = {name: None if key is None else key.tolist() for name, key in keys.items()}
-    more = {"extra": extra, "count": given.get("anchors"), "also": policy.get("also", ())}
-    found = anchors(z, index, case.kind, case.normalize, **keys, **more)
-    expects = "positives" in policy or "targets" in policy
-    if not expects:
-        known = ("false_negatives", "guided", "spare_extra", "hardness", "also", "within")
-        reference = PolicyReference(**{name: policy[name] for name in known if name in policy})
-        within = given.get("within")
-        within = within if within is None or isinstance(within, tuple) else (within,)
-        reference.apply(found, given.get("guide"), within, case.normalize)
-    rows = [unit_rows(view) if case.normalize else list(view) for view in z]
+    found = anchors(z, index, case.kind, case.normalize, **keys, extra=given.get("extra"))
+    within = given.get("within")
+    within = within if within is None or isinstance(within, tuple) else (within,)
+    PolicyReference(**case.policy).apply(found, given.get("guide"), within, case.normalize)
     result = []
     for a in found:
         t = tau if tau.dim() == 0 else tau[a.position, min(a.direction, tau.shape[1] - 1)]
-        if expects:
-            expected_positive(case, a, rows, t)
         if not a.negatives:
             result.append((a, t, None))
             continue
         s, b = torch.stack(a.negatives), torch.tensor(a.log_weights, dtype=torch.float64)
-        if "importance" in policy:
-            b = policy["hardness"] * s
-            b = b - b.logsumexp(0) + math.log(len(s))
         log_g = ((s - a.positive) / t + b).logsumexp(0) - math.log(len(s))
-        if "prior" in policy:
-            pi = given["prior"][a.position]
-            log_g = torch.maximum((log_g.exp() - pi) / (1 - pi), ((-1 - a.positive) / t).exp()).log()
-        if "mises_fisher" in policy:
-            column = [other.positive.item() for other in found if other.direction == a.direction]
-            mean = sum(math.exp(x / policy["mises_fisher"]) for x in column) / BATCH
-            log_g = log_g + (math.exp(a.positive.item() / policy["mises_fisher"]) / mean - 1) * a.positive / t
         result.append((a, t, log_g))
     return result
 
 
 def evaluated(est, case, z, **more):
     """Return the loss of a call."""
-    given = {"index": torch.arange(BATCH), **case.given, **more}
-    return est(*z, **given) if len(z) == 2 else est(torch.stack(z), **given)
+    return est(*z, **{"index": torch.arange(BATCH), **case.given, **more})
 
 
 def same(loss, theirs, leaves, surrogate=None):
@@ -195,8 +135,8 @@ def follow_pair(kind, *names):
     """Compare a stateless estimator without the positive with the dense definition; return an error, or ``None``."""
     case = Case.of(kind, *names)
     z, extra = case.views(81), case.given.get("extra")
-    tau = case.given.pop("tau", torch.tensor(TAU, dtype=torch.float64)).clone().requires_grad_("inside" not in names)
-    leaves = [*z, *([tau] if tau.requires_grad else [])]
+    tau = case.given.pop("tau", torch.tensor(TAU, dtype=torch.float64)).clone().requires_grad_()
+    leaves = [*z, tau]
     if extra is not None:
         case.given["extra"] = extra.clone().requires_grad_()
         leaves.append(case.given["extra"])
@@ -215,23 +155,9 @@ def follow_pair(kind, *names):
     return None
 
 
-# Options that exclude each other, in every kind, and options that exist in one kind only.
-ONE_POSITIVE = {*POLICY} - {"positives", "inside", "targets", "within"}
-EXCLUDED = [
-    (ONE_POSITIVE, {"positives", "inside", "targets"}),
-    ({"targets"}, {"positives", "inside"}),
-    ({"importance"}, {"also"}),
-    ({"prior"}, {"normalize"}),
-    ({"extra", "extra_index"}, {"anchors"}),
-]
-ONLY_IN = {"anchors": ("unimodal",), "also": ("forward",), "index2": ("bimodal", "forward")}
-
-
 def refused(kind, *pair):
     """Return True for a pair of options that must be refused."""
-    if any(kind not in ONLY_IN.get(name, KINDS) for name in pair):
-        return True
-    return any((a in one and b in other) for one, other in EXCLUDED for a, b in (pair, pair[::-1]))
+    return kind == "unimodal" and "index2" in pair
 
 
 @pytest.mark.covering()  # each first option daily in one kind
@@ -255,13 +181,12 @@ NORMALIZERS = {
     "sigmoid": compopt.SigmoidNormalizer,
 }
 TWINS = {"network": "neural", "memory": "memory"}
-EXPECTS = {"positives", "inside", "targets"}
 REFUSED = {
-    "batch": EXPECTS,
+    "batch": set(),
     "average, none": set(),
     "average, positive": set(),
-    "network": {"hardness", "importance", "prior", "mises_fisher"} | EXPECTS,
-    "memory": {"guided", "importance", "prior", "mises_fisher"} | EXPECTS,
+    "network": {"hardness"},
+    "memory": {"guided"},
     "chains": set(POLICY),
     "sigmoid": set(POLICY),
 }
@@ -329,8 +254,7 @@ def follow_option(name, kind, option):
 def test_every_normalizer_with_every_option(name, kind):
     for option in POLICY:
         error = follow_option(name, kind, option)
-        unknown = kind not in ONLY_IN.get(option, KINDS)
-        assert (error is not None) == (unknown or option in REFUSED[name]), (option, error)
+        assert (error is not None) == (option in REFUSED[name]), (option, error)
 
 
 def test_every_normalizer_is_here():

@@ -144,8 +144,7 @@ def check_features(z1: Any, z2: Any, least: int = 2) -> None:
         if z.dtype not in _FLOATS:
             raise TypeError(f"{name} must hold floating-point features, got {z.dtype}")
         if z.dim() != 2 or z.shape[1] == 0:
-            remedy = "; a tensor of views (V, B, d) goes without z2: est(views, index=index)" if z.dim() == 3 else ""
-            raise ValueError(f"{name} must have shape (B, d), got {tuple(z.shape)}{remedy}")
+            raise ValueError(f"{name} must have shape (B, d), got {tuple(z.shape)}")
     if z1.shape != z2.shape:
         raise ValueError(
             f"z1 and z2 must have the same shape, got {tuple(z1.shape)} and {tuple(z2.shape)}; "
@@ -159,32 +158,6 @@ def check_features(z1: Any, z2: Any, least: int = 2) -> None:
             f"z1 has {len(z1)} rows; a batch must have at least two distinct samples to have negatives: if it is the "
             f"last of an epoch, give its DataLoader drop_last=True"
         )
-
-
-def check_views(views: Any, mode: str, least: int = 2) -> None:
-    """Check that views are a floating-point tensor ``(V, B, d)`` with V >= 2, in unimodal mode, and B >= ``least``."""
-    if not isinstance(views, Tensor):
-        remedy = "; pass torch.stack(views)" if isinstance(views, list | tuple) else remedy_for(views)
-        raise TypeError(f"without z2 z1 must be a tensor of views (V, B, d), got {type(views).__name__}{remedy}")
-    check_strided("views", views)
-    if views.dim() == 2:
-        raise TypeError("z2 is missing; pass est(z1, z2, index), or all views as one tensor (V, B, d)")
-    if views.dim() != 3 or views.shape[0] < 2:
-        raise ValueError(f"views must have shape (V, B, d) with V >= 2, got {tuple(views.shape)}")
-    if mode != "unimodal":
-        raise ValueError('a tensor of views (V, B, d) needs mode="unimodal"; features of two modalities are z1 and z2')
-    check_features(views[0], views[1], least)
-
-
-def check_anchors(anchors: Any, views: int, mode: str) -> int:
-    """Return the number of (leading) views that are anchors; all views for ``anchors=None``."""
-    if anchors is None:
-        return views
-    if mode != "unimodal":
-        raise ValueError('anchors= chooses among views; for two modalities build it with directions="forward"')
-    if checks.count("anchors", anchors) > views:
-        raise ValueError(f"anchors must be at most {views}, the number of views, got {anchors}")
-    return int(anchors)
 
 
 def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -210,28 +183,12 @@ def check_momentum(features: Any, like: Tensor) -> list[Tensor]:
     return checked
 
 
-def check_guide(guide: Any, views: int, batch: int, more: int | None) -> list[Tensor]:
-    """Return the guide's features: ``(B, g)`` per modality or view, and ``(M, g)`` for ``more`` further candidates."""
-    sizes = [batch] * views + ([] if more is None else [more])
+def check_guide(guide: Any, batch: int, more: int | None) -> list[Tensor]:
+    """Return the guide's features: two of ``(B, g)``, and ``(M, g)`` for ``more`` further candidates."""
+    sizes = [batch] * 2 + ([] if more is None else [more])
     also = "" if more is None else ", and of extra (or PairPolicy(spare_extra=True))"
-    wanted = f"{len(sizes)} tensors of features, one per modality or view{also}"
+    wanted = f"{len(sizes)} tensors of features, of z1 and of z2{also}"
     return _check_matrices("guide", guide, sizes, wanted)
-
-
-def check_teacher(teacher: Any, batch: int, classes: bool, views: int = 2) -> list[Tensor]:
-    """Return a teacher's features, ``(B, g)`` per modality or view, or (``classes``) one ``(B, C)`` of soft labels."""
-    if not classes:
-        of = "of z1 and of z2" if views == 2 else "one per view"
-        return _check_matrices("teacher", teacher, [batch] * views, f"{views} tensors of features, {of}")
-    _check_floats("teacher", teacher, " (B, C)")
-    if teacher.dim() != 2 or len(teacher) != batch:
-        raise ValueError(f"teacher must have shape ({batch}, C), got {tuple(teacher.shape)}")
-    if teacher.device.type == "cpu" and bool((teacher < 0).any()):
-        raise ValueError(f"teacher must hold shares >= 0 of classes, got {teacher.min().item():.6g}")
-    if teacher.device.type == "cpu" and bool((none := teacher.sum(1) == 0).any()):
-        sample = int(none.nonzero()[0])
-        raise ValueError(f"teacher has no class for sample {sample}, whose row is 0; give it one, such as its own")
-    return [teacher]
 
 
 def _check_matrices(name: str, given: Any, sizes: list[int], wanted: str, width: int | None = None) -> list[Tensor]:
@@ -244,12 +201,6 @@ def _check_matrices(name: str, given: Any, sizes: list[int], wanted: str, width:
             shape = f"shape ({size}, g), one g for all" if width is None else f"the shape of z1, ({size}, {width})"
             raise ValueError(f"{name}[{number}] must have {shape}, got {tuple(z.shape)}")
     return list(given)
-
-
-def check_prior(prior: Any, batch: int, dtype: torch.dtype) -> Tensor:
-    """Return priors of the samples, ``(B,)``, in ``dtype``; values on a device outside (0, 1) become NaN."""
-    prior = _check_per_sample("prior", prior, batch, dtype)  # cast before the range check: it may round up to 1
-    return _valid(prior, (prior > 0) & (prior < 1), "prior must be in (0, 1), got {}; it is a share of the negatives")
 
 
 def check_sample_weight(weight: Any, batch: int, dtype: torch.dtype) -> Tensor:
@@ -325,7 +276,7 @@ def check_values(name: str, value: Any, shape: str, axes: int) -> Tensor:
 
 
 def check_tau(tau: Any, batch: int, directions: int = 2) -> float | Tensor:
-    """Return a positive number or a checked tensor: 0-d, ``(B, 1)`` (also for ``(B,)``) or ``(B, A)``."""
+    """Return a positive number or a checked tensor: 0-d, ``(B, 1)`` (also for ``(B,)``) or ``(B, D)``."""
     if not isinstance(tau, Tensor):
         checks.positive("tau", tau)
         return float(tau)

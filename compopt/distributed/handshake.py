@@ -34,13 +34,11 @@ FACTS = {
     "beta": "the value of beta=",
     "learning": "a gradient for the temperature (1: the graph is enabled and the temperature requires grad)",
     "parameters": "learned parameters, or tau; load the same state on all ranks, and change it on all",
-    "views": "the number of views",
-    "anchors": "the number of views that are anchors",
     "extra": "extra= (0: none, 1: given, 2: with extra_index=)",
     "momentum": "momentum_features= (0: none, 1: given)",
     "weighted": "sample_weight= (0: none, 1: given)",
     "sampler": "the options of the sampler, seed= for example",
-    "policy": "pairs= of the call, or the dimensions of guide= or teacher= (0: no policy)",
+    "policy": "pairs= of the call, or the dimensions of guide= (0: no policy)",
     "values": "the tensors of the call: their names, dtypes and shapes per sample",
 }
 # Layout of a message: the operation, these five, FACTS, and blocks of equal length for the keys.

@@ -38,8 +38,8 @@ class Call:
     Attributes:
         batch: the samples of all ranks with their features, ``(B, d)`` each, and their committed rows.
         pairs: statistics of all pairs of anchor and negative, ``(B, A)`` each: ``log_ghat``, ``log_sum`` (in nats),
-            ``positive``, ...; ``A`` counts the directions with anchors, or ordered pairs of more than two views.
-        tau: temperatures of this call without a graph: a number, 0-d, ``(B, 1)`` or, for two views, ``(B, A)``.
+            ``positive``, ...; ``A`` counts the directions with anchors.
+        tau: temperatures of this call without a graph: a number, 0-d, ``(B, 1)`` or ``(B, A)``.
         hyper: hyper-parameters of the component for these rows.
         chunk_size: largest number of anchors to process at a time; ``None``: no limit.
         encoder: encoder of samples outside the batch, if the call has ``encode=``.
@@ -118,7 +118,7 @@ class Estimate:
         weights: weights of the pairs, if they are not ``exp(h_ij / tau_i - alpha_i) / |N_i|``.
         positive_weight: weight of each anchor's positive, a number or ``(B, A)``, if it is not ``sum_j w_ij``.
         through_alpha: function ``f(slope, gradient)`` that adds, in place, the gradient through ``alpha`` to that of
-            this rank's features, ``(V, b, d)``; ``slope`` is the derivative of the value with respect to ``alpha``,
+            this rank's features, ``(2, b, d)``; ``slope`` is the derivative of the value with respect to ``alpha``,
             ``(B, A)``. It is called at most once. With ``gradient=None`` it only takes part in the communication with
             ranks whose features need a gradient. ``None``: ``alpha`` is held constant.
         learned: pairs of a 0-d parameter of the normalizer and the derivative of ``alpha`` with respect to it,
@@ -536,11 +536,6 @@ class Normalizer(Component):
 
     def check_pairs(self, policy: PairPolicy) -> None:
         """Refuse a policy of pairs that this normalizer does not support, with a ``ValueError``."""
-        if policy.expects:
-            raise ValueError(
-                f"{type(self).__name__} compares candidates with the one positive of an anchor, and pairs={policy} "
-                f"has others; take BatchNormalizer() or MovingAverageEstimator"
-            )
 
     @abstractmethod
     def estimate(self, call: Call) -> Estimate:

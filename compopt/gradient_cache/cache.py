@@ -42,11 +42,8 @@ def gradient_cache(
     labels: Tensor | None = None,
     extra: Tensor | None = None,
     extra_index: Tensor | None = None,
-    anchors: int | None = None,
     guide: Sequence[Tensor] | None = None,
     within: Tensor | tuple[Tensor, Tensor] | None = None,
-    teacher: Tensor | Sequence[Tensor] | None = None,
-    prior: Tensor | None = None,
     pairs: PairPolicy | None = None,
     momentum_features: Sequence[Tensor] | None = None,
     sample_weight: Tensor | None = None,
@@ -89,16 +86,15 @@ def gradient_cache(
             ``model(**part)``, anything else as ``model(part)``. Tensors (along their first dimension) and lists (of
             texts, for example) have one entry per sample, at any depth of tuples and mappings; all other values
             (numbers, strings, 0-d tensors, ``None``) are passed to every micro-batch.
-        index, index2, group, tau, labels, extra, extra_index, anchors, guide, within, teacher, prior, pairs: as in a
-            call of ``est``, for the whole batch. Gradients of ``tau`` and ``extra`` are accumulated with the last
-            micro-batch.
+        index, index2, group, tau, labels, extra, extra_index, guide, within, pairs: as in a call of ``est``, for the
+            whole batch. Gradients of ``tau`` and ``extra`` are accumulated with the last micro-batch.
         momentum_features, sample_weight: as in a call of ``est``, for the whole batch.
         micro_batch_size: samples per micro-batch. Or a function that returns the sizes of all micro-batches for given
             inputs, ``(inputs) -> [8, 8, 3]``, for example for a budget of tokens. For towers also a sequence with one
             of these per tower.
         encode: function that encodes, ``encode(model, part) -> outputs``; with towers it is called for each of them.
-            Outputs are ``(z1, z2)``, ``(z1, z2, extra)``, or one tensor of views, ``(V, b, d)``. A 0-d last output is
-            ``tau``, such as ``1 / scale`` of a CLIP model; it may require a gradient.
+            Outputs are ``(z1, z2)`` or ``(z1, z2, extra)``. A 0-d last output is ``tau``, such as ``1 / scale`` of a
+            CLIP model; it may require a gradient.
         backward: function that replaces ``loss.backward()``, for example ``accelerator.backward`` or
             ``lambda loss: scaler.scale(loss).backward()``; called once per micro-batch with a tensor that has the value
             of the loss. ``None``: ``loss.backward()``, or that of the DeepSpeed engine.
@@ -150,8 +146,8 @@ def gradient_cache(
         z1, z2, extra, tau = _arguments(outputs, extra, tau)
         _check_samples(towers[0], z1)
     torch.clear_autocast_cache()  # weights that were cast without a graph would have none in the second pass
-    call = functools.partial(est, z1, z2, index, index2, group, tau=tau, labels=labels, anchors=anchors)
-    call = functools.partial(call, guide=guide, within=within, teacher=teacher, prior=prior, pairs=pairs)
+    call = functools.partial(est, z1, z2, index, index2, group, tau=tau, labels=labels)
+    call = functools.partial(call, guide=guide, within=within, pairs=pairs)
     call = functools.partial(call, momentum_features=momentum_features, sample_weight=sample_weight)
     loss: Tensor = call(extra=extra, extra_index=extra_index)
     if torch.is_grad_enabled():
@@ -174,17 +170,17 @@ def _pad(ranks: Ranks, towers: list[Tower]) -> None:
             tower.count = max(counts)
 
 
-def _arguments(outputs: list[Output], extra: Tensor | None, tau: Any) -> tuple[Tensor, Tensor | None, Any, Any]:
+def _arguments(outputs: list[Output], extra: Tensor | None, tau: Any) -> tuple[Tensor, Tensor, Any, Any]:
     """Return ``z1, z2, extra, tau`` of the call, from the outputs in order and from the arguments."""
     features = [output.leaf for output in outputs if not output.is_tau]
     temperatures = [output.leaf for output in outputs if output.is_tau]
-    if not 1 <= len(features) <= 3 or len(temperatures) > 1:
+    if not 2 <= len(features) <= 3 or len(temperatures) > 1:
         raise ValueError(f"model must return z1, z2 and perhaps extra and tau, got {len(outputs)} outputs")
     for name, made, given in (("tau", temperatures, tau), ("extra", features[2:], extra)):
         if made and given is not None:
             raise ValueError(f"{name} comes from model and as {name}=; give one of them")
-    z2, further = [*features[1:], None, None][:2]
-    return features[0], z2, extra if further is None else further, temperatures[0] if temperatures else tau
+    z1, z2, *further = features
+    return z1, z2, further[0] if further else extra, temperatures[0] if temperatures else tau
 
 
 def _check_list(model: Any, batch: Any, index: Tensor | None) -> None:

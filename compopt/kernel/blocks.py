@@ -30,10 +30,8 @@ class Exponentials(NamedTuple):
 
 
 def positives(z: Tensor, directions: int) -> Tensor:
-    """Return ``s_ii`` of all ordered pairs of views ``z``, ``(V, B, d)``: ``(B, A)``, see :class:`PairStatistics`."""
-    if z.shape[0] == 2:
-        return torch.linalg.vecdot(*z).unsqueeze(1).expand(-1, directions)
-    return torch.cat([torch.linalg.vecdot(z, z.roll(-r, 0))[:directions] for r in range(1, len(z))]).T
+    """Return ``s_ii`` of two modalities or views ``z``, ``(2, B, d)``, for each direction: ``(B, D)``."""
+    return torch.linalg.vecdot(*z).unsqueeze(1).expand(-1, directions)
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,6 @@ class Extra:
         positions: positions of ``everyone`` in the second modality, ``(M,)`` int64; ``None``: none is a positive.
         own: slice of this process's candidates among all.
         guide, key: guide features and keys of ``everyone`` for a policy of pairs, ``(M, g)`` and ``(M,)``, or ``None``.
-        owner: anchors for which the candidates were mined, positions in the global batch, ``(M,)``, or ``None``.
-        apart: exclude each candidate for its own anchor (``owner``).
     """
 
     features: Tensor
@@ -58,47 +54,32 @@ class Extra:
     own: slice
     guide: Tensor | None = None
     key: Tensor | None = None
-    owner: Tensor | None = None
-    apart: bool = False
-
-    @property
-    def excludes(self) -> bool:
-        """Return whether some of the further candidates are excluded for some anchors."""
-        return self.apart or self.positions is not None
 
     def same(self, anchors: slice, candidates: slice = slice(None)) -> Tensor:
-        """Return a mask of an anchor's positives, and of its own candidates if ``apart``, ``(anchors, candidates)``."""
+        """Return a mask of the candidates that are an anchor's positive, ``(anchors, candidates)``."""
         positive = self.positive[anchors, None]
         if self.positions is None:
-            same = positive.new_zeros(len(positive), len(self.everyone[candidates]), dtype=torch.bool)
-        else:
-            same = positive == self.positions[None, candidates]
-        if self.apart and self.owner is not None:
-            names = torch.arange(len(self.positive), device=positive.device)
-            same |= names[anchors, None] == self.owner[None, candidates]
-        return same
+            return positive.new_zeros(len(positive), len(self.everyone[candidates]), dtype=torch.bool)
+        return positive == self.positions[None, candidates]
 
 
 class Axis(NamedTuple):
     """Data of a policy for the features along the rows or the columns of a matrix of similarities.
 
     Attributes:
-        guide: features of the guide or of the teacher, ``(Q, g)``, or ``None``.
+        guide: features of the guide, ``(Q, g)``, or ``None``.
         key: keys ``within=``; pairs with different keys are excluded, ``(Q,)``, or ``None``.
-        name: position ``i`` in the batch for samples and ``~i`` for candidates that were mined for sample ``i``; or the
-            labels that define positives; ``(Q,)``, or ``None``.
         inside: number of features of the batch, which come first; the others are further candidates.
     """
 
     guide: Tensor | None
     key: Tensor | None
-    name: Tensor | None
     inside: int
 
     def part(self, start: int, stop: int) -> Axis:
         """Return the part with the features ``start`` to ``stop``."""
-        guide, key, name = (None if value is None else value[start:stop] for value in self[:3])
-        return Axis(guide, key, name, min(max(0, self.inside - start), stop - start))
+        guide, key = (None if value is None else value[start:stop] for value in self[:2])
+        return Axis(guide, key, min(max(0, self.inside - start), stop - start))
 
 
 class Matrix(NamedTuple):
@@ -129,12 +110,8 @@ class Matrix(NamedTuple):
         rows, (by_row, by_column) = self.rows.part(start, stop), self.thresholds
         candidates = self.columns if dim == 1 else rows
         threshold = by_column if dim == 0 else None if by_row is None else by_row[start:stop]
-        if self.policy.owned and rows.name is not None and self.columns.name is not None:
-            mined = rows.name[:, None] == ~self.columns.name
-            others, own = (s * (beta / scale + 1) for beta in self.policy.strengths)
-            result = torch.where(mined, own, others)
-        else:
-            result = _hardened(s, self.policy.strengths, candidates.inside, dim, scale)
+        hardness = self.policy.hardness
+        result = s.clone() if hardness is None else s * (hardness / scale + 1)
         if threshold is not None:
             seen = s
             if rows.guide is not None and self.columns.guide is not None:
@@ -159,19 +136,6 @@ def exp_(x: Tensor) -> Tensor:
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return x.exp_()
     return torch.threshold_(x.clamp_(min=SMALLEST_EXPONENT).exp_(), SMALLEST, 0.0)
-
-
-def mean_positive(positive: Tensor, directions: int) -> Tensor:
-    """Return the mean similarity of each anchor to its positives, ``(B, A)`` -> ``(B, a)``."""
-    return positive if positive.shape[1] == directions else positive.unflatten(1, (-1, directions)).mean(1)
-
-
-def _hardened(s: Tensor, strengths: tuple[float, float], inside: int, dim: int, scale: Scalar) -> Tensor:
-    """Return ``s_ij (1 + beta_j tau_i)``, with another ``beta`` for the candidates from ``inside`` on."""
-    if not any(strengths):
-        return s.clone()
-    parts = s.split([inside, s.shape[dim] - inside], dim)
-    return torch.cat([part * (beta / scale + 1) for part, beta in zip(parts, strengths, strict=True)], dim)
 
 
 def exponentials(

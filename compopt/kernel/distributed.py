@@ -167,15 +167,14 @@ class GatheredPairs(PairStatistics):
     """Statistics of all anchors of the global batch, gradients of this rank's own features.
 
     Args:
-        own: this rank's ``z1, z2``, or all views, ``(V, b, d)``, no graph.
+        own: this rank's ``z1, z2``, ``(2, b, d)``, no graph.
         everyone: features of all ranks, ``(B, d)`` each, in the order of the ranks.
-        tau: one number, or a tensor broadcastable to ``(B, A)``.
+        tau: one number, or a tensor broadcastable to ``(B, D)``.
         keys, options: see :class:`~compopt.kernel.pairs.PairStatistics`; keys are those of the global batch.
         ranks: the ranks that exchange the statistics.
         sizes: ``b`` of every rank.
 
-    Communicates: one all-gather of ``1 + a`` to ``1 + 3 a`` floats per sample, for ``a`` directions of anchors; with
-    more than two views ``A`` instead of the 1.
+    Communicates: one all-gather of ``1 + D`` to ``1 + 3 D`` floats per sample, for ``D`` directions of anchors.
     """
 
     def __init__(
@@ -188,7 +187,7 @@ class GatheredPairs(PairStatistics):
         ranks: Ranks,
         sizes: Sequence[int],
     ) -> None:
-        super().__init__(keys, options, len(own))
+        super().__init__(keys, options)
         self._z, self._everyone, self._batch = own, everyone, len(everyone[0])
         self._first = sum(sizes[: ranks.rank])
         self._own = slice(self._first, self._first + len(own[0]))
@@ -198,7 +197,7 @@ class GatheredPairs(PairStatistics):
         self._everything = torch.cat(tuple(everyone)) if self.unimodal else None
         self._thresholds = options.thresholds(everyone)
         self._counted = not self.distinct or options.policy is not None  # whether non-negatives must be counted
-        self._row_blocks = [self._block_of(direction) for direction in range(self.views)]
+        self._row_blocks = [self._block_of(direction) for direction in range(2)]
         self._anchors = self._row_blocks[: self.directions]
         self.sides = [block.sums for block in self._anchors if block.sums is not None]
         self._exchange(ranks, sizes)
@@ -222,14 +221,12 @@ class GatheredPairs(PairStatistics):
     def _mask(self, direction: int, s: Tensor, part: slice) -> Tensor | None:
         """Overwrite entries of a block that are not pairs, and return their mask, or ``None`` if ``distinct``."""
         rows = slice(self._first + part.start, self._first + part.stop)
-        shifts = (direction,) if self.whole else self._others(direction)
-        if not self.unimodal:
-            shifts = () if self.whole else (0,)
+        shifts = self._others(direction) if self.unimodal else (0,)
         return self.mask(s, (direction,), rows, self._others(direction), shifts, direction == 0)
 
     def _others(self, direction: int) -> Sequence[int]:
         """Return the modalities or views of the candidates of a direction."""
-        return range(self.views) if self.unimodal else (1 - direction,)
+        return (0, 1) if self.unimodal else (1 - direction,)
 
     def _matrix(self, direction: int, width: int) -> Matrix | None:
         """Return the policy for the block of a direction, with the keys and thresholds of both axes."""
@@ -245,7 +242,7 @@ class GatheredPairs(PairStatistics):
 
     def _exchange(self, ranks: Ranks, sizes: Sequence[int]) -> None:
         """Gather the statistics of each rank's anchors on all ranks."""
-        positive = positives(self._z, 1 if self.views == 2 else self.directions)
+        positive = positives(self._z, 1)
         if self.options.positive is not None:
             positive = self.options.positive[self._own]
         scales = self._scale[self._own].unbind(1)
@@ -256,11 +253,11 @@ class GatheredPairs(PairStatistics):
         if self._counted:
             own.append(torch.stack([p.excluded for p in self._anchors if p.excluded is not None], dim=1))
         everyone = ranks.gather(own, sizes)
-        self.positive = everyone[0].expand(-1, self.directions * (self.views - 1))
-        by_anchor, *rest = [self.per_pair(value) for value in everyone[1:]]
+        self.positive = everyone[0].expand(-1, self.directions)
+        by_anchor, *rest = everyone[1:]
         excluded = rest[-1] if self._counted else None
         self._count_negatives([len(block.y) for block in self._anchors], excluded, self.positive)
-        self.log_sum = self.real(by_anchor - self.positive * self.per_pair(self._scale))
+        self.log_sum = self.real(by_anchor - self.positive * self._scale)
         self.mean_h = self.real(rest[0] - self.positive) if self.moments else None
 
     def release(self) -> None:
@@ -279,8 +276,6 @@ class GatheredPairs(PairStatistics):
         }
         # both features of a positive pair are on this rank, so that its gradient needs no other rank
         pull = (values["coefficient"] * positive_weight)[self._own]
-        if self.views > 2:
-            values = self._one_per_anchor(values)
         own = [{name: value[self._own, number] for name, value in values.items()} for number in range(self.directions)]
         gradients = []
         for direction, block in enumerate(self._row_blocks):
@@ -297,18 +292,8 @@ class GatheredPairs(PairStatistics):
             outside = self._extra_gradient(self.extra, {name: value[:, 0] for name, value in values.items()})
         return stacked, outside
 
-    def _one_per_anchor(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Merge the pairs of an anchor, which differ in positive and alpha only, into its first, ``(B, a)`` each.
-
-        ``sum_p exp(h_p / tau - alpha_p)`` over its positives becomes ``exp(h / tau - alpha)``.
-        """
-        first = {name: value[:, : self.directions] for name, value in values.items()}
-        nearer = (values["positive"] - self.per_pair(first["positive"])) * self.per_pair(first["scale"])
-        terms = (values["alpha"] + nearer).neg_().unflatten(1, (self.views - 1, -1))
-        return {**first, "alpha": terms.logsumexp(1).neg_()}
-
     def _spread_out(self, value: Scalar) -> Tensor:
-        """Expand a number or a tensor to ``(B, A)``."""
+        """Expand a number or a tensor to ``(B, D)``."""
         value = value if isinstance(value, Tensor) else self.positive.new_full((), value)
         return value.expand_as(self.positive)
 
@@ -331,7 +316,7 @@ class GatheredPairs(PairStatistics):
         """Return the gradient of this rank's further candidates, from the anchors of direction 1 of all ranks."""
 
         def mask(s: Tensor, rows: slice) -> None:
-            if extra.excludes:
+            if extra.positions is not None:
                 own = slice(extra.own.start + rows.start, extra.own.start + rows.stop)
                 s.masked_fill_(extra.same(slice(None), own).T, MASKED)
 

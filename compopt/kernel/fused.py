@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compopt.kernel.blocks import MASKED, Extra, Matrix
+from compopt.kernel.blocks import MASKED, Extra
 from compopt.kernel.distributed import GatheredPairs, RowBlock, weight_factor
 from compopt.kernel.local import Pairs
 from compopt.kernel.pairs import SPREAD_ANCHORS, PairOptions, PairStatistics, Sums, scale_of
@@ -36,14 +36,10 @@ Key = tuple[Tensor, Tensor]
 
 
 def unknown_option(options: PairOptions) -> str | None:
-    """Return an option of a call, or of its policy, that the kernels do not support, or ``None``."""
+    """Return an option of a call that the kernels do not support, or ``None``."""
     if options.held:
         return "momentum_features="
-    if options.policy is None:
-        return None
-    if options.guides:
-        return "guided=True"
-    return f"hardness={options.policy.hardness!r}" if options.policy.owned else None
+    return None if options.policy is None else "pairs="
 
 
 class FusedPairs(Pairs):
@@ -56,15 +52,12 @@ class FusedPairs(Pairs):
         self.symmetric = self.unimodal and self.shape[0] == self.shape[1]  # A + A^T in one product, for any tau
         scale = scale_of(self.tau, self.x, self.batch, self.directions)
         self._scale = scale if isinstance(scale, Tensor) else self.x.new_full((self.batch, self.directions), scale)
-        by_row, by_column = (None, None) if self._selected is None else self._selected.thresholds
-        rows = Anchors(
-            self._by_row(self._scale, slice(0, self.shape[0]))[:, 0], None if by_row is None else by_row[:, 0]
-        )
-        columns = Anchors(self._by_column(self._scale, 1.0), by_column) if self._columns_are_anchors else None
+        rows = Anchors(self._by_row(self._scale, slice(0, self.shape[0]))[:, 0])
+        columns = Anchors(self._by_column(self._scale, 1.0)) if self._columns_are_anchors else None
         shared = 1 / self.tau if self.uniform and isinstance(self.tau, float) else None
-        own, others = (range(self.views), range(self.views)) if self.unimodal else ((0,), (1,))
+        own, others = ((0, 1), (0, 1)) if self.unimodal else ((0,), (1,))
         keys = _keys(self, own, slice(0, self.shape[0]), others, self.extra, self.shape[1])
-        self._operands = _operands(self, shared, self.x, self.y, keys, self._selected, rows, columns)
+        self._operands = _operands(self, shared, self.x, self.y, keys, rows, columns)
         sides = [side for side in sweep.sums(self._operands) if side is not None]
         self._tops = [side.top for side in sides]
         self.sides = [_as_sums(sides[0], rows.scale, self.shape[0])]
@@ -105,11 +98,10 @@ class FusedRowBlock(RowBlock):
 
     Args:
         o: the operands, without anchors along the columns: :meth:`gradient` receives their temperatures.
-        thresholds: thresholds of the anchors along the columns, or ``None``.
     """
 
-    def __init__(self, o: Operands, thresholds: Tensor | None) -> None:
-        self._operands, self._column_thresholds = o, thresholds
+    def __init__(self, o: Operands) -> None:
+        self._operands = o
         scale = None if o.rows is None else o.rows.scale
         super().__init__(o.x, o.y, scale, None, PairOptions(True), lambda s, part: None)
 
@@ -131,7 +123,7 @@ class FusedRowBlock(RowBlock):
                 top = columns["positive"] * columns["scale"] + columns["alpha"] + columns["log_count"]
             else:
                 factor = weight_factor(columns, 0.0)
-            o = replace(o, columns=Anchors(columns["scale"], self._column_thresholds, factor, top).contiguous())
+            o = replace(o, columns=Anchors(columns["scale"], None, factor, top).contiguous())
         return sweep.products(o, transposed=False)[0]
 
 
@@ -147,12 +139,9 @@ class FusedGatheredPairs(GatheredPairs):
             return super()._block_of(direction)
         extra, y = self.extra if direction == 0 else None, self._candidates(direction)
         keys = _keys(self, (direction,), self._own, self._others(direction), extra, len(y))
-        selected, rows = self._matrix(direction, len(y)), None
-        mine, theirs = (None, None) if selected is None else selected.thresholds
-        if direction < self.directions:
-            rows = Anchors(self._scale[self._own, direction], None if mine is None else mine[:, 0])
+        rows = Anchors(self._scale[self._own, direction]) if direction < self.directions else None
         shared = None if self._uniform is None else 1 / self._uniform
-        return FusedRowBlock(_operands(self, shared, x, y, keys, selected, rows, None), theirs)
+        return FusedRowBlock(_operands(self, shared, x, y, keys, rows, None))
 
 
 def _operands(
@@ -161,29 +150,23 @@ def _operands(
     x: Tensor,
     y: Tensor,
     keys: Sequence[Key],
-    selected: Matrix | None,
     rows: Anchors | None,
     columns: Anchors | None,
 ) -> Operands:
     """Return the operands of the kernels; ``shared`` is the ``1 / tau`` of all anchors if no maximum is needed."""
-    options, within = pairs.options, []
-    if selected is not None and selected.rows.key is not None and selected.columns.key is not None:
-        within = [ranked(selected.rows.key, selected.columns.key)]
+    options = pairs.options
     dtype = torch.bfloat16 if options.precision == "bf16" else x.dtype
     return Operands(
         x.to(dtype).contiguous(),
         y.to(dtype).contiguous(),
         None if rows is None else rows.contiguous(),
         None if columns is None else columns.contiguous(),
-        torch.stack([row for row, _ in [*keys, *within]]),
-        torch.stack([column for _, column in [*keys, *within]]),
-        within=bool(within),
+        torch.stack([row for row, _ in keys]),
+        torch.stack([column for _, column in keys]),
         shared=shared,
-        strengths=(0.0, 0.0) if selected is None else selected.policy.strengths,
-        inside=len(y) if selected is None else selected.columns.inside,
-        spared=selected is not None and selected.policy.spare_extra,
+        inside=len(y),
         moments=pairs.moments,
-        counted=not pairs.distinct or options.policy is not None,
+        counted=not pairs.distinct,
         precision=options.precision,
         wave=options.chunk_size,
     )
@@ -219,9 +202,6 @@ def _keys(
     if extra.positions is not None:
         row, column = ranked(positive, extra.positions)
         keys.append((pad(row, below, value=FURTHER), pad(column, (inside, 0), value=INSIDE)))
-    if extra.apart and extra.owner is not None:
-        name = rows.start + torch.arange(len(positive), device=positive.device, dtype=torch.int32)
-        keys.append((pad(name, below, value=FURTHER), pad(extra.owner.int(), (inside, 0), value=INSIDE)))
     if below[1]:
         row, column = torch.zeros_like(positive, dtype=torch.int32), positive.new_full((inside,), INSIDE).int()
         keys.append((pad(row, below, value=WITHOUT), pad(column, (0, width - inside), value=WITHOUT)))

@@ -4,13 +4,13 @@ r"""Sweeps of a call's features, and statistics of anchors whose sums run over s
     \log \hat g_i = \log \tfrac{1}{|N_i|} \sum_k \sum_{j \in N_i^k} e^{(s^k_{ij} - s_{ii}) / \tau_i}, \qquad
     |N_i| = \sum_k |N_i^k|
 
-Each kind ``k`` is a matrix of similarities with its own sums, masks and gradients; only ``s_ii`` is shared. The kinds
-are defined by a policy (``also``), or use the features of a momentum copy of the encoders, which get no gradient:
+Each kind ``k`` is a matrix of similarities with its own sums, masks and gradients; only ``s_ii`` is shared. Candidates
+are the features of a momentum copy of the encoders, which get no gradient:
 
 .. math::
     h_{ij} = \langle z_i, k_j \rangle - \langle z_i, k_i \rangle
 
-With momentum each direction needs a separate sweep, since ``z1 K2^T`` and ``z2 K1^T`` are two matrices; in unimodal
+Each direction needs a separate sweep, since ``z1 K2^T`` and ``z2 K1^T`` are two matrices; in unimodal
 mode it needs two sweeps, whose sums are joined. With several ranks each sweep communicates as
 :class:`~compopt.kernel.distributed.GatheredPairs`.
 """
@@ -26,23 +26,14 @@ from torch import Tensor
 from compopt.batch import Batch
 from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar, log, minus_product
-from compopt.kernel.blocks import positives
 from compopt.kernel.distributed import GatheredPairs
 from compopt.kernel.fused import FusedGatheredPairs, FusedPairs, unknown_option
 from compopt.kernel.local import Pairs
 from compopt.kernel.pairs import PairOptions, PairStatistics, Sums, at_least_one
-from compopt.pairs import Also
 from compopt.tiles.choice import Backend, precision_of, reason_for_torch
 
 # Positions of the features along the rows and along the columns, and the statistics of their matrix.
 Kind = tuple[tuple[int, int], PairStatistics]
-# Modalities along the rows and along the columns. In "document_to_query" the anchor's own query counts as the positive.
-SIDES: dict[Also, tuple[int, int]] = {
-    "query_to_query": (0, 0),
-    "document_to_query": (1, 0),
-    "document_to_document": (1, 1),
-    "document_to_every_document": (1, 1),
-}
 
 
 @dataclass
@@ -50,8 +41,8 @@ class Source:
     """Features of one call, with the arguments of a sweep over their pairs.
 
     Attributes:
-        own: this process's features, ``(V, b, d)``, with those of a momentum copy last.
-        tau: temperatures, a number or broadcastable to ``(B, A)``.
+        own: this process's features, ``(2, b, d)``, or ``(4, b, d)`` with those of a momentum copy last.
+        tau: temperatures, a number or broadcastable to ``(B, D)``.
         batch: the samples of all ranks.
         ranks: the ranks.
         backend: selects the kernels in Triton or plain torch.
@@ -68,16 +59,10 @@ class Source:
         """Features of all ranks, ``(B, d)`` each."""
         return (*self.batch.features, *self.batch.momentum)
 
-    def gather(self, values: Tensor) -> Tensor:
-        """Gather values of this rank's samples from all ranks."""
-        return self.ranks.gather([values], self.batch.sizes)[0]
-
-    def pairs(
-        self, options: PairOptions, views: Sequence[int] | None = None, tau: float | Tensor | None = None
-    ) -> PairStatistics:
-        """Return statistics of the pairs of all views, or of two of them, at ``self.tau`` or at another ``tau``."""
+    def pairs(self, options: PairOptions, views: Sequence[int] | None = None) -> PairStatistics:
+        """Return statistics of the pairs of both views, or of two of the four with a momentum copy."""
         own = self.own if views is None else torch.stack([self.own[view] for view in views])
-        tau, keys = self.tau if tau is None else tau, list(self.batch.keys.values())
+        tau, keys = self.tau, list(self.batch.keys.values())
         fused = reason_for_torch(self.backend, own, unknown_option(options)) is None
         if fused:
             options = options._replace(precision=precision_of(tau))
@@ -94,16 +79,13 @@ class JoinedPairs(PairStatistics):
     Args:
         source: the features.
         by_anchor: the kinds of each direction of anchors. All kinds use the positive of the first.
-        options: options of the pairs. With ``held`` the ``sides`` are sums over all kinds, otherwise over the first.
-        again: number of times that the positive is counted as a candidate.
+        options: options of the pairs.
     """
 
-    def __init__(
-        self, source: Source, by_anchor: Sequence[Sequence[Kind]], options: PairOptions, again: float = 0.0
-    ) -> None:
+    def __init__(self, source: Source, by_anchor: Sequence[Sequence[Kind]], options: PairOptions) -> None:
         firsts = [kinds[0][1] for kinds in by_anchor]
-        super().__init__(firsts[0].keys, options, 2)
-        self._source, self._by_anchor, self._again = source, by_anchor, again
+        super().__init__(firsts[0].keys, options)
+        self._source, self._by_anchor = source, by_anchor
         self.positive = torch.cat([first.positive for first in firsts], dim=1)
         parts = [[part for _, part in kinds] for kinds in by_anchor]
         self.negatives = min(sum(part.negatives for part in each) for each in parts)
@@ -114,18 +96,18 @@ class JoinedPairs(PairStatistics):
         self._log_counts = [log(at_least_one(count)) for count in counts]
         self.log_count, self.log_sum = log(self.divisor), torch.cat(sums, dim=1)
         self.mean_h = torch.cat(means, dim=1) if self.moments else None
-        self.sides = list(map(self._all_kinds, parts, sums)) if options.held else firsts[0].sides
+        self.sides = list(map(self._all_kinds, parts, sums))
 
     def _join(self, parts: Sequence[PairStatistics]) -> tuple[Scalar, Tensor, Tensor | None]:
         """Return ``|N_i|``, ``log_sum`` and ``mean_h`` of the anchors of one direction, ``(B, 1)``, over all kinds."""
-        count: Scalar = sum((part.count for part in parts[1:]), parts[0].count + self._again)
+        count: Scalar = sum((part.count for part in parts[1:]), parts[0].count)
         # log_sum is 0 for an anchor without candidates of a kind; its sum is 0, so that -inf replaces it
         sums = [_where(part.count, part.log_sum, -torch.inf) for part in parts]
-        terms = torch.stack([*sums, *[torch.zeros_like(sums[0])] * int(self._again)])
+        terms = torch.stack(sums)
         log_sum = _where(count, terms.logsumexp(0), 0.0)
         if not self.moments:
             return count, log_sum, None
-        shares = (terms[: len(parts)] - log_sum).exp_()  # of each kind in the sum
+        shares = (terms - log_sum).exp_()  # of each kind in the sum
         means = torch.stack([part.mean_h for part in parts if part.mean_h is not None])
         return count, log_sum, _where(count, (shares * means).sum(0), 0.0)
 
@@ -141,10 +123,7 @@ class JoinedPairs(PairStatistics):
 
     def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
         total, outside = torch.zeros_like(self._source.own), None
-        weight = positive_weight * torch.ones_like(self.positive)
-        if self._again:  # weight of the positive as a candidate, with h = 0; may overflow only without candidates
-            weight -= (-alpha - self.log_count).exp_()
-        pull = self.factor(coefficient) * weight
+        pull = self.factor(coefficient) * (positive_weight * torch.ones_like(self.positive))
         for direction, kinds in enumerate(self._by_anchor):
             at = (slice(None), slice(direction, direction + 1))
             each = coefficient.expand_as(self.positive)[at] if isinstance(coefficient, Tensor) else coefficient
@@ -172,19 +151,9 @@ def _where(count: Scalar, value: Tensor, otherwise: float) -> Tensor:
     return value if count > 0 else torch.full_like(value, otherwise)
 
 
-def with_policy(source: Source, options: PairOptions, also: Sequence[Also]) -> JoinedPairs:
-    """Return statistics of ``z1`` against ``z2`` and of further kinds, which share the thresholds of the first."""
-    kinds: list[Kind] = [((0, 1), source.pairs(options))]
-    shared = options._replace(
-        positive=positives(torch.stack([*source.everyone]), 1), threshold=options.thresholds(source.everyone)
-    ).without_hardness()
-    for kind in also:
-        side, extra = SIDES[kind], None
-        if kind == "document_to_every_document" and options.extra is not None:
-            extra = replace(options.extra, apart=True)
-        guide = [options.guide[view] for view in side] if options.guide else ()
-        kinds.append((side, source.pairs(shared._replace(extra=extra, guide=guide), views=side)))
-    return JoinedPairs(source, [kinds], options, float("document_to_query" in also))
+def swept(source: Source, options: PairOptions) -> PairStatistics:
+    """Return the statistics of the pairs of a call."""
+    return with_momentum(source, options) if options.held else source.pairs(options)
 
 
 def with_momentum(source: Source, options: PairOptions) -> JoinedPairs:

@@ -47,18 +47,17 @@ class Pairs(PairStatistics):
     """All pairs of one batch: sums per anchor at construction, gradients once the log-normalizers are known.
 
     Args:
-        z: features of the two modalities or of all views, ``(V, B, d)``, float32 or float64, no graph.
-        tau: one number for all anchors, or a tensor: 0-d, ``(B, 1)`` or, of two views, ``(B, a)``.
+        z: features of the two modalities or views, ``(2, B, d)``, float32 or float64, no graph.
+        tau: one number for all anchors, or a tensor: 0-d, ``(B, 1)`` or ``(B, D)``.
         keys, options: see :class:`~compopt.kernel.pairs.PairStatistics`.
     """
 
     def __init__(self, z: Tensor, tau: float | Tensor, keys: Sequence[Tensor], options: PairOptions) -> None:
-        super().__init__(keys, options, z.shape[0])
+        super().__init__(keys, options)
         extra, unimodal, chunk_size = self.extra, self.unimodal, options.chunk_size
         self.z, self.tau, self.batch = z, tau, z.shape[1]
         if unimodal:
-            self.y = z.view(-1, z.shape[2])
-            self.x = self.y[: self.directions * self.batch]
+            self.x = self.y = z.view(-1, z.shape[2])
         else:
             self.x, self.y = z.unbind()
         if extra is not None:
@@ -83,9 +82,9 @@ class Pairs(PairStatistics):
     # -- geometry ----------------------------------------------------------------------------------------------
 
     def _per_anchor(self, sides: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Rearrange quantities of the row anchors, and of the column anchors if there are any, as ``(B, A)`` each."""
+        """Rearrange quantities of the row anchors, and of the column anchors if there are any, as ``(B, D)`` each."""
         if len(sides) == 1:
-            return [self.per_pair(values.view(-1, self.batch).T) for values in sides[0]]
+            return [values.view(-1, self.batch).T for values in sides[0]]
         # one copy for all quantities, since every copy is a kernel launch on an accelerator
         whole = [values for side in sides for values in side]
         if self.shape[1] > self.batch:  # further candidates are not anchors
@@ -98,12 +97,12 @@ class Pairs(PairStatistics):
         return rows.stop - rows.start == self.shape[0]
 
     def _by_row(self, per_anchor: Tensor, rows: slice) -> Tensor:
-        """Rearrange ``(B, a)`` into a column with one value per matrix row."""
+        """Rearrange ``(B, D)`` into a column with one value per matrix row."""
         column = per_anchor.T.reshape(-1, 1) if self.unimodal else per_anchor[:, :1]
         return column if self._all(rows) else column[rows]
 
     def _by_column(self, per_anchor: Tensor, outside: float) -> Tensor:
-        """Rearrange ``(B, a)`` into one value per matrix column, ``outside`` for candidates that are not anchors."""
+        """Rearrange ``(B, D)`` into one value per matrix column, ``outside`` for candidates that are not anchors."""
         values = per_anchor.T.reshape(-1) if self.unimodal else per_anchor[:, 1]
         more = self.shape[1] - values.shape[0]
         return pad(values, (0, more), value=outside) if more else values
@@ -114,23 +113,19 @@ class Pairs(PairStatistics):
 
     def _mask(self, s: Tensor, rows: slice) -> Tensor | None:
         """Overwrite the entries of a block that are not pairs, and return their mask, or ``None`` if ``distinct``."""
-        views = range(self.views)
         if self.unimodal:
-            return self.mask(
-                s, views, rows, views, (0,) if self.whole else range(1 - self.directions, self.views), True
-            )
-        return self.mask(s, views[:1], rows, views[1:], () if self.whole else (0,), True)
+            return self.mask(s, (0, 1), rows, (0, 1), (-1, 0, 1), True)
+        return self.mask(s, (0,), rows, (1,), (0,), True)
 
     def _matrix(self) -> Matrix | None:
         """Return the policy for the matrix, with the features, keys and thresholds of both axes."""
-        everyone, views, by_row, by_column = slice(0, self.batch), range(self.views), None, None
+        everyone, by_row, by_column = slice(0, self.batch), None, None
         thresholds = self.options.thresholds(self.z.unbind())
         if thresholds is not None:
             by_row = self._by_row(thresholds, slice(0, self.shape[0]))
             by_column = self._by_column(thresholds, torch.inf) if self._columns_are_anchors else None
-        rows = (views[: self.directions] if self.unimodal else views[:1], everyone, None)
-        columns = (views if self.unimodal else views[1:], everyone, slice(None))
-        return self.options.matrix(rows, columns, (by_row, by_column))
+        rows, columns = ((0, 1), (0, 1)) if self.unimodal else ((0,), (1,))
+        return self.options.matrix((rows, everyone, None), (columns, everyone, slice(None)), (by_row, by_column))
 
     # -- the sweep ---------------------------------------------------------------------------------------------
 
@@ -191,7 +186,7 @@ class Pairs(PairStatistics):
             excluded[1] += 0.0 if columns is None or columns.excluded is None else columns.excluded
 
     def _collect(self, excluded: Tensor | None) -> None:
-        """Set the ``(B, A)`` attributes from the sums per matrix row and column."""
+        """Set the ``(B, D)`` attributes from the sums per matrix row and column."""
         met = None
         if excluded is not None:
             by_side = [[excluded[0, : self.shape[0]]], [excluded[1]]]
@@ -204,8 +199,7 @@ class Pairs(PairStatistics):
         if self.uniform:
             self._offset = self.positive * (-1 / self.tau)
         else:
-            scale = self.per_pair(self._scale) if isinstance(self._scale, Tensor) else self._scale
-            self._offset = (rest[0] - self.positive) * scale
+            self._offset = (rest[0] - self.positive) * self._scale
         self.log_sum = self.real(total.log() + self._offset)
         self.mean_h: Tensor | None = None
         if self.moments:
@@ -266,7 +260,7 @@ class Pairs(PairStatistics):
         factor = (self._offset - alpha).exp_().mul_(coefficient / self.divisor)
         weight = coefficient * positive_weight
         weight = weight.expand_as(factor) if isinstance(weight, Tensor) else weight
-        gradient, outside = self._products(self.sum_over_positives(factor))
+        gradient, outside = self._products(factor)
         self.release()  # so that the next steps of the gradient can reuse the memory
         # the gradient of the positives, over all directions; separate from the products, whose precision may be low,
         # since it nearly cancels (after normalisation) if positives are aligned
@@ -277,10 +271,10 @@ class Pairs(PairStatistics):
         """Return ``A Y`` and ``A^T X``, by blocks; ``A^T X`` in one product if the blocks are rows of a stored matrix.
 
         Args:
-            factor: factor of each anchor, ``(B, a)``.
+            factor: factor of each anchor, ``(B, D)``.
         """
         # zeros if products are added, or if some features get none
-        added = self.recompute or self.held or (self.unimodal and self.directions < self.views)
+        added = self.recompute or self.held
         gradient = torch.zeros_like(self.z) if added else torch.empty_like(self.z)
         if self.unimodal:
             of_columns = gradient.view(-1, self.z.shape[2])

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
-from itertools import combinations
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compopt.functional import Scalar, log
-from compopt.kernel.blocks import MASKED, Axis, Exponentials, Extra, Matrix, mean_positive, positives
+from compopt.kernel.blocks import MASKED, Axis, Exponentials, Extra, Matrix, positives
 from compopt.pairs import PairPolicy
 from compopt.tiles.choice import Precision
 
@@ -94,7 +92,7 @@ class PairOptions(NamedTuple):
 
     Attributes:
         distinct: the first key has no repeats and is the only one, as known on the host.
-        directions: ``a``, number of modalities or views that are anchors, the first ones.
+        directions: ``D``, number of modalities or views that are anchors, the first ones.
         extra: further candidates of the anchors of direction 1.
         unimodal: all views of the other samples are candidates (otherwise the features of the other modality).
         bounded: features have norm at most one.
@@ -104,9 +102,8 @@ class PairOptions(NamedTuple):
         guide: features from which the policy finds false negatives, by modality or view, ``(B, g)`` each; empty: those
             of the estimator.
         key: keys ``within=`` of the policy, of all ranks, ``(B,)``, or ``None``.
-        threshold: thresholds of the anchors, ``(B, a)``; ``None``: computed from the positives of these features.
-        positive: ``s_ii`` of all ranks, ``(B, A)``; ``None``: computed from these features.
-        whole: all features except the anchor itself are candidates, including those of the same sample.
+        threshold: thresholds of the anchors, ``(B, D)``; ``None``: computed from the positives of these features.
+        positive: ``s_ii`` of all ranks, ``(B, D)``; ``None``: computed from these features.
         held: candidates of the batch that are not anchors get no gradient; zeros are returned for them.
         precision: precision of the products of the kernels in Triton; ``None``: plain torch computes the pairs.
     """
@@ -123,21 +120,14 @@ class PairOptions(NamedTuple):
     key: Tensor | None = None
     threshold: Tensor | None = None
     positive: Tensor | None = None
-    whole: bool = False
     held: bool = False
     precision: Precision | None = None
 
     def thresholds(self, z: Sequence[Tensor]) -> Tensor | None:
-        """Return the similarity above which a candidate is a false negative, ``(B, a)``; ``z``: ``(B, d)`` each."""
+        """Return the similarity above which a candidate is a false negative, ``(B, D)``; ``z``: ``(B, d)`` each."""
         if self.threshold is not None or self.policy is None or self.policy.false_negatives is None:
             return self.threshold
-        positive = positives(torch.stack([*(self.guide or z)]), self.directions)
-        return self.policy.threshold(mean_positive(positive, self.directions))
-
-    def without_hardness(self) -> PairOptions:
-        """Return a copy whose policy has equal weights."""
-        policy = None if self.policy is None else replace(self.policy, hardness=None, importance="plain")
-        return self._replace(policy=policy)
+        return self.policy.threshold(positives(torch.stack([*(self.guide or z)]), self.directions))
 
     @property
     def guides(self) -> list[Tensor]:
@@ -149,15 +139,11 @@ class PairOptions(NamedTuple):
         extra, count = self.extra, len(views)
         guides = [self.guide[view][own] for view in views] if self.guide else []
         keys = [] if self.key is None else [self.key[own]] * count
-        names: list[Tensor] = []
-        if extra is not None and extra.owner is not None:
-            names = [torch.arange(own.start, own.stop, device=extra.owner.device)] * count
         if extra is not None and outside is not None:
             guides += [] if extra.guide is None else [extra.guide[outside]]
             keys += [] if extra.key is None else [extra.key[outside]]
-            names += [] if extra.owner is None else [~extra.owner[outside]]
-        guide, key, name = (torch.cat(parts) if parts else None for parts in (guides, keys, names))
-        return Axis(guide, key, name, count * (own.stop - own.start))
+        guide, key = (torch.cat(parts) if parts else None for parts in (guides, keys))
+        return Axis(guide, key, count * (own.stop - own.start))
 
     def matrix(self, rows: Axes, columns: Axes, thresholds: tuple[Tensor | None, Tensor | None]) -> Matrix | None:
         """Return the policy for one matrix of similarities; ``rows``, ``columns``: arguments of :meth:`axis`."""
@@ -167,22 +153,15 @@ class PairOptions(NamedTuple):
 
 
 class PairStatistics(ABC):
-    """Statistics of all ordered pairs (anchor, positive) of the (global) batch, ``(B, A)`` each.
-
-    With two modalities or views there is a column per direction with anchors. ``V`` views, of which the first ``a``
-    are anchors, form ``A = a (V - 1)`` pairs: column ``(r - 1) a + v`` has view ``v`` as anchor and view ``v + r``
-    (modulo ``V``) as positive. The pairs of one anchor differ only in ``s_ii``, so that the similarities are computed
-    once per anchor.
+    """Statistics of all anchors of the (global) batch, ``(B, D)`` each, with a column per direction.
 
     Args:
         keys: int64 tensors ``(B,)``; two samples with equal values in any of them are not each other's negatives. The
             first is the data-set index.
         options: options of the call; some also become attributes.
-        views: ``V``; 2 for two modalities.
 
     Attributes:
-        distinct: only the anchor's own sample, or with ``whole`` only the anchor itself, is excluded from its
-            candidates, as known on the host.
+        distinct: only the anchor's own sample is excluded from its candidates, as known on the host.
         negatives: smallest ``|N_i|`` if only the anchor's own sample is excluded; keys may exclude more.
         positive: ``s_ii``.
         count: ``|N_i|`` as float; 0 for an anchor without negatives. A number if it is equal for all anchors and known
@@ -201,23 +180,16 @@ class PairStatistics(ABC):
     mean_h: Tensor | None
     sides: list[Sums]
 
-    def __init__(self, keys: Sequence[Tensor], options: PairOptions, views: int) -> None:
+    def __init__(self, keys: Sequence[Tensor], options: PairOptions) -> None:
         self.options = options
         self.directions, self.extra, self.unimodal = options.directions, options.extra, options.unimodal
-        self.moments, self.whole, self.held = options.moments, options.whole, options.held
-        self.keys, self.views = keys, views
+        self.moments, self.held, self.keys = options.moments, options.held, keys
         # in unimodal mode further candidates are excluded for the anchors of view 2
-        told = self.extra is None or not (self.extra.excludes or self.unimodal)
-        self.distinct = told and (options.distinct or self.whole)
+        told = self.extra is None or (self.extra.positions is None and not self.unimodal)
+        self.distinct = told and options.distinct
 
     def names(self, views: Sequence[int]) -> Sequence[Tensor]:
-        """Return keys of the features of some views, one after the other; features with an equal key are not a pair.
-
-        With ``whole`` the keys are unique per feature.
-        """
-        if self.whole:
-            one = torch.arange(len(self.keys[0]), device=self.keys[0].device)
-            return [torch.cat([one + view * len(one) for view in views])]
+        """Return keys of the features of some views, one after the other; features with an equal key are not a pair."""
         return self.keys if len(views) == 1 else [key.repeat(len(views)) for key in self.keys]
 
     def mask(
@@ -260,12 +232,12 @@ class PairStatistics(ABC):
         The weights are held constant. The method frees the blocks of the sweep and can be called only once.
 
         Args:
-            alpha: log-normalizers, ``(B, A)``.
-            coefficient: factor of each anchor, a number or broadcastable to ``(B, A)``.
+            alpha: log-normalizers, ``(B, D)``.
+            coefficient: factor of each anchor, a number or broadcastable to ``(B, D)``.
             positive_weight: ``p_i``, the weight of each anchor's positive, of the same form.
 
         Returns:
-            Gradients with respect to this process's features, ``(V, b, d)``, and to its further candidates,
+            Gradients with respect to this process's features, ``(2, b, d)``, and to its further candidates,
             ``(M, d)``, if there are any.
         """
 
@@ -275,35 +247,17 @@ class PairStatistics(ABC):
 
     @cached_property  # used by normalizers and by the gradients
     def log_ghat(self) -> Tensor:
-        """``log ghat_i``, the batch estimate of the inner function, ``(B, A)``."""
+        """``log ghat_i``, the batch estimate of the inner function, ``(B, D)``."""
         return self.log_sum - self.log_count
 
     def sum_weights(self, alpha: Tensor) -> Tensor:
-        """Return ``sum_j w_ij``, ``(B, A)``."""
+        """Return ``sum_j w_ij``, ``(B, D)``."""
         return self.real((self.log_ghat - alpha).exp_())
-
-    def per_pair(self, per_anchor: Tensor, slope: Scalar | None = None) -> Tensor:
-        """Repeat values of the anchors for each of their positives, ``(B, a)`` -> ``(B, A)``.
-
-        With ``slope``, a number or ``(B, a)``, the values are those of the first positive; for the others ``slope``
-        times the difference of ``s_ii`` is subtracted.
-        """
-        if self.views == 2:
-            return per_anchor
-        repeated = per_anchor.repeat(1, self.views - 1)
-        if slope is None:
-            return repeated
-        slope = self.per_pair(slope) if isinstance(slope, Tensor) else slope
-        return repeated + slope * (self.per_pair(self.positive[:, : self.directions]) - self.positive)
-
-    def sum_over_positives(self, per_pair: Tensor) -> Tensor:
-        """Sum over the positives of each anchor, ``(B, A)`` -> ``(B, a)``."""
-        return per_pair if self.views == 2 else per_pair.unflatten(1, (self.views - 1, -1)).sum(1)
 
     def real(self, per_anchor: Tensor, outside: Scalar = 0.0) -> Tensor:
         """Set values of anchors without negatives, which labels and index2 can cause, to zero.
 
-        ``outside`` is the number of negatives from outside the batch, a number or ``(B, A)``.
+        ``outside`` is the number of negatives from outside the batch, a number or ``(B, D)``.
         """
         return per_anchor if isinstance(self.count, float) else torch.where(self.count + outside > 0, per_anchor, 0)
 
@@ -335,8 +289,8 @@ class PairStatistics(ABC):
         return at_least_one(self.count)
 
     def _count_negatives(self, candidates: Sequence[int], excluded: Tensor | None, like: Tensor) -> None:
-        """Set ``count`` and ``log_count`` from candidates by direction and numbers of those excluded, ``(B, A)``."""
-        own = self.views if self.unimodal and not self.whole else int(self.unimodal or not self.whole)
+        """Set ``count`` and ``log_count`` from candidates by direction and numbers of those excluded, ``(B, D)``."""
+        own = 2 if self.unimodal else 1
         self.negatives = min(candidates) - own
         numbers = [number - (own if excluded is None else 0) for number in candidates]
         count: Scalar = float(numbers[0])
@@ -350,7 +304,7 @@ class SampledPairs(ABC):
     """Weights ``w_ij`` that replace ``exp(h_ij / tau_i - alpha_i) / |N_i|``, for example from a sampler.
 
     Attributes:
-        sum_wh: ``sum_j w_ij h_ij`` of every anchor of the (global) batch, ``(B, A)``, for gradients of temperatures.
+        sum_wh: ``sum_j w_ij h_ij`` of every anchor of the (global) batch, ``(B, D)``, for gradients of temperatures.
         serves: :meth:`gradients` also computes gradients for other ranks or for encoded features, and must be called
             even if this rank's features need none.
     """
@@ -366,10 +320,10 @@ class SampledPairs(ABC):
         that computed the features.
 
         Args:
-            coefficient: factor of each anchor, a number or broadcastable to ``(B, A)``.
+            coefficient: factor of each anchor, a number or broadcastable to ``(B, D)``.
 
         Returns:
-            Gradients with respect to this process's features, ``(V, b, d)``.
+            Gradients with respect to this process's features, ``(2, b, d)``.
         """
 
 
@@ -384,35 +338,20 @@ def effective_number(total: Tensor, squares: Tensor) -> Tensor:
 
 
 def pull_positives(gradient: Tensor, z: Tensor | Sequence[Tensor], weight: Scalar, directions: int) -> None:
-    """Subtract the gradient of ``sum weight s_ii`` over all ordered pairs, in place.
+    """Subtract the gradient of ``sum weight s_ii`` over all anchors, in place.
 
     Args:
-        gradient: gradient of the features of the views, ``(V, b, d)``.
+        gradient: gradient of the features of both modalities or views, ``(2, b, d)``.
         z: the features.
-        weight: weight of each pair, a number or ``(b, A)``.
-        directions: number of views that are anchors.
+        weight: weight of each anchor's positive, a number or ``(b, D)``.
+        directions: number of modalities or views that are anchors.
     """
-    z = z.unbind() if isinstance(z, Tensor) else z
-    of_views, views = gradient.unbind(), len(z)
-    for one, other in combinations(range(views), 2):
-        # columns of the pair and of its reverse, if their first view is an anchor
-        both = ((other - one - 1) * directions + one, (views - other + one - 1) * directions + other)
-        columns = sorted(both[: (one < directions) + (other < directions)])
-        if columns:
-            shared = _sum_of_columns(weight, columns) if isinstance(weight, Tensor) else weight * len(columns)
-            for own, partner in ((of_views[one], z[other]), (of_views[other], z[one])):
-                if isinstance(shared, Tensor):
-                    own.addcmul_(shared, partner, value=-1)
-                else:
-                    own.sub_(partner, alpha=shared)
-
-
-def _sum_of_columns(x: Tensor, columns: Sequence[int]) -> Tensor:
-    """Return the sum of one or two columns, ``(b, 1)``, selected by a slice, which needs no copy."""
-    low, high = columns[0], columns[-1]
-    if len(columns) < x.shape[1]:
-        x = x[:, low : high + 1 : max(1, high - low)]
-    return x.sum(1, keepdim=True)
+    shared = weight.sum(1, keepdim=True) if isinstance(weight, Tensor) else weight * directions
+    for own, partner in zip(gradient.unbind(), (z[1], z[0]), strict=True):
+        if isinstance(shared, Tensor):
+            own.addcmul_(shared, partner, value=-1)
+        else:
+            own.sub_(partner, alpha=shared)
 
 
 def is_uniform(tau: float | Tensor, options: PairOptions) -> bool:
@@ -422,7 +361,7 @@ def is_uniform(tau: float | Tensor, options: PairOptions) -> bool:
 
 
 def scale_of(tau: float | Tensor, like: Tensor, batch: int, directions: int = 2) -> float | Tensor:
-    """Return ``1 / tau`` of every anchor: a number, or ``(B, A)``."""
+    """Return ``1 / tau`` of every anchor: a number, or ``(B, D)``."""
     if isinstance(tau, float):
         return 1 / tau
     return tau.to(like.dtype).reciprocal().expand(batch, directions)

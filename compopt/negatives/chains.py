@@ -250,10 +250,10 @@ class Chains(SampledPairs):
     def _close(self, dot: Tensor) -> None:
         """Compute the means over the visits from ``dot``, the sum of their similarities, ``(b, a)``."""
         own = self._call.batch.own
-        mean_h = self._pairs.per_pair(dot / self.visits) - self._pairs.positive[own]
+        mean_h = dot / self.visits - self._pairs.positive[own]
         # the temperature of an anchor without a usable visit learns from the batch
         batch = torch.zeros_like(mean_h) if self._pairs.mean_h is None else self._pairs.mean_h[own]
-        self.sum_wh = torch.where(self._pairs.per_pair(self.visits) > 0, mean_h, batch)
+        self.sum_wh = torch.where(self.visits > 0, mean_h, batch)
         if self._call.unimodal:
             self.sample, self.score = self.sample[:, -1:], self.score[:, -1:]
 
@@ -262,7 +262,7 @@ class Chains(SampledPairs):
         if not isinstance(coefficient, Tensor):
             coefficient = self._scale.new_full((), coefficient)
         coefficient = coefficient.expand_as(self._pairs.positive)[self._call.batch.own]
-        factor = torch.where(self.visits > 0, self._pairs.sum_over_positives(coefficient) / self.visits, 0)
+        factor = torch.where(self.visits > 0, coefficient / self.visits, 0)
         of_anchors = [torch.zeros_like(x) for x in self._anchors]
         of_both = self._of_candidates(factor, of_anchors)
         for gradient, of_anchor in zip(of_both, of_anchors, strict=False):

@@ -244,8 +244,7 @@ class MCMCNegativeSampler(Normalizer):
         if call.encoder is not None and call.encoder.encoded is not None:
             failed = failed + zero_or_nan(call.encoder.encoded.unit)
         numbers = [chains.inside, chains.away, chains.squares, chains.accepted, chains.proposed, failed]
-        by_pair = map(call.pairs.per_pair, numbers)
-        own = [chains.sample, chains.score, torch.stack([chains.sum_wh, *by_pair], dim=2)]
+        own = [chains.sample, chains.score, torch.stack([chains.sum_wh, *numbers], dim=2)]
         sample, score, everyone = self._ranks.gather(own, call.batch.sizes)
         chains.sum_wh, inside, away, squares, accepted, proposed, failed = everyone.unbind(2)
         if error is not None:

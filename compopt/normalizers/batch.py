@@ -11,7 +11,6 @@ from torch import Tensor
 from compopt import checks
 from compopt.estimator.component import Call, Estimate, Normalizer
 from compopt.functional import add_positive
-from compopt.pairs import PairPolicy
 
 
 class BatchNormalizer(Normalizer):
@@ -33,8 +32,8 @@ class BatchNormalizer(Normalizer):
 
     Hyper-parameters: ``include_positive``, which may differ between sample groups.
 
-    State: none. In unimodal mode ``alpha`` is computed per view (objective V1 of SogCLR, section 3.1), or per ordered
-    pair of more than two views. Communicates nothing itself.
+    State: none. In unimodal mode ``alpha`` is computed per view (objective V1 of SogCLR, section 3.1). Communicates
+    nothing itself.
 
     Raises:
         TypeError: ``include_positive`` is neither True nor False, candidates is not an integer.
@@ -63,16 +62,6 @@ class BatchNormalizer(Normalizer):
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.flag("include_positive", group["include_positive"])
-
-    def check_pairs(self, policy: PairPolicy) -> None:
-        if not policy.expects:  # fast path, since every call checks
-            return
-        groups = [self.own_defaults, *self.own_groups] if self.owner is None else self.sample_groups
-        if any(group.get("include_positive") for group in groups):
-            raise ValueError(
-                f"include_positive=True counts the positive once more, and with pairs={policy} positives are among the "
-                f"candidates; take include_positive=False, as DCLEstimator has it"
-            )
 
     def estimate(self, call: Call) -> Estimate:
         log_sum, include = call.pairs.log_sum, call.hyper.choose("include_positive", {True: 1.0, False: 0.0})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from compopt.checks.values import FINITE, Range
 from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import Scalar, add_positive, all_finite
-from compopt.kernel.blocks import exp_, mean_positive
+from compopt.kernel.blocks import exp_
 from compopt.kernel.pairs import MAX_UNSHIFTED_SCALE, Sums, is_uniform, scale_of
 from compopt.pairs import NO_POLICY, PairPolicy
 
@@ -47,8 +47,8 @@ class MemoryNormalizer(Normalizer):
 
     Args:
         dim: dimension of the features.
-        length: number of samples in the queue, ``m`` (unimodal: the first two views of these samples, in one queue of
-            ``2 m`` features).
+        length: number of samples in the queue, ``m`` (unimodal: both views of these samples, in one queue of ``2 m``
+            features).
         momentum: require ``momentum_features=`` in every call; otherwise they are optional.
         candidates: count the positive in the denominator, ``1 / candidates + mean_j e^{h_ij / tau_i}`` with the mean
             over batch and queue, as :class:`~compopt.BatchNormalizer` does; ``None``: do not.
@@ -91,9 +91,8 @@ class MemoryNormalizer(Normalizer):
     batch need one gather of statistics per direction (unimodal: two per view) instead of one in total.
 
     Raises:
-        ValueError: dim, length or candidates < 1; a policy of pairs with ``guided``, ``importance``, ``prior`` or
-            ``mises_fisher``; at the call features of another dimension, a policy with another ``within``, no
-            ``momentum_features`` with ``momentum=True``, more than two views or a policy with ``also`` with them.
+        ValueError: dim, length or candidates < 1; a policy of pairs with ``guided``; at the call features of another
+            dimension, a policy with another ``within``, no ``momentum_features`` with ``momentum=True``.
         TypeError: dim, length or candidates is not an integer, momentum is neither True nor False.
 
     References:
@@ -127,23 +126,16 @@ class MemoryNormalizer(Normalizer):
         del group  # it has no hyper-parameters
 
     def check_pairs(self, policy: PairPolicy) -> None:
-        super().check_pairs(policy)
-        if self._within is not None and self._within != bool(policy.within):
+        if self._within is not None and self._within != policy.within:
             raise ValueError(
-                f"within={policy.within} differs from within={self._within or None} at construction, which decides "
+                f"within={policy.within} differs from within={self._within} at construction, which decides "
                 f"the keys that the memory keeps; build the estimator with pairs=PairPolicy(within={policy.within})"
             )
-        for option, given in (
-            ("guided=True", policy.guided),
-            (f"importance={policy.importance!r}", policy.importance != "plain"),
-            (f"prior={policy.prior}", policy.prior is not None),
-            (f"mises_fisher={policy.mises_fisher}", policy.mises_fisher is not None),
-        ):
-            if given:
-                raise ValueError(
-                    f"{option} uses features of the batch's candidates, and the memory has others; leave it out, or "
-                    f"use an estimator without a memory, such as compopt.DCLEstimator"
-                )
+        if policy.guided:
+            raise ValueError(
+                "guided=True uses features of the batch's candidates, and the memory has others; leave it out, or use "
+                "an estimator without a memory, such as compopt.DCLEstimator"
+            )
 
     def check_momentum(self, given: bool) -> None:
         if self.momentum and not given:
@@ -178,7 +170,7 @@ class MemoryNormalizer(Normalizer):
         self._normalized = setting.normalize
         self._views, self._directions = setting.mode == "unimodal", setting.directions
         policy: PairPolicy = getattr(setting.owner, "pairs", None) or NO_POLICY
-        self._within = bool(policy.within)
+        self._within = policy.within
         kept = len(KEYS) + self._within
         self.state = {
             "queue": torch.zeros(setting.directions, self.length, self.dim, dtype=setting.dtype, device="cpu"),
@@ -192,7 +184,7 @@ class MemoryNormalizer(Normalizer):
 
     def estimate(self, call: Call) -> Estimate:
         pairs, directions, policy = call.pairs, call.pairs.directions, call.policy or NO_POLICY
-        positive = pairs.positive[:, :directions]  # the first of each anchor
+        positive = pairs.positive
         z, keys = self._checked(call.batch.views), self._keys(call.batch)
         state, window = self._seen(call, keys)
         k = torch.stack(call.batch.momentum) if call.batch.momentum else z
@@ -200,31 +192,27 @@ class MemoryNormalizer(Normalizer):
         mean = self._of_candidates(self._means(k))
         queue, included = self._queue(state, mean), self._included(keys, state, len(positive), directions)
         logits = self._logits(z, queue, positive, scale)
-        threshold = policy.threshold(mean_positive(pairs.positive, directions))
+        threshold = policy.threshold(positive)
         if threshold is not None:
             included = included & (logits <= self._column((threshold - positive) * scale))
         uniform = is_uniform(call.tau, pairs.options) and scale <= LARGEST_SCALE
         if uniform:
             included = included.to(logits.dtype)  # once, for the product and for the count
         count = self._by_sample(included.sum(2, dtype=positive.dtype), positive)
-        log_sum = pairs.log_sum[:, :directions]
+        log_sum = pairs.log_sum
         if isinstance(pairs.count, Tensor):  # it is 0 for an anchor without negatives in the batch
-            log_sum = log_sum.masked_fill((pairs.count[:, :directions] == 0) & (count > 0), -math.inf)
+            log_sum = log_sum.masked_fill((pairs.count == 0) & (count > 0), -math.inf)
         # one softmax over batch and queue: the kernel's weights are divided by the sum over both
         of_batch = others = self._by_queue(log_sum)
         if self.candidates is not None:
-            if len(z) > 2:  # an anchor has several positives, and one softmax for all of them
-                raise ValueError(f"candidates={self.candidates} supports two views, got {len(z)}; leave it out")
-            of_anchor = pairs.count[:, :directions] if isinstance(pairs.count, Tensor) else pairs.count
-            others = self._by_queue(add_positive(log_sum, (of_anchor + count).log(), self.candidates))
+            others = self._by_queue(add_positive(log_sum, (pairs.count + count).log(), self.candidates))
         if uniform:
             weights, share, log_total = bounded_softmax(logits, included, others)
         else:
-            weighted = self._hardened(logits.masked_fill_(~included, -math.inf), positive, scale, policy.strengths[0])
+            weighted = self._hardened(logits.masked_fill_(~included, -math.inf), positive, scale, policy.hardness)
             weights, share, log_total = shared_softmax(weighted, others, keep=pairs.mean_h is not None)
         log_share = of_batch - log_total  # of the batch
-        # all positives of an anchor have the same weights
-        log_total, count = pairs.per_pair(self._by_sample(log_total, positive), scale), pairs.per_pair(count)
+        log_total = self._by_sample(log_total, positive)
         lacking = pairs.lacking(count)
         if call.training and (lacking is None or lacking.device.type != "cpu" or not lacking):
             # a bad feature of a sample without pairs is in no sum, but in the mean; it must not enter the queue
@@ -234,17 +222,17 @@ class MemoryNormalizer(Normalizer):
         outside_wh: Tensor | None = None
         if pairs.mean_h is not None:
             dot = self._by_sample((weights * logits.masked_fill_(~included, 0)).sum(2), positive) / scale
-            outside_wh = pairs.per_pair(dot, self._by_sample(share.squeeze(2), positive))
+            outside_wh = dot
 
         def through_alpha(slope: Tensor, gradient: Tensor | None) -> None:
-            """Add ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of this rank's anchors, averaged over partners."""
+            """Add ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of this rank's anchors."""
             if gradient is None:
                 return
             own = call.batch.own
-            factor = (pairs.sum_over_positives(slope) * scale).T[:, own].unsqueeze(2)
+            factor = (slope * scale).T[:, own].unsqueeze(2)
             own_weights, own_share = (x.view(directions, -1, x.shape[2])[:, own] for x in (weights, share))
             gradient[:directions].baddbmm_(own_weights.mul_(factor), queue.expand(directions, -1, -1))
-            pulls = zip(gradient, own_share * factor, mean_partners(k[:, own]), strict=False)
+            pulls = zip(gradient, own_share * factor, reversed(k[:, own].unbind()), strict=False)
             for of_view, pull, partner in pulls:
                 of_view.addcmul_(pull, partner, value=-1)
 
@@ -324,13 +312,13 @@ class MemoryNormalizer(Normalizer):
         super().commit_state(found_inf)
 
     def _means(self, k: Tensor) -> Tensor:
-        """Return the mean of every view, ``(V, 1, d)``; in unimodal mode one mean of the first two, ``(1, 1, d)``."""
+        """Return the mean of each modality, ``(2, 1, d)``; in unimodal mode one mean of both views, ``(1, 1, d)``."""
         means = k.mean(1, keepdim=True)
-        return means[:2].mean(0, keepdim=True) if self._views else means
+        return means.mean(0, keepdim=True) if self._views else means
 
     def _of_candidates(self, value: Tensor) -> Tensor:
         """Arrange values of views by queue: the candidates of direction 1 are the second view."""
-        return value[: self._directions] if self._views else value.flip(0)[: self._directions]
+        return value if self._views else value.flip(0)[: self._directions]
 
     def _queue(self, state: Mapping[str, Tensor], mean: Tensor) -> Tensor:
         """Return the queue, shifted to the mean of the current batch, ``(Q, M, d)``."""
@@ -361,9 +349,9 @@ class MemoryNormalizer(Normalizer):
             alpha = scale
         return torch.baddbmm(self._column(positive * scale), anchors, queue.mT, beta=-1, alpha=alpha)
 
-    def _hardened(self, logits: Tensor, positive: Tensor, scale: Scalar, beta: float) -> Tensor:
+    def _hardened(self, logits: Tensor, positive: Tensor, scale: Scalar, beta: float | None) -> Tensor:
         """Return ``h_iq / tau_i + beta s_iq``."""
-        if not beta:
+        if beta is None:
             return logits
         return logits * self._column(1 + beta / scale) + self._column(beta * positive)
 
@@ -380,7 +368,7 @@ class MemoryNormalizer(Normalizer):
         return z
 
     def _anchors(self, z: Tensor, directions: int) -> Tensor:
-        """Rearrange ``(V, B, d)`` -> ``(Q, P, d)``; all views share one queue."""
+        """Rearrange ``(2, B, d)`` -> ``(Q, P, d)``; both views share one queue."""
         z = z[:directions]
         return z.view(1, -1, self.dim) if self._views else z
 
@@ -414,14 +402,6 @@ class MemoryNormalizer(Normalizer):
             log_mean = log_sum - log_count
             chunks.append(self._by_sample(log_mean, positive))
         return torch.cat(chunks)
-
-
-def mean_partners(views: Tensor) -> Iterator[Tensor]:
-    """Yield the mean of the other views for every view, ``(V, B, d)`` -> ``(B, d)`` each."""
-    if len(views) == 2:
-        return reversed(views.unbind())
-    total = views.sum(0)
-    return ((total - view) / (len(views) - 1) for view in views)
 
 
 def shared_softmax(logits: Tensor, log_sum: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:

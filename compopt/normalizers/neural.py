@@ -100,8 +100,8 @@ class NeuralNormalizer(Normalizer):
 
     Raises:
         ValueError: dim or prototypes < 1, lr < 0, eps < 0, updates < 0, an unknown option; as part of an estimator,
-            fewer prototypes than ranks, or a policy of pairs with ``hardness``, ``prior`` or ``mises_fisher``; at the
-            call features of another dimension.
+            fewer prototypes than ranks, or a policy of pairs with ``hardness``; at the call features of another
+            dimension.
         TypeError: an argument that must be a number or a flag; an optimizer that cannot train a network.
 
     References:
@@ -151,13 +151,11 @@ class NeuralNormalizer(Normalizer):
             checks.count("restart_every", group["restart_every"])
 
     def check_pairs(self, policy: PairPolicy) -> None:
-        super().check_pairs(policy)
-        for option in ("hardness", "prior", "mises_fisher"):
-            if (value := getattr(policy, option)) is not None:
-                raise ValueError(
-                    f"{option}={value!r} changes the terms that NeuralNormalizer predicts from unweighted prototypes; "
-                    f"leave it out, or take MovingAverageEstimator"
-                )
+        if policy.hardness is not None:
+            raise ValueError(
+                f"hardness={policy.hardness} changes the terms that NeuralNormalizer predicts from unweighted "
+                f"prototypes; leave it out, or take MovingAverageEstimator"
+            )
 
     def structure(self) -> dict[str, Any]:
         return {

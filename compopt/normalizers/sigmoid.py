@@ -74,8 +74,8 @@ class SigmoidPairs(SampledPairs):
         sums = torch.stack([self._sums(view) for view in range(pairs.directions)], dim=1)
         self.total, self.squares = sums[:, :, 1], sums[:, :, 3]
         per_anchor = ranks.gather([sums[:, :, :3]], batch.sizes)[0].unbind(2)
-        losses, weights, weighted = (pairs.per_pair(value) for value in per_anchor)
-        logits = pairs.positive * pairs.per_pair(self._scale) + pairs.per_pair(self._bias)
+        losses, weights, weighted = per_anchor
+        logits = pairs.positive * self._scale + self._bias
         self._pull = torch.sigmoid(-logits)
         self.alpha = losses - logsigmoid(logits)
         self.slope = weights - self._pull
@@ -111,11 +111,10 @@ class SigmoidPairs(SampledPairs):
 
     def gradients(self, coefficient: Scalar) -> Tensor:
         coefficient = self._pairs.factor(coefficient) * torch.ones_like(self._pull)
-        of_anchor = self._pairs.sum_over_positives(coefficient)
         gradient = torch.zeros_like(self._z[:, self._own])
         for view in range(len(gradient)):
             for rows, y, s, same in self._blocks(view):
-                a = self._weighted(s, view, rows, of_anchor).masked_fill_(same, 0)
+                a = self._weighted(s, view, rows, coefficient).masked_fill_(same, 0)
                 gradient[view, rows.start - self._own.start : rows.stop - self._own.start] = a @ y
         pull_positives(gradient, self._z[:, self._own], (coefficient * self._pull)[self._own], self._pairs.directions)
         return gradient

@@ -92,8 +92,7 @@ class DCLEstimator(ContrastiveEstimator):
     State: none per sample, so that ``index`` is optional if no sample repeats.
 
     References:
-        Yeh et al., Decoupled Contrastive Learning, ECCV 2022: DCL. ``pairs=PairPolicy(mises_fisher=0.5)`` is DCLW,
-        which also weights the positives.
+        Yeh et al., Decoupled Contrastive Learning, ECCV 2022.
 
     Example:
         >>> import torch, compopt

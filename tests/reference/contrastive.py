@@ -51,7 +51,6 @@ class Reference:
         encode=None,
         extra=None,
         extra_index=None,
-        anchors=None,
         guide=None,
         within=None,
         sample_weight=None,
@@ -60,14 +59,12 @@ class Reference:
 
         `encode` gives unit features (modality 1, modality 2) of a sample with their graph; their gradients go to .grad.
         """
-        leaves = [z.detach().double().clone().requires_grad_() for z in (z1, z2) if z is not None]
-        z = leaves if z2 is not None else list(leaves[0])  # or one tensor of views, (V, B, d)
+        z = leaves = [z.detach().double().clone().requires_grad_() for z in (z1, z2)]
         extra = None if extra is None else extra.detach().double().clone().requires_grad_()
         given = (index, index2, group, extra_index)
         index, index2, group, extra_index = (None if x is None else [int(v) for v in x] for x in given)
         rows = [index, index if index2 is None else index2]
-        also = () if self.policy is None else self.policy.also
-        found = find_anchors(z, index, self.mode, self.normalize, index2, group, extra, extra_index, anchors, also)
+        found = find_anchors(z, index, self.mode, self.normalize, index2, group, extra, extra_index)
         self.within = within if within is None or isinstance(within, tuple) else (within,)
         if self.policy is not None:
             self.policy.apply(found, guide, self.within, self.normalize)

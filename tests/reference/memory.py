@@ -32,10 +32,6 @@ class MemoryReference:
         others = [slot for slot in self.fresh if tuple(slot[0][at] for at in given) not in pairs]
         slots = [*self.slots, *others][-self.length :] if ref.train else self.slots
         self.outside, alphas = [], []
-        positives = {}
-        for a in found:
-            mine = [b.positive.item() for b in found if (b.view, b.position) == (a.view, a.position)]
-            positives[(a.view, a.position)] = sum(mine) / len(mine)
         for a, tau in zip(found, taus, strict=True):
             mine = [None if key is None else key[a.position] for key in ref.keys]
             own, partner = z[a.view][a.position], z[a.partner][a.position].detach()
@@ -48,9 +44,9 @@ class MemoryReference:
                 for side in (0, 1) if ref.mode == "unimodal" else (1 - a.direction,):
                     candidate = features[side] + means[side]
                     s = torch.dot(own, candidate).item()
-                    if ref.policy is None or not ref.policy.too_similar(s, positives[(a.view, a.position)]):
+                    if ref.policy is None or not ref.policy.too_similar(s, a.positive.item()):
                         terms.append(torch.dot(own, candidate - partner))
-                        biases.append(0.0 if ref.policy is None else ref.policy.strength(False, False) * s)
+                        biases.append(0.0 if ref.policy is None else (ref.policy.hardness or 0.0) * s)
             every = [math.log(x) for x in a.terms(tau)]
             every += [t.item() / tau + b for t, b in zip(terms, biases, strict=True)]
             summed = list(every)

@@ -11,10 +11,7 @@ from torch import Tensor
 
 @dataclass
 class Anchor:
-    """One anchor and its positive; every similarity is a 0-d tensor with its autograd history.
-
-    `direction` numbers the ordered pairs (anchor `view`, positive `partner`), of which two modalities have two.
-    """
+    """One anchor, a feature of `view`, and its positive of `partner`; similarities are 0-d tensors with a graph."""
 
     direction: int
     view: int
@@ -43,10 +40,6 @@ class Anchor:
         return [x.item() - self.positive.item() for x in self.negatives]
 
 
-ALSO = {"query_to_query": (0, 0), "document_to_query": (1, 0), "document_to_document": (1, 1)}  # rows, columns
-ALSO["document_to_every_document"] = (1, 1)  # and further candidates, columns -1, of the other anchors
-
-
 def unit_rows(z: Tensor) -> list[Tensor]:
     """Rows of z divided by their length, one at a time."""
     return [row / torch.sqrt((row * row).sum()) for row in z.unbind(0)]
@@ -61,16 +54,15 @@ def may_be_negative(i, j, index, index2, group) -> bool:
     return group is None or group[i] != group[j]
 
 
-def anchors(z, index, mode, normalize=True, index2=None, group=None, extra=None, extra_index=None, count=None, also=()):
-    """Return pairs of the first `count` views as anchors, nearest views first; view 0 has extra as candidates too."""
+def anchors(z, index, mode, normalize=True, index2=None, group=None, extra=None, extra_index=None):
+    """Return the anchors of each direction; those of view 0 have extra as candidates too."""
     rows = unit_rows if normalize else lambda z: list(z.unbind(0))
     views = [rows(view) for view in z]
     further = [] if extra is None else rows(extra)
     positive = index if index2 is None else index2
-    count = 1 if mode == "forward" else len(views) if count is None else count
-    pairs = [(v, (v + r) % len(views)) for r in range(1, len(views)) for v in range(count)]
     result = []
-    for direction, (view, partner) in enumerate(pairs):
+    for view in range(1 if mode == "forward" else 2):
+        partner = 1 - view
         own, other = views[view], views[partner]
         candidates = list(enumerate(views)) if mode == "unimodal" else [(partner, other)]
         for i in range(len(index)):
@@ -79,18 +71,9 @@ def anchors(z, index, mode, normalize=True, index2=None, group=None, extra=None,
                 if may_be_negative(i, j, index, index2, group):
                     negatives += [(own[i] * side[j]).sum() for _, side in candidates]
                     who += [(number, j) for number, _ in candidates]
-            for row, column in (ALSO[kind] for kind in also):
-                for j in range(len(index)):
-                    if may_be_negative(i, j, index, index2, group) or (i == j and row > column):
-                        negatives.append((views[row][i] * views[column][j]).sum())
-                        who.append(("also", row, column, j))
-            for j, candidate in enumerate(further if "document_to_every_document" in also else ()):
-                if j % len(index) != i and (extra_index is None or extra_index[j] != positive[i]):
-                    negatives.append((other[i] * candidate).sum())
-                    who.append(("also", partner, -1, j))
             for j, candidate in enumerate(further if view == 0 else ()):
                 if extra_index is None or extra_index[j] != positive[i]:
                     negatives.append((own[i] * candidate).sum())
                     who.append(("extra", j))
-            result.append(Anchor(direction, view, partner, i, (own[i] * other[i]).sum(), negatives, who))
+            result.append(Anchor(view, view, partner, i, (own[i] * other[i]).sum(), negatives, who))
     return result
