@@ -28,30 +28,20 @@ TAU, GUIDE_DIM, CHUNK = 0.07, 64, 512
 SMALL = 1024  # largest batch that also runs without chunks, and in all rounds
 POLICIES: dict[str, PairPolicy | None] = {
     "none": None,
-    "prior": PairPolicy(prior=0.05),
     "false_negatives": PairPolicy(false_negatives=0.1),
     "hardness": PairPolicy(hardness=5.0),
     "false_negatives and hardness": PairPolicy(false_negatives=0.1, hardness=5.0),
     "guided": PairPolicy(false_negatives=0.1, guided=True),
     "within": PairPolicy(within=True),
-    "importance, differentiated": PairPolicy(hardness=5.0, importance="differentiated"),
-    "positives by label": PairPolicy(positives="labels"),
-    "targets of a teacher": PairPolicy(targets=0.1),
 }
 
 
 def given(policy: PairPolicy | None, rows: Tensor) -> dict[str, Any]:
-    """Return the additional arguments that a policy requires; residues of the rows serve as classes and data sets."""
+    """Return the additional arguments that a policy requires; residues of the rows serve as data sets."""
     if policy is None:
         return {}
-    features = torch.randn(2, len(rows), GUIDE_DIM, generator=torch.Generator().manual_seed(len(rows)))
-    asked = {
-        "guide": (policy.guided, features),
-        "within": (policy.within, rows % 2),
-        "labels": (policy.positives == "labels", rows % 64),
-        "teacher": (policy.targets is not None, features),
-    }
-    return {name: list(value) if value.dim() == 3 else value for name, (wanted, value) in asked.items() if wanted}
+    guide = torch.randn(2, len(rows), GUIDE_DIM, generator=torch.Generator().manual_seed(len(rows)))
+    return {**({"guide": list(guide)} if policy.guided else {}), **({"within": rows % 2} if policy.within else {})}
 
 
 def measure(B: int, d: int, rounds: int, chunk_size: int | None) -> dict[str, list[float]]:

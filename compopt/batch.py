@@ -23,8 +23,8 @@ class Batch:
 
     Attributes:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(B,)`` int64, on the features' device.
-        values: tensors of the call, by name, ``(B, ...)`` each: the features ``z1``, ``z2`` and those of further
-            views in the form that the kernel expects, ``k1``, ``k2`` of a momentum copy, and ``tau`` and
+        values: tensors of the call, by name, ``(B, ...)`` each: the features ``z1``, ``z2`` in the form that the
+            kernel expects, ``k1``, ``k2`` of a momentum copy, ``guide1`` etc. of a policy, and ``tau`` and
             ``sample_weight`` if they are given per sample.
         sizes: number of samples of every rank.
         more: number of further candidates of every rank.
@@ -90,12 +90,12 @@ class Batch:
 
     @cached_property
     def features(self) -> tuple[Tensor, ...]:
-        """``z1, z2``, ... of all ranks, ``(B, d)`` each."""
-        return tuple(z for name, z in self.values.items() if name.startswith("z"))
+        """``z1, z2`` of all ranks, ``(B, d)`` each."""
+        return self.values["z1"], self.values["z2"]
 
     @cached_property
     def views(self) -> Tensor:
-        """:attr:`features` as one tensor, ``(V, B, d)``: a copy, unless the caller has set it."""
+        """:attr:`features` as one tensor, ``(2, B, d)``: a copy, unless the caller has set it."""
         return torch.stack(self.features)
 
     @property

@@ -29,7 +29,6 @@ class NamedImages:
     """
 
     mode = "bimodal"
-    anchors = None  # number of views that are anchors
     dim = DIM
     headline = "r1"
     labels = {"r1": "R@1 image to name", "r1_text_to_image": "R@1 name to image"}
@@ -103,29 +102,15 @@ def limited(pairs: Tensor, limit: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Views:
-    """Augmentation, head and views of a unimodal task; None means the task's default.
+    """Augmentation and head of a unimodal task; None means the task's default.
 
     Attributes:
         augment: operations of :class:`~recipes.augment.Augmentation`.
         head: widths of the layers after the encoder.
-        views: number of views of each sample in a batch, at least 2.
-        anchors: number of anchors, which are the first views; the others are small crops if crops are among the
-            operations (multi-crop, SwAV); ``None``: all views are anchors and large crops.
-
-    Raises:
-        ValueError: an invalid number of views or anchors.
     """
 
     augment: tuple[augment.Name, ...] | None = None
     head: tuple[int, ...] | None = None
-    views: int = 2
-    anchors: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.views < 2:
-            raise ValueError(f"views must be at least 2, the anchor and its positive, got {self.views}")
-        if self.anchors is not None and not 1 <= self.anchors <= self.views:
-            raise ValueError(f"anchors must be between 1 and views={self.views}, got {self.anchors}")
 
 
 class Labelled(NamedTuple):
@@ -174,9 +159,7 @@ class ImageViews:
         self.channels = images.shape[1] if images.ndim == 4 else 1
         self.head = views.head or self.head
         chosen = self.augment if views.augment is None else views.augment
-        self.per_sample, self.anchors = views.views, views.anchors
         self.augmentation = augment.Augmentation(chosen, self.channels)
-        self.small = augment.Augmentation(chosen, self.channels, scale=augment.SMALL)
         self.images = images.to(device)
         self.bank, self.queries = (Labelled(*(side.to(device) for side in part)) for part in (bank, queries))
         told = [f"{name} {value}" for name, value in vars(views).items() if value != getattr(Views, name)]
@@ -195,16 +178,13 @@ class ImageViews:
         return Projected(self.channels, self.head)
 
     def inputs(self, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
-        """Return the views of a batch, anchors first; small crops are resized to the same size."""
+        """Return both views of a batch."""
         sources = self.sources(index, generator).to(self.device)
-        parts = sources.tensor_split([self.anchors or self.per_sample])
-        changes = zip((self.augmentation, self.small), parts, strict=True)
-        changed = [change(self.images[part.flatten()], generator) for change, part in changes if len(part)]
-        return torch.cat(changed).chunk(self.per_sample)
+        return self.augmentation(self.images[sources.flatten()], generator).chunk(2)
 
     def sources(self, index: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the positions of the source images of a batch's views, (V, B)."""
-        return index.expand(self.per_sample, -1)
+        """Return the positions of the source images of a batch's views, (2, B)."""
+        return index.expand(2, -1)
 
     def evaluate(self, model: nn.Module, final: bool = False) -> Metrics:
         metrics = {"nn": nearest_neighbour(*self._features(model.image))}
@@ -231,7 +211,7 @@ class GlyphFaces(ImageViews):
     """Task in which faces of one character are its views, and probes predict the script of held-out characters.
 
     A sample is a character with at least two faces.  Each visit draws two of them and shifts each by up to two
-    pixels; further views are faces that may repeat, except for the first one.  The probes use one image per character:
+    pixels.  The probes use one image per character:
     they are trained on the first face (mostly DejaVu Sans) of training characters, and evaluated on the last face
     (mostly bold, serif or STIX) of held-out characters, which requires features that the faces share.
     """
@@ -259,10 +239,10 @@ class GlyphFaces(ImageViews):
 
     def sources(self, index: Tensor, generator: torch.Generator) -> Tensor:
         count = self.count[index]
-        draw = torch.rand(self.per_sample, len(index), generator=generator)
-        one = (draw[:1] * count).long()
-        others = (one + 1 + (draw[1:] * (count - 1)).long()) % count  # differ from the first face
-        return self.first[index] + torch.cat([one, others])
+        draw = torch.rand(2, len(index), generator=generator)
+        one = (draw[0] * count).long()
+        other = (one + 1 + (draw[1] * (count - 1)).long()) % count  # differs from the first face
+        return self.first[index] + torch.stack([one, other])
 
     def training_features(self, model: nn.Module) -> tuple[Tensor, Tensor]:
         """Return the features of the first two faces of each character, unshifted."""

@@ -6,7 +6,6 @@ selects the task, the methods and the pictures::
     python -m recipes.train_simclr --estimator sogclr --batch-size 64
     python -m recipes.train_simclr --data icons --epochs 5 --optimizer lars --schedule cosine --warmup 1
     python -m recipes.train_simclr --data folder --folder photos --head 128 128 128
-    python -m recipes.train_simclr --data icons --views 6 --anchors 2
     python -m recipes.train_simclr --compare infonce infonce-no-positive sogclr isogclr
 """
 
@@ -23,10 +22,8 @@ from recipes.tasks import GlyphFaces, ImageViews, Views
 
 
 def _views(args: argparse.Namespace) -> Views:
-    if (args.anchors or args.views) > 2 and any(options.get("encode") for options in args.methods.values()):
-        raise ValueError("--encode 1 serves up to two anchors: pass --anchors 2")
     augmented = None if args.augment is None else tuple(args.augment)
-    return Views(augmented, args.head and tuple(args.head), args.views, args.anchors)
+    return Views(augmented, args.head and tuple(args.head))
 
 
 def _icons(args: argparse.Namespace) -> ImageViews:
@@ -66,9 +63,6 @@ def parser() -> argparse.ArgumentParser:
     augmented = "operations on views; default: shift for glyphs, all the others for images in colour"
     own.add_argument("--augment", choices=augment.NAMES, nargs="*", metavar="NAME", help=augmented)
     head = "widths of the layers after the encoder, such as 8192 8192 8192; default: 128, for images in colour 128 128"
-    own.add_argument("--views", type=int, metavar="V", default=2, help="views of each image in a batch")
-    small = "the first so many views are anchors, the others small crops; default: all are anchors and large crops"
-    own.add_argument("--anchors", type=int, metavar="K", help=small)
     own.add_argument("--head", type=int, nargs="+", metavar="WIDTH", help=head)
     return root
 

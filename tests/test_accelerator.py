@@ -142,13 +142,10 @@ def test_evaluation_on_the_device(name):
 
 FURTHER, FEATURES = torch.randn(2, 2 * B, D, generator=torch.Generator().manual_seed(9))
 POLICIES = {
-    "prior": ({"prior": "given"}, {"prior": torch.linspace(0.01, 0.2, B)}),
     "within": ({"within": True}, {"within": torch.arange(B) // 6}),
     "guided": ({"false_negatives": 0.3, "guided": True}, {"guide": FEATURES.split(B)}),
-    "targets": ({"targets": 0.5}, {"teacher": FEATURES.split(B)}),
-    "mined": ({"hardness": ("mined", 3.0), "mises_fisher": 0.5}, {"extra": FURTHER}),
+    "hardness": ({"hardness": 3.0}, {"extra": FURTHER}),
     "weights": ({}, {"sample_weight": torch.linspace(0, 1, B)}),
-    "also": ({"also": ("query_to_query", "document_to_every_document")}, {"extra": FURTHER}),
 }
 
 
@@ -165,11 +162,8 @@ def test_a_policy_whose_arguments_are_on_the_host(name):
     same(found, expected)
 
 
-def test_a_share_on_the_device_that_is_none():
-    """Return a NaN loss for invalid shares and weights on the device, since their values are not read."""
-    est = compopt.DCLEstimator(pairs=PairPolicy(prior="given"))
-    shares = torch.linspace(0.1, 1.0, B).to(DEVICE)
-    assert torch.isnan(est(*batch(0, DEVICE), prior=shares))
+def test_a_weight_on_the_device_that_is_none():
+    """Return a NaN loss for invalid weights on the device, since their values are not read."""
     for weight in (torch.linspace(-0.1, 1.0, B), torch.zeros(B)):
         assert torch.isnan(compopt.DCLEstimator()(*batch(0, DEVICE), sample_weight=weight.to(DEVICE)))
 

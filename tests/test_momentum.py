@@ -243,12 +243,6 @@ REFUSED = [
     (build, lambda k: (k[0], k[1][:-1]), ValueError, r"momentum_features\[1\] must have the shape of z1"),
     (build, lambda k: (k[0].long(), k[1]), TypeError, r"momentum_features\[0\] must be a floating-point tensor"),
     (build, lambda k: [side.to("meta") for side in k], TypeError, "dense tensor with values"),
-    (
-        lambda: build("forward", pairs=PairPolicy(also=("query_to_query",))),
-        lambda k: k,
-        ValueError,
-        "compares features that are trained",
-    ),
 ]
 
 
@@ -259,12 +253,6 @@ def test_what_is_refused(make, change, kind, message):
     with pytest.raises(kind, match=message):
         est(*z, index, momentum_features=keys)
     assert est.pending == 0
-
-
-def test_more_than_two_views_are_refused():
-    views = torch.randn(3, B, D, dtype=torch.float64)
-    with pytest.raises(ValueError, match="serves two views"):
-        build("unimodal")(views, index=torch.arange(B), momentum_features=tuple(views[:2]))
 
 
 def test_the_recommended_estimator_asks_for_them():

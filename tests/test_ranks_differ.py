@@ -25,7 +25,7 @@ PLACEMENT = {
 }
 # arguments of calls that may differ: why, and what of them is compared nevertheless
 OF_THE_SAMPLES = dict.fromkeys(
-    ("z1", "z2", "index", "index2", "group", "labels", "extra", "extra_index", "guide", "within", "teacher", "prior")
+    ("z1", "z2", "index", "index2", "group", "labels", "extra", "extra_index", "guide", "within")
     + ("momentum_features", "sample_weight", "log_g", "previous", "g", "args", "gradient", "anchors of a network")
     + ("scores", "candidates", "losses", "relevance", "items"),
     "values of the rank's own samples; all ranks or none pass them, with the same dtype and shape per sample",
@@ -279,7 +279,6 @@ FURTHER = {**BOTH, "extra": Z[0]}
 LINEAR = {"domain": "linear"}
 MEAN = {"g": ONES, "index": I, "f": torch.square}
 GUIDED = compopt.PairPolicy(guided=True, false_negatives=0.1)
-TEACHER = compopt.PairPolicy(targets=0.1)
 KEYS = "all ranks must pass the same arguments"
 GIVEN = "= (0: none, 1: given): by rank [0, 1]"
 DTYPE = "the features' dtype: by rank [4, 8]"
@@ -330,14 +329,7 @@ DIFFERENT = {
             operation(compopt.DCLEstimator, pairs=GUIDED), BOTH, {"guide": Z}, {"guide": (ONES[:, None],) * 2},
             "dimensions.guide1 by rank [torch.Size([4]), torch.Size([1])]",
         ),
-        "teacher": (
-            operation(compopt.DCLEstimator, pairs=TEACHER), BOTH, {"teacher": Z}, {"teacher": (ONES[:, None],) * 2},
-            "dimensions.teacher1 by rank [torch.Size([4]), torch.Size([1])]",
-        ),
         "within": (operation(compopt.DCLEstimator, pairs=compopt.PairPolicy(within=True)), BOTH, {"within": I}, {}, ""),
-        "prior": (
-            operation(compopt.DCLEstimator, pairs=compopt.PairPolicy(prior="given")), BOTH, {"prior": ONES / 9}, {}, ""
-        ),
         "pairs": (operation(compopt.DCLEstimator), BOTH, {}, {"pairs": GUIDED, "guide": Z}, "pairs by rank [0, "),
         "momentum_features": (operation(compopt.MemoryEstimator), BOTH, {}, {"momentum_features": Z}, GIVEN),
         "sample_weight": (operation(compopt.DCLEstimator), BOTH, {}, {"sample_weight": ONES}, GIVEN),

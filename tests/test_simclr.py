@@ -202,7 +202,7 @@ def test_folders_that_cannot_be_used(photos, tmp_path):
         folder.load(photos, tmp_path)
 
 
-# -- several views -------------------------------------------------------------------------------------------------
+# -- views -------------------------------------------------------------------------------------------------
 
 
 def of(pictures, **views):
@@ -218,54 +218,33 @@ def test_two_views_are_the_halves_of_one_augmented_batch():
     assert all(torch.equal(*pair) for pair in zip(task.inputs(index, generator()), wanted, strict=True))
 
 
-def test_views_beyond_the_anchors_are_small_crops():
-    pytest.importorskip("kornia")
-    ramp = torch.arange(32, dtype=torch.uint8) * 8
-    pictures = torch.stack([ramp.expand(32, 32), ramp[:, None].expand(32, 32), torch.zeros(32, 32).byte()])
-    views = of(pictures.expand(64, -1, -1, -1), augment=("crop",), views=5, anchors=2).inputs(
-        torch.arange(64), generator()
-    )
-    extent = [(view.amax((2, 3)) - view.amin((2, 3)))[:, :2].prod(1) * (32 / 31) ** 2 for view in views]
-    assert len(views) == 5 and all(view.shape == (64, 3, 32, 32) for view in views)
-    assert all(share.min() > 0.15 and share.max() > 0.7 for share in extent[:2])
-    assert all(share.min() < 0.1 and share.max() < 0.25 for share in extent[2:])
-
-
 @pytest.mark.parametrize("method", ["sogclr", "emc2"])
-def test_a_step_is_the_call_with_all_views(method):
-    task = of(images(64), augment=("shift",), head=(16,), views=4, anchors=2)
+def test_a_step_is_the_call_with_both_views(method):
+    task = of(images(64), augment=("shift",), head=(16,))
     config = Config(method, METHODS[method].options("unimodal"), batch_size=16, epochs=1)
     run_, twin = (Run(task, config, Control(max_steps=1)) for _ in range(2))
     index = twin.batches(0)
     features = twin.model.train()(*task.inputs(index, seeded("augment", 0, 0)))
-    wanted = twin.est(torch.stack(features), index=index, anchors=2)
+    wanted = twin.est(*features, index)
     assert run_.train().loss_sum == wanted.detach()
-    assert run_.est.metrics["effective_negatives"] <= 4 * 15
-
-
-@pytest.mark.parametrize("views", [1, 0])
-def test_too_few_views(views):
-    with pytest.raises(ValueError, match=f"views must be at least 2, the anchor and its positive, got {views}"):
-        Views(views=views)
+    assert run_.est.metrics["effective_negatives"] <= 2 * 15
 
 
 # -- the recipe ----------------------------------------------------------------------------------------------------
 
 
-def run(steps, views=2, anchors=None, **options):
-    task = of(images(64), head=(32, 16), views=views, anchors=anchors)
+def run(**options):
+    task = of(images(64), head=(32, 16))
     config = Config(
         "recommended", METHODS["recommended"].options("unimodal"), batch_size=16, epochs=3, lr=0.1, **options
     )
     return task, config
 
 
-@pytest.mark.parametrize(
-    "optimizer, schedule, views, anchors", [("lars", "cosine", 2, None), ("sgd", "one-cycle", 4, 2)]
-)
-def test_resume_with_augmentation(optimizer, schedule, views, anchors, tmp_path):
+@pytest.mark.parametrize("optimizer, schedule", [("lars", "cosine"), ("sgd", "one-cycle")])
+def test_resume_with_augmentation(optimizer, schedule, tmp_path):
     pytest.importorskip("kornia")
-    task, config = run(8, views, anchors, optimizer=optimizer, schedule=schedule)
+    task, config = run(optimizer=optimizer, schedule=schedule)
 
     def train(steps, **control):
         return Run(task, config, Control(eval_every=0, max_steps=steps, **control)).train()
@@ -279,7 +258,7 @@ def test_resume_with_augmentation(optimizer, schedule, views, anchors, tmp_path)
 
 
 def test_a_checkpoint_of_before_a_field_was_added_is_taken(tmp_path):
-    task, config = run(2)
+    task, config = run()
     run_ = Run(task, config, Control(max_steps=1)).train()
     state = run_.state_dict()
     for name in ("optimizer", "schedule", "warmup"):
@@ -294,18 +273,13 @@ def test_the_command_trains_on_a_folder(photos, tmp_path):
     train_simclr.main(
         [
             *("--data", "folder", "--folder", str(photos), "--head", "32", "32", "16", "--batch-size", "6"),
-            *("--views", "4", "--anchors", "2"),
             *("--optimizer", "lars", "--schedule", "cosine", "--warmup", "1", "--epochs", "2", "--no-progress"),
             *("--no-plots", "--cache-dir", str(tmp_path), "--output-dir", str(tmp_path / "out")),
         ]
     )
     (record,) = json.loads((tmp_path / "out" / "metrics.json").read_text())["runs"]
     assert record["finished"] and set(record["final"]) >= set(ImageViews.labels)
-    assert record["config"]["data"].endswith("views 4, anchors 2")
     assert record["config"]["lr"] == pytest.approx(0.075 * 6**0.5)
-
-
-FOLDER = ["--data", "folder", "--folder", "x"]
 
 
 @pytest.mark.parametrize(
@@ -314,9 +288,6 @@ FOLDER = ["--data", "folder", "--folder", "x"]
         (["--data", "folder"], "--data folder needs --folder DIR"),
         (["--labels", "names"], "--labels belongs to --data icons"),
         (["--folder", "x"], "--folder belongs to --data folder"),
-        ([*FOLDER, "--views", "1"], "views must be at least 2"),
-        ([*FOLDER, "--anchors", "3"], "anchors must be between 1 and views=2, got 3"),
-        ([*FOLDER, "--views", "3", "--estimator", "emc2", "--encode", "1"], "serves up to two anchors"),
         pytest.param(
             ["--augment", "jitter"], "augment='jitter' needs images in colour", marks=pytest.mark.slow
         ),  # draws glyphs

@@ -148,7 +148,6 @@ def unit(n, d, generator):
 
 
 POLICIES = {
-    "prior and mises_fisher": (compopt.PairPolicy(prior=0.1, mises_fisher=0.5, within=True), compopt.DCLEstimator),
     "network": (
         compopt.PairPolicy(within=True),
         lambda **o: compopt.NeuCLIPEstimator(32, tau_min=TAU, prototypes=64, **o),

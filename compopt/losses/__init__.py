@@ -1,4 +1,4 @@
-"""Non-contrastive losses: robust risks, average precision, partial AUC and rankings, with averages per sample."""
+"""Losses with averages per sample (robust risks, average precision, partial AUC, rankings), and SupCon."""
 
 from compopt.losses.base import CompositionalLoss, RobustLoss
 from compopt.losses.pairs import (
@@ -10,6 +10,7 @@ from compopt.losses.pairs import (
     TwoWayPartialAUCLoss,
 )
 from compopt.losses.rankings import ListwiseLoss, NDCGLoss
+from compopt.losses.supervised import SupConLoss
 
 __all__ = [
     "AveragePrecisionLoss",
@@ -20,6 +21,7 @@ __all__ = [
     "PairLoss",
     "PartialAUCLoss",
     "RobustLoss",
+    "SupConLoss",
     "TwoWayCVaRPartialAUCLoss",
     "TwoWayPartialAUCLoss",
 ]

@@ -50,8 +50,8 @@ class MCMCNegativeSampler(Normalizer):
     chains it affects 13 % of the anchors at tau = 0.1 and 53 % at 0.05, and more while features are still spreading
     (``metrics["unused_anchors"]``).
 
-    *Bimodal*: one chain per direction. *Unimodal*: one chain per sample, which walks through view 1, then view 2 and
-    any other views that are anchors, each with its own burn-in. Rows do not contain the view of a chain (in the batch
+    *Bimodal*: one chain per direction. *Unimodal*: one chain per sample, which walks through view 1, then view 2,
+    each with its own burn-in. Rows do not contain the view of a chain (in the batch
     it is drawn by the softmax over the views), and ``encode`` returns one view of a sample: exact for identical views,
     otherwise the approximation of the paper's section 4.1.
 

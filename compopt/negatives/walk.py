@@ -39,7 +39,7 @@ class Samples:
 class Candidates:
     """Negatives of some anchors in one direction, numbered from 0 to ``|N_i| - 1``.
 
-    Columns are the ``B`` features of the other modality, or in unimodal mode the ``V B`` features of all views. No
+    Columns are the ``B`` features of the other modality, or in unimodal mode the ``2 B`` features of both views. No
     anchor has more than ``most`` negatives. With ``alike`` it is known on the host that all anchors have ``most``
     negatives, and ``count`` is ``(1,)`` instead of ``(b,)``.
     """

@@ -76,7 +76,7 @@ class MovingAverageEstimator(Normalizer):
     Hyper-parameters, which may differ between sample groups: ``gamma``, ``reference``, ``eps``.
 
     State, per sample: ``log_u`` (in nats, in the rows' dtype; ``u`` with ``domain="linear"``) and the number of visits
-    (int32), one each per direction (bimodal), or one shared by all views (unimodal: ``g_i`` is the mean of their pairs,
+    (int32), one each per direction (bimodal), or one shared by both views (unimodal: ``g_i`` is the mean of the two,
     objective V2); when used alone, ``width`` values and one number of visits. The first visit sets ``log(eps + g)``.
     As part of an estimator it communicates nothing itself; for its use alone see :meth:`update`.
 

@@ -119,7 +119,7 @@ class Prototypes:
         return self.gradient_by_partition(self._by_partition(weight))
 
     def gradient_by_partition(self, quotient: Tensor) -> Tensor:
-        """Return :meth:`gradient` of the weights ``quotient_i partition_i``, summed over positives."""
+        """Return :meth:`gradient` of the weights ``quotient_i partition_i``."""
         # q_ij = weight_i softmax_ij / tau_i:  (sum_i q_ij (e_i - cos_ij W_j / |W_j|)) / |W_j|
         assert self._logits is not None and self._e is not None
         quotient = quotient.sum_to_size(self.features.shape[:2])
@@ -148,7 +148,7 @@ class Prototypes:
 class AnchorLayout:
     """Conversion between the shape ``(B, A)`` of samples and the shape ``(D, P)`` of the networks' anchors.
 
-    ``shared``: one network for all views (unimodal mode). ``unit_features``: the estimator normalises features.
+    ``shared``: one network for both views (unimodal mode). ``unit_features``: the estimator normalises features.
     """
 
     shared: bool
@@ -167,35 +167,29 @@ class AnchorLayout:
         units = [z.to(self.dtype) if self.unit_features else normalize(z.to(self.dtype), dim=1) for z in features]
         if self.shared:
             every = torch.cat(units).unsqueeze(0)
-            return every[:, : directions * len(units[0])], every
+            return every, every
         return torch.stack(units[:directions]), torch.stack(units[::-1][:directions])
 
-    def per_anchor(self, value: Scalar, like: Tensor, positives: int = 1) -> Any:
-        """Rearrange ``(B, 1)`` or ``(B, A)``, the shape of ``like``, -> ``(D, P)``; a number stays a number.
-
-        With several ``positives`` per anchor, which share one network, -> ``(positives, P)``.
-        """
+    def per_anchor(self, value: Scalar, like: Tensor) -> Any:
+        """Rearrange ``(B, 1)`` or ``(B, A)``, the shape of ``like``, -> ``(D, P)``; a number stays a number."""
         if not isinstance(value, Tensor):
             return value
         by_direction = value.to(self.dtype).expand(like.shape).T
-        return by_direction.reshape(positives, -1) if self.shared else by_direction
+        return by_direction.reshape(1, -1) if self.shared else by_direction
 
     def per_sample(self, value: Tensor, like: Tensor) -> Tensor:
-        """Rearrange ``(D, P)``, or ``(positives, P)``, -> ``(B, A)``, in the shape and dtype of ``like``."""
+        """Rearrange ``(D, P)`` -> ``(B, A)``, in the shape and dtype of ``like``."""
         return value.reshape(like.shape[1], len(like)).T.to(like.dtype)
 
 
 class NetworkBatch:
     """Anchors of a call by network. Values that all anchors share are numbers, others ``(D, P)``.
 
-    With more than two views the network predicts one ``l_i`` per anchor, ``(1, P)``, for all its positives: values
-    that depend on positives are ``(positives, P)``, and gradients are summed over them.
-
     Features of a sample that are not finite are NaN, and the results for that sample are NaN, too.
 
     Args:
         layout: the arrangement.
-        features: features of all views, ``(B, d)`` each.
+        features: features of both modalities or views, ``(B, d)`` each.
         positive: ``s_ii``, ``(B, A)``; results have this shape and dtype.
         tau, eps: numbers, or broadcastable to ``(B, A)``.
         log_ghat: targets of the network, ``(B, A)``; ``None``: predict only.
@@ -218,8 +212,7 @@ class NetworkBatch:
         plain: bool = True,
     ) -> None:
         self.layout, self.features, self.like = layout, features, positive
-        self.positives = len(features) - 1  # of each anchor
-        self.anchors, self.others = layout.anchors(features, positive.shape[1] // self.positives)
+        self.anchors, self.others = layout.anchors(features, positive.shape[1])
         self.tau, self.eps, self.weight = (self.per_anchor(value) for value in (tau, eps, weight))
         self.shift = self.per_anchor(positive) / self.tau
         if log_ghat is not None:
@@ -233,8 +226,8 @@ class NetworkBatch:
         self.most = 2 / self.tau if known else math.inf
 
     def per_anchor(self, value: Scalar) -> Any:
-        """Rearrange ``(B, 1)`` or ``(B, A)`` -> ``(D, P)``, or ``(positives, P)``; a number stays a number."""
-        return self.layout.per_anchor(value, self.like, self.positives)
+        """Rearrange ``(B, 1)`` or ``(B, A)`` -> ``(D, P)``; a number stays a number."""
+        return self.layout.per_anchor(value, self.like)
 
     def per_sample(self, value: Tensor) -> Tensor:
         """Invert :meth:`per_anchor`."""
@@ -242,10 +235,7 @@ class NetworkBatch:
 
     def prototypes(self, state: State) -> Prototypes:
         """Return the predictor for these anchors with the active prototypes of a state."""
-        scale = 1 / self.tau
-        if isinstance(scale, Tensor) and self.positives > 1:
-            scale = scale[:1]  # all positives of an anchor have the temperature of the sample
-        return Prototypes(self.anchors, scale, state["queue_active"], self.layout.ranks)
+        return Prototypes(self.anchors, 1 / self.tau, state["queue_active"], self.layout.ranks)
 
     def through_eps(self, weight: Tensor, relative: Tensor) -> Tensor:
         """Turn derivatives by ``alpha`` into derivatives by the log-partition, which differ if eps is not 0."""
@@ -299,7 +289,7 @@ class Prediction:
         return torch.maximum(self.alpha, self.target - MAX_EXCESS)
 
     def through_alpha(self, alpha: Tensor, own: slice, slope: Tensor, gradient: Tensor | None) -> None:
-        """Add the gradient of the objective through ``alpha`` to that of the features ``own``, ``(V, b, d)``.
+        """Add the gradient of the objective through ``alpha`` to that of the features ``own``, ``(2, b, d)``.
 
         ``alpha`` is :attr:`bounded`, ``slope`` the derivative of the value by ``alpha``, ``(B, A)``.
         Collective if the prototypes are divided over the ranks, also without a gradient.

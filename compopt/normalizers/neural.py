@@ -58,8 +58,8 @@ class NeuralNormalizer(Normalizer):
     In a call ``alpha`` is at least ``log(eps + ghat) - log 30``, so that no anchor's weights sum to more than 30 if the
     network does not follow the features, as at small temperatures. At usual temperatures the sums stay below 8.
 
-    *Unimodal*: all views share one network, which approximates the features of all views; ``alpha`` is computed per
-    view, or per pair of more than two (objective V1 of SogCLR).
+    *Unimodal*: both views share one network, which approximates the features of both; ``alpha`` is computed per view
+    (objective V1 of SogCLR).
 
     Args:
         dim: dimension of the features.

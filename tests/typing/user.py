@@ -65,7 +65,7 @@ def train(path: str) -> dict[str, float]:
         schedule.step()
         sampler.observe(index, z1, z2)
         whole.prefetch(index)
-        assert_type(whole(torch.stack([z1, z2, z1]), index=index, anchors=2), Tensor)
+        assert_type(whole(z1, z2, index), Tensor)
     est.sample_groups[0]["gamma"] = 0.5
     est.add_sample_group({"n": 10, "gamma": 0.7})
     columns = est.read(torch.arange(4))
