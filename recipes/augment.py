@@ -16,7 +16,7 @@ Name = Literal["shift", "crop", "flip", "jitter", "grey", "blur"]
 NAMES: tuple[Name, ...] = get_args(Name)
 COLOURS = ("jitter", "grey")  # these need three channels
 SHIFT = 2  # pixels
-LARGE, SMALL = (0.2, 1.0), (0.05, 0.2)  # ranges of the area share that crops keep; disjoint, as in SwAV
+AREA = (0.2, 1.0)  # range of the area share that crops keep
 
 
 class Augmentation:
@@ -30,19 +30,16 @@ class Augmentation:
             returns images unchanged.
         channels: channels of the images.
         size: pixels per side.
-        scale: smallest and largest share of the image's area that ``"crop"`` keeps, before it resizes to ``size``.
 
     Raises:
         ValueError: a colour operation for grey images, or kornia is missing.
     """
 
-    def __init__(
-        self, names: Sequence[Name], channels: int, size: int = 32, scale: tuple[float, float] = LARGE
-    ) -> None:
+    def __init__(self, names: Sequence[Name], channels: int, size: int = 32) -> None:
         if channels != 3 and (refused := [name for name in names if name in COLOURS]):
             raise ValueError(f"augment={refused[0]!r} needs images in colour; these have {channels} channel")
         self.names = tuple(sorted(names, key=NAMES.index))
-        self._kornia = _kornia([name for name in self.names if name != "shift"], size, scale)
+        self._kornia = _kornia([name for name in self.names if name != "shift"], size)
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Augment images (B, H, W) or (B, C, H, W), uint8; kornia's operations give floats between 0 and 1."""
@@ -55,16 +52,16 @@ class Augmentation:
             return self._kornia(pixels(images))
 
 
-def _kornia(names: Sequence[Name], size: int, scale: tuple[float, float]) -> Callable[[Tensor], Tensor] | None:
+def _kornia(names: Sequence[Name], size: int) -> Callable[[Tensor], Tensor] | None:
     if not names:
         return None
     if find_spec("kornia") is None:
         raise ValueError(f'augment={names[0]!r} needs kornia: pip install -c constraints.txt -e ".[recipes]"')
     import kornia.augmentation as K
 
-    # SimCLR, appendix A, with its strength for 32 x 32 images (appendix B.9); large crops keep at least a fifth
+    # SimCLR, appendix A, with its strength for 32 x 32 images (appendix B.9)
     built: dict[str, Callable[[], Any]] = {
-        "crop": lambda: K.RandomResizedCrop((size, size), scale=scale),
+        "crop": lambda: K.RandomResizedCrop((size, size), scale=AREA),
         "flip": lambda: K.RandomHorizontalFlip(p=0.5),
         "jitter": lambda: K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.8),
         "grey": lambda: K.RandomGrayscale(p=0.2),

@@ -15,16 +15,12 @@ from tests.pool import the_pool
 from tests.reference import MomentumReference
 
 D, B, LENGTH, TAU = 4, 8, 20, 0.3
-KINDS = ("bimodal", "unimodal", "forward", "one")  # one: only view 1 has anchors
+KINDS = ("bimodal", "unimodal", "forward")
 
 
 def build(kind="bimodal", length=LENGTH, tau=TAU, **options):
-    mode = {"forward": {"directions": "forward"}, "one": {"mode": "unimodal"}}.get(kind, {"mode": kind})
+    mode = {"forward": {"directions": "forward"}}.get(kind, {"mode": kind})
     return compopt.MemoryEstimator(D, length, tau, **{"dtype": torch.float64, **mode, **options})
-
-
-def of_call(kind):
-    return {"anchors": 1} if kind == "one" else {}
 
 
 def batch(step, size=B, dtype=torch.float64):
@@ -56,14 +52,14 @@ def test_it_is_the_moved_queue_of_the_study(mode):
 CALLS = {
     "plain": lambda g, kind: {},
     "labels": lambda g, kind: {"labels": torch.randint(0, 5, (B,), generator=g)},
-    "index2": lambda g, kind: {} if kind in ("unimodal", "one") else {"index2": torch.randint(0, 9, (B,), generator=g)},
+    "index2": lambda g, kind: {} if kind == "unimodal" else {"index2": torch.randint(0, 9, (B,), generator=g)},
     "extra": lambda g, kind: {
         "extra": torch.randn(5, D, generator=g, dtype=torch.float64),
         "extra_index": torch.randint(0, 3 * B, (5,), generator=g),
     },
     "tau": lambda g, kind: {"tau": 0.2 + 0.3 * torch.rand(B, 1, generator=g, dtype=torch.float64)},
     "taus": lambda g, kind: {
-        "tau": 0.2 + 0.3 * torch.rand(B, 1 if kind in ("forward", "one") else 2, generator=g, dtype=torch.float64)
+        "tau": 0.2 + 0.3 * torch.rand(B, 1 if kind == "forward" else 2, generator=g, dtype=torch.float64)
     },
     "global tau": lambda g, kind: {"tau": torch.tensor(0.4, dtype=torch.float64)},
     "margin": lambda g, kind: {"policy": (0.1, 0.0)},
@@ -82,7 +78,7 @@ def test_it_is_its_reference(call, kind, chunk_size):
         z, k, index = batch(step)
         given = CALLS[call](generator(step), kind)
         margin, beta = given.get("policy", (None, 0.0))
-        policy = PairPolicy(false_negatives=margin, hardness=beta or None, within="within" in given or None)
+        policy = PairPolicy(false_negatives=margin, hardness=beta or None, within="within" in given)
         est = est or build(kind, chunk_size=chunk_size, pairs=None if policy == PairPolicy() else policy)
         leaves = {"z1": z[0], "z2": z[1], **{name: given[name] for name in ("extra", "tau") if name in given}}
         leaves = {name: value.clone().requires_grad_() for name, value in leaves.items()}
@@ -91,7 +87,7 @@ def test_it_is_its_reference(call, kind, chunk_size):
         gradients = torch.autograd.grad(want, [*leaves.values()], allow_unused=True)
         given.pop("policy", None)
         keys = [side.clone().requires_grad_() for side in k]
-        found = est(leaves["z1"], leaves["z2"], index, momentum_features=keys, **given, **of_call(kind))
+        found = est(leaves["z1"], leaves["z2"], index, momentum_features=keys, **given)
         near(found, want, 1e-12, what="loss")
         found.backward()
         for (name, leaf), wanted in zip(leaves.items(), gradients, strict=True):
@@ -107,7 +103,7 @@ def test_effective_negatives_count_all_candidates(kind):
     for step in range(3):
         z, k, index = batch(2 * step)
         ref.loss(z, k, index)
-        est(*z, index, momentum_features=k, **of_call(kind))
+        est(*z, index, momentum_features=k)
         found = est.metrics["effective_negatives"]
         near(found, torch.stack([1 / w.square().sum() for w in ref.weights.values()]).mean(), 1e-10)
         est.step(), ref.step()
@@ -149,17 +145,17 @@ def test_scores_are_of_the_copy_s_candidates(kind):
     est = build(kind, scores=compopt.ScoreKeeper(B))
     z, k = features(B, D, 1), features(B, D, 2)
     index = torch.arange(B)
-    est(*z, index, momentum_features=k, **of_call(kind))
+    est(*z, index, momentum_features=k)
     est.step()
     similar, ranks = [], []
     for view, anchors in enumerate(F.normalize(side) for side in z):
-        candidates = [F.normalize(side) for side in (k if kind in ("unimodal", "one") else k[1 - view : 2 - view])]
+        candidates = [F.normalize(side) for side in (k if kind == "unimodal" else k[1 - view : 2 - view])]
         positive = torch.linalg.vecdot(anchors, F.normalize(k[1 - view]))
         others = torch.cat([(anchors @ side.T)[~torch.eye(B, dtype=torch.bool)].view(B, -1) for side in candidates], 1)
         ranks.append((others > positive[:, None]).double().mean(1))
         similar.append(positive)
     found = est.read(index)
-    if kind in ("unimodal", "one"):
+    if kind == "unimodal":
         near(found["rank"][:, 0], (ranks[0] + ranks[1]) / 2)
     else:
         near(found["rank"], torch.stack(ranks, 1)[:, : found["rank"].shape[1]])
@@ -182,9 +178,9 @@ def trained(est, steps, first=0, **call):
 def test_a_resumed_run_goes_on_bit_for_bit(kind):
     options = {"momentum": True, "dtype": torch.float32}
     est, again = build(kind, **options), build(kind, **options)
-    trained(est, 4, **of_call(kind))
+    trained(est, 4)
     again.load_state_dict(through_a_file(est.state_dict()))
-    for one, other in zip(*(trained(each, 3, first=4, **of_call(kind)) for each in (est, again)), strict=True):
+    for one, other in zip(*(trained(each, 3, first=4) for each in (est, again)), strict=True):
         assert torch.equal(one, other)
     assert_same_bits(snapshot(est, 3 * B), snapshot(again, 3 * B))
     with pytest.raises(ValueError, match="momentum"):
@@ -275,8 +271,8 @@ def test_cached_features_have_the_same_gradients(kind):
     one, other = build(kind), build(kind)
     for step in range(3):
         z, k, index = batch(step)
-        wanted = run(one, *z, index, momentum_features=k, **of_call(kind))
-        found = other.feature_gradients(*z, index, momentum_features=k, **of_call(kind))
+        wanted = run(one, *z, index, momentum_features=k)
+        found = other.feature_gradients(*z, index, momentum_features=k)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         one.step(), other.step()
 
@@ -325,7 +321,7 @@ def on_ranks(group, kind, chunk_size, sizes):
         given = {name: value[own] for name, value in given.items()}
         given["within"] = (given["within"], torch.arange(B)[own] % 2) if step == 2 else given["within"]
         keys = [side[own] for side in k]
-        found.append(run(est, *(side[own] for side in z), index[own], momentum_features=keys, **given, **of_call(kind)))
+        found.append(run(est, *(side[own] for side in z), index[own], momentum_features=keys, **given))
         est.step()
     return found, snapshot(est, 3 * B)
 

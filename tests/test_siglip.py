@@ -96,7 +96,9 @@ def on_ranks(group, kind, sizes, views, labels, chunk_size):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["unimodal", *(pytest.param(k, marks=pytest.mark.full) for k in ("bimodal", "forward"))])
+@pytest.mark.parametrize(
+    "kind", ["unimodal", *(pytest.param(k, marks=pytest.mark.full) for k in ("bimodal", "forward"))]
+)
 def test_ranks(kind):
     """Feature gradients are those of the rank's part times K; parameter gradients are complete on every rank."""
     views = torch.randn(2, BATCH, DIM, generator=generator(94), dtype=torch.float64)

@@ -65,8 +65,6 @@ def _arms(task: str) -> dict[str, Contender]:
         "EMC2": arm("emc2", tau=0.2),
         "SimCLR, spectral batches": arm("infonce", kind=batches.SPECTRAL),
     }
-    several = {"views": Views(views=4, anchors=2), "after": f"{task}: SimCLR"}
-    contenders["SimCLR, 4 views (2 anchors)"] = Contender(task=task, method="infonce", **several)
     return {f"{task}: {name}": contender for name, contender in contenders.items()}
 
 

@@ -23,7 +23,7 @@ class MomentumReference:
         z, k = [F.normalize(side) for side in z], [F.normalize(side.detach()) for side in k]
         extra = [] if extra is None else list(F.normalize(extra))
         means = [side.mean(0) for side in k]
-        if self.kind in ("unimodal", "one"):
+        if self.kind == "unimodal":
             means = [(means[0] + means[1]) / 2] * 2
         tau = torch.as_tensor(self.tau if tau is None else tau, dtype=torch.float64)
         tau = (tau if tau.dim() == 2 else tau.reshape(-1, 1)).expand(len(z[0]), 2)
@@ -31,10 +31,10 @@ class MomentumReference:
             [None if key is None else int(key[i]) for key in (index, index2, labels, within)] for i in range(len(z[0]))
         ]
         values, past = [], (self.slots + self.pending)[-self.length :]
-        for view in range(1 if self.kind in ("forward", "one") else 2):
+        for view in range(1 if self.kind == "forward" else 2):
             for i, own in enumerate(z[view]):
                 positive = torch.dot(own, k[1 - view][i])
-                sides = (0, 1) if self.kind in ("unimodal", "one") else (1 - view,)
+                sides = (0, 1) if self.kind == "unimodal" else (1 - view,)
                 inside = [k[side][j] for j in range(len(keys)) if _apart(keys[i], keys[j]) for side in sides]
                 if view == 0:
                     mine = int((index if index2 is None else index2)[i])
