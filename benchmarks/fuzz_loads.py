@@ -142,6 +142,10 @@ def use(made: Any, seed: int) -> list[Tensor]:
         losses[0].backward()
         made.step()
         return [*losses, anchors.grad, *numbers(made)]
+    if isinstance(made, compopt.losses.InnerAverage):
+        averages = made.update(z[0, :, 0], index)
+        made.step()
+        return [averages, *numbers(made)]
     if isinstance(made, Estimator):  # a loss
         scores, labels = z[0, :, 0].requires_grad_(), torch.arange(BATCH) % 2
         ranking = "relevance" in inspect.signature(type(made).__call__).parameters

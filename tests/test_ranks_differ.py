@@ -26,7 +26,7 @@ PLACEMENT = {
 # arguments of calls that may differ: why, and what of them is compared nevertheless
 OF_THE_SAMPLES = dict.fromkeys(
     ("z1", "z2", "index", "index2", "group", "labels", "extra", "extra_index", "guide", "within", "teacher", "prior")
-    + ("momentum_features", "sample_weight", "log_g", "previous", "g", "args", "gradient", "anchors of a network")
+    + ("momentum_features", "sample_weight", "log_g", "value", "previous", "g", "args", "gradient", "anchors of a network")
     + ("scores", "candidates", "losses", "relevance", "items"),
     "values of the rank's own samples; all ranks or none pass them, with the same dtype and shape per sample",
 )
@@ -84,7 +84,7 @@ VALUES = {
     "through_alpha": (False, True),
     "bias": (-2.0, -1.0),
     "learn": (False, True),
-    "domain": ("log", "linear"),
+    "domain": ("linear", "log"),
     "width": (1, 2),
     "neural": (lambda: compopt.NeuralNormalizer(4, 8), lambda: compopt.NeuralNormalizer(4, 9)),
     "prediction": ("before", "after"),
@@ -142,7 +142,8 @@ BESIDE = {
 OF_A_DUAL = ("rho", "tau_lr", "tau_min", "tau_max", "max_grad", "betas", "parametrization")
 BESIDE |= {(compopt.NeuCLIPEstimator, name): {"learn_tau": True} for name in OF_A_DUAL}
 REFUSED = {(compopt.EMC2Estimator, "pairs"), (compopt.SigLIPEstimator, "pairs")}  # at construction
-ALONE = (compopt.MovingAverageEstimator, compopt.TemperatureDual, compopt.NeuralNormalizer, compopt.MCMCNegativeSampler)
+ALONE = (compopt.MovingAverageEstimator, losses.InnerAverage, compopt.TemperatureDual)
+ALONE += (compopt.NeuralNormalizer, compopt.MCMCNegativeSampler)
 ABSTRACT = {compopt.Estimator, compopt.Normalizer, compopt.Temperature, losses.CompositionalLoss, losses.PairLoss}
 EVERY = [getattr(module, name) for module in (compopt, losses) for name in module.__all__]
 KINDS = [kind for kind in EVERY if isinstance(kind, type) and issubclass(kind, compopt.Estimator)]
@@ -186,6 +187,8 @@ def call(obj, rank):
     dim = getattr(dim, "dim", dim if isinstance(dim, int) else 4)
     z1, z2 = features(B, dim, rank, dtype=torch.float32)
     if isinstance(obj, compopt.MovingAverageEstimator):
+        return obj.update(z1[:, 0], index)
+    if isinstance(obj, losses.InnerAverage):
         return obj.update(z1[:, 0] if obj.width == 1 else z1[:, :2], index)
     if isinstance(obj, compopt.TemperatureDual):
         return obj.update(z1[:, 0], None if obj.mode == "global" else index)
@@ -276,7 +279,6 @@ VIEWS = torch.randn(3, B, 4, generator=torch.Generator().manual_seed(0))
 Z = features(B, 4, 0, dtype=torch.float32)
 BOTH = {"z1": Z[0], "z2": Z[1], "index": I}
 FURTHER = {**BOTH, "extra": Z[0]}
-LINEAR = {"domain": "linear"}
 MEAN = {"g": ONES, "index": I, "f": torch.square}
 GUIDED = compopt.PairPolicy(guided=True, false_negatives=0.1)
 TEACHER = compopt.PairPolicy(targets=0.1)
@@ -302,13 +304,13 @@ def operation(kind, method="__call__", **options):
     return functools.partial(build, kind, alone=True, **options), method
 
 
-AVERAGE, LINEAR_AVERAGE = (operation(compopt.MovingAverageEstimator, "update", **o) for o in ({}, LINEAR))
+AVERAGE, INNER = (operation(kind, "update") for kind in ALONE[:2])
 DUAL, NETWORK = operation(compopt.TemperatureDual, "update"), operation(compopt.NeuralNormalizer, "update")
 PREDICTION, CHAINS = (
     operation(compopt.NeuralNormalizer, "predict"),
     operation(compopt.MCMCNegativeSampler, "sample"),
 )
-COMPOSED, LINEAR_LOSS = ((operation(compopt.MovingAverageEstimator, **o)[0], composed) for o in ({}, LINEAR))
+COMPOSED, INNER_LOSS = ((make, composed) for make, _ in (AVERAGE, INNER))
 LEARNING = {"anchors": Z[0], "log_g": ONES, "tau": 0.2}
 # by signature: argument -> operation, arguments on both ranks, on rank 0, on rank 1, what the message shows
 DIFFERENT = {
@@ -346,17 +348,20 @@ DIFFERENT = {
         "g": (COMPOSED, MEAN, {}, wide(MEAN, "g"), DTYPE),
         "args": (COMPOSED, MEAN | {"f": torch.mul}, {"args": (ONES,)}, {"args": (ONES.int(),)}, "0 by rank ['torch.f"),
         "previous": (
-            LINEAR_LOSS, MEAN | {"f": lambda u, *args: u}, {"previous": ONES}, {"args": (ONES,)},
+            INNER_LOSS, MEAN | {"f": lambda u, *args: u}, {"previous": ONES}, {"args": (ONES,)},
             "previous by rank ['torch.float32 [1]', none]; 0 by rank [none, 'torch.float32 []']",
         ),
         "beta": (
-            LINEAR_LOSS, {**MEAN, "previous": ONES}, {"beta": 0.5}, {"beta": 0.75}, "of beta=: by rank [0.5, 0.75]"
+            INNER_LOSS, {**MEAN, "previous": ONES}, {"beta": 0.5}, {"beta": 0.75}, "of beta=: by rank [0.5, 0.75]"
         ),
     },
     compopt.MovingAverageEstimator.update: {
         "log_g": (AVERAGE, {"index": I}, {"log_g": ONES}, {"log_g": ONES.double()}, DTYPE),
-        "previous": (LINEAR_AVERAGE, {"log_g": ONES, "index": I}, {}, {"previous": ONES}, "by rank [1, 2]"),
-        "beta": (LINEAR_AVERAGE, {"log_g": ONES, "index": I, "previous": ONES}, {}, {"beta": 0.5}, "[None, 0.5]"),
+    },
+    losses.InnerAverage.update: {
+        "value": (INNER, {"index": I}, {"value": ONES}, {"value": ONES.double()}, DTYPE),
+        "previous": (INNER, {"value": ONES, "index": I}, {}, {"previous": ONES}, "by rank [1, 2]"),
+        "beta": (INNER, {"value": ONES, "index": I, "previous": ONES}, {}, {"beta": 0.5}, "[None, 0.5]"),
     },
     compopt.TemperatureDual.update: {
         "gradient": (DUAL, {"index": I}, {"gradient": ONES}, {"gradient": ONES.double()}, DTYPE),

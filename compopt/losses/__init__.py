@@ -1,6 +1,7 @@
 """Non-contrastive losses: robust risks, average precision, partial AUC and rankings, with averages per sample."""
 
 from compopt.losses.base import CompositionalLoss, RobustLoss
+from compopt.losses.compositional import InnerAverage
 from compopt.losses.pairs import (
     AveragePrecisionLoss,
     CVaRPartialAUCLoss,
@@ -15,6 +16,7 @@ __all__ = [
     "AveragePrecisionLoss",
     "CVaRPartialAUCLoss",
     "CompositionalLoss",
+    "InnerAverage",
     "ListwiseLoss",
     "NDCGLoss",
     "PairLoss",
