@@ -26,8 +26,8 @@ PLACEMENT = {
 # arguments of calls that may differ: why, and what of them is compared nevertheless
 OF_THE_SAMPLES = dict.fromkeys(
     ("z1", "z2", "index", "index2", "group", "labels", "extra", "extra_index", "guide", "within", "teacher", "prior")
-    + ("momentum_features", "sample_weight", "log_g", "value", "previous", "g", "args", "gradient", "anchors of a network")
-    + ("scores", "candidates", "losses", "relevance", "items"),
+    + ("momentum_features", "sample_weight", "log_g", "previous", "g", "args", "gradient", "anchors of a network")
+    + ("value", "scores", "candidates", "losses", "relevance", "items"),
     "values of the rank's own samples; all ranks or none pass them, with the same dtype and shape per sample",
 )
 FUNCTIONS = {
