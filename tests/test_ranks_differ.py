@@ -80,7 +80,6 @@ VALUES = {
     "prototypes": (8, 9),
     "updates": (1, 2),
     "restart_every": (3, 4),
-    "reset_optimizer": (False, True),
     "through_alpha": (False, True),
     "bias": (-2.0, -1.0),
     "learn": (False, True),
