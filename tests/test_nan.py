@@ -172,7 +172,7 @@ def test_encoded_rows_count(mode):
     states = []
     for value in (float("nan"), 1e20):
         z1, z2, _ = batches(N, 1, seed=99, dtype=torch.float32)[0]
-        est, asked = compopt.EMC2Estimator(N, tau=0.2, burn_in=0, rescore=True, mode=mode), []
+        est, asked = compopt.EMC2Estimator(N, tau=0.2, burn_in=0, mode=mode), []
 
         def encode(missing, value=value, asked=asked):
             asked.append(len(missing))

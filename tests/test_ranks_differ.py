@@ -55,7 +55,6 @@ VALUES = {
     "n": (N, N + 1),
     "burn_in": (0.5, 0.25),
     "proposals": ("pool", "sweep"),
-    "rescore": (False, True),
     "seed": (0, 1),
     "draws": (3, 4),
     "version": ("v1", "v3"),
@@ -198,7 +197,7 @@ def call(obj, rank):
     more = {}
     if getattr(obj.normalizer, "momentum", False):
         more["momentum_features"] = (z1, z2)
-    if getattr(obj.normalizer, "rescore", False) or getattr(obj.normalizer, "draws", None):
+    if getattr(obj.normalizer, "draws", None):
         more["encode"] = lambda missing: (torch.ones(len(missing), dim), torch.ones(len(missing), dim))
     return obj(z1, z2, index, **more)
 
@@ -219,7 +218,7 @@ def constructed(group, kind):
         if name in PLACEMENT or (kind, name) in REFUSED:
             continue
         value = given_by(OF_A_CLASS, kind, name) or VALUES[name]
-        alone = kind in ALONE and name not in ("draws", "rescore", "proposals", "seed")
+        alone = kind in ALONE and name not in ("draws", "proposals", "seed")
         obj = build(kind, group, alone, **given_by(BESIDE, kind, name, {}), **{name: value[rank]})
         found[name] = refusal(lambda obj=obj: call(obj, rank))
     return found

@@ -237,7 +237,7 @@ class EMC2Estimator(ContrastiveEstimator):
             ``P = b - 1`` of ``R = 2b - 2`` proposals.
         tau: temperature, ``1 / beta`` of the paper. The default is that of Table 3, STL-10 at batch 256; other runs use
             1 / 14.28. The paper has no bimodal run.
-        proposals, rescore, seed, draws: see :class:`~compopt.MCMCNegativeSampler`.
+        proposals, seed, draws: see :class:`~compopt.MCMCNegativeSampler`.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: ``chain``, ``score`` and ``count`` per sample, one each per direction in bimodal mode: 32 bytes a sample,
@@ -264,13 +264,12 @@ class EMC2Estimator(ContrastiveEstimator):
         burn_in: int | float = 0.5,
         tau: float = 0.2,
         proposals: Proposals = "pool",
-        rescore: bool = False,
         seed: int = 0,
         draws: int | None = None,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            MCMCNegativeSampler(sizes(n), burn_in, proposals, rescore, seed, draws),
+            MCMCNegativeSampler(sizes(n), burn_in, proposals, seed, draws),
             FixedTemperature(tau),
             sample_groups=n,
             **options,
