@@ -68,12 +68,6 @@ def halved(t: int) -> float:
     return 1 / (1 + t)
 
 
-def read(sources: Any) -> Iterator[dict[str, str]]:
-    """Yield the samples of shards that do not exist."""
-    for source in sources:
-        yield from ({"__url__": source["url"], "__key__": key} for key in "abcd")
-
-
 class Masked(nn.Sequential):
     """Model with buffers, one of which is not finite."""
 
@@ -84,11 +78,10 @@ class Masked(nn.Sequential):
 
 def arguments(folder: Path) -> dict[str, Any]:
     """Return the arguments of constructors by name."""
-    sizes = compopt.data.ShardIndex({f"s3://{shard}.tar": 4 for shard in range(5)})
     given = {"n": N, "dim": DIM, "length": 8, "prototypes": 8, "batch_size": 4, "candidates": 8, "keep": 3}
-    given |= {"sizes": sizes, "shards": [f"s3://{shard}.tar" for shard in range(5)], "decay_steps": 9, "decay": 0.9}
-    given |= {"read": compopt.data.indexed_reader(read, sizes), "key": "gamma", "fn": halved, "name": "rows"}
-    return given | {"blocking": True, "updates": 2, "num_workers": 2, "shuffle": 3, "learn": True, "lr": 0.1}
+    given |= {"decay_steps": 9, "decay": 0.9}
+    given |= {"key": "gamma", "fn": halved, "name": "rows"}
+    return given | {"blocking": True, "updates": 2, "learn": True, "lr": 0.1}
 
 
 def build(kind: type, folder: Path) -> Any:
@@ -110,8 +103,6 @@ def build(kind: type, folder: Path) -> Any:
         own["model"] = Masked()
     if "neural" in wanted:
         own["neural"] = compopt.NeuralNormalizer(DIM, 8, updates=2)
-    if kind is compopt.data.ShardBatches:
-        del own["keep"]
     if kind is compopt.losses.RobustLoss:
         del own["n"]
     made = kind(**own)
@@ -142,6 +133,10 @@ def use(made: Any, seed: int) -> list[Tensor]:
         losses[0].backward()
         made.step()
         return [*losses, anchors.grad, *numbers(made)]
+    if isinstance(made, compopt.losses.InnerAverage):
+        averages = made.update(z[0, :, 0], index)
+        made.step()
+        return [averages, *numbers(made)]
     if isinstance(made, Estimator):  # a loss
         scores, labels = z[0, :, 0].requires_grad_(), torch.arange(BATCH) % 2
         ranking = "relevance" in inspect.signature(type(made).__call__).parameters
@@ -172,11 +167,6 @@ def use(made: Any, seed: int) -> list[Tensor]:
     if isinstance(made, compopt.schedules.Schedule):
         made.step()
         return use(made.est, seed)
-    if isinstance(made, compopt.data.ShardBatches):
-        assert len(list(made)) == len(made)
-        made.set_epoch(made.epoch + 1)
-        made.advance()
-        return []
     return use(getattr(made, "est", None) or made._est, seed)  # adapters
 
 

@@ -13,12 +13,12 @@ from compopt import (
     schedules,
 )
 from compopt.checkpoint import load, save
-from compopt.compositional import compositional_loss
 from compopt.contrastive import ContrastiveEstimator
 from compopt.curation import ScoreKeeper
 from compopt.estimator.base import Estimator
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.gradient_cache import gradient_cache
+from compopt.losses.compositional import compositional_loss
 from compopt.module import as_module
 from compopt.momentum import MomentumEncoder
 from compopt.negatives import MCMCNegativeSampler

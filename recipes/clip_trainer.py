@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import compopt
-from compopt.data import ShardBatches, ShardIndex, indexed_reader, shard_list
+from compopt.data import ShardIndex, indexed_reader, shard_list
 from compopt.data.shards import check_files
 from compopt.files import lock
 from compopt.integrations import accelerate as integration
@@ -48,6 +48,7 @@ from compopt.integrations.open_clip.rows import open_index
 from recipes import checkpoints, launch, tars
 from recipes import clip_webdataset as loop
 from recipes.clip_evaluation import NAMES, TEMPLATES, Evaluation
+from recipes.shard_batches import ShardBatches
 from recipes.uploads import Uploads, holds_run
 
 ELSEWHERE = DECIDED | {"dim", "dtype", "offload", "offload_dir", "shard"}  # options that --set does not accept

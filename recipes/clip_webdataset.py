@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import compopt
-from compopt.data import ShardBatches, ShardIndex, indexed_reader
+from compopt.data import ShardIndex, indexed_reader
+from recipes.shard_batches import ShardBatches
 
 IMAGES = ("jpg", "png", "jpeg", "webp")
 RANK = int(os.environ.get("RANK", 0))

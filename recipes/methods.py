@@ -35,6 +35,7 @@ HYPERPARAMETERS: dict[str, tuple[Callable[[str], Any], str]] = {
         "1: the gradient through the predicted normalizers reaches the encoders too",
     ),
     "burn_in": (float, "proposals to a chain before its visits count, as a fraction of them"),
+    "draws": (int, "proposals to a chain in a batch, drawn from the whole data set"),
     "encode": (int, "1: samples outside the batch at which chains stay are encoded again; 0: such visits are dropped"),
     "group": (int, "1: samples with the same caption are not each other's negatives"),
 }
@@ -128,6 +129,13 @@ METHODS: dict[str, Method] = {
     ),
     "memory": Method("Memory", compopt.MemoryEstimator, {"tau": 0.07, "length": 128}, sizes=("dim",)),
     "emc2": Method("EMC2", compopt.EMC2Estimator, {"tau": 0.1, "burn_in": 0.5, "encode": 0}, {"tau": 0.2}),
+    # encodes up to B (draws + 1) samples per direction and step; draws and burn-in are those of the paper's Figure 7
+    "emc2-dataset": Method(
+        "EMC2, Algorithm 1",
+        partial(compopt.EMC2Estimator, proposals="dataset"),
+        {"tau": 0.1, "burn_in": 0.5, "draws": 6, "encode": 1},
+        {"tau": 0.2},
+    ),
 }
 
 

@@ -389,7 +389,7 @@ DATABASE = [
     neural("neural-queue", prototypes=15, restart_every=4, lr=1.0, updates=2),
     neural("neural-never-restarted", prototypes=15, restart_every=None),
     neural("neural-no-updates", prototypes=15, updates=0),
-    neural("neural-adam-reset", optimizer=torch.optim.Adam, lr=0.02, reset_optimizer=True),
+    neural("neural-adam", optimizer=torch.optim.Adam, lr=0.02),
     neural("neural-through-alpha", through_alpha=True, eps=0.3),
     neural("neural-through-alpha-not-multiplied", through_alpha=True, multiply_tau=False, prototypes=15),
     neural("neural-dual", dual="individual", eps=0.01),

@@ -162,7 +162,7 @@ def robust_total(n, **options):
 
 
 LOSSES = [
-    Kind("vector", lambda n, **o: average(n, domain="linear", width=3, **o), move_vector, "gamma", (0.3, 0.9)),
+    Kind("vector", lambda n, **o: averaged(L.InnerAverage)(n, width=3, **o), move_vector, "gamma", (0.3, 0.9)),
     Kind("ap", averaged(L.AveragePrecisionLoss), call_pairs, "gamma", (0.3, 0.9)),
     Kind("pauc", averaged(L.PartialAUCLoss), call_pairs, "tau", (0.5, 2.0)),
     Kind("two way", averaged(L.TwoWayPartialAUCLoss), call_pairs, "tau", (0.5, 2.0)),

@@ -30,7 +30,7 @@ def average():
 def chains_outside():
     """Return an estimator with some chains at samples outside the next batch, and that batch."""
     z1, z2, _ = batch()
-    est = compopt.EMC2Estimator(N, tau=0.2, rescore=True, dtype=torch.float64)  # encodes all these samples
+    est = compopt.EMC2Estimator(N, tau=0.2, burn_in=0, dtype=torch.float64)  # every visit counts
     est(z1, z2, torch.arange(6), encode=lambda missing: (z1[missing], z2[missing]))
     est.step()
     index = torch.tensor([0, 1, 2, 6, 7, 8])

@@ -122,7 +122,7 @@ def test_a_gradient_that_is_not_finite_makes_the_loss_nan(info, kind, mode):
 def test_a_derivative_of_an_outer_function_that_is_not_finite_makes_the_loss_nan():
     """The root has the value 0 and an infinite derivative at 0."""
     g = torch.zeros(2, requires_grad=True)
-    average = compopt.MovingAverageEstimator(2, domain="linear")
+    average = compopt.losses.InnerAverage(2)
     loss = compopt.compositional_loss(g, torch.arange(2), average, torch.sqrt)
     loss.backward()
     assert loss.isnan() and not g.grad.isfinite().any()

@@ -21,7 +21,7 @@ FLOORS = [
     {"arguments", "checkpoint", "curation", "module", "momentum"}
     | {"negatives", "objective", "schedules", "temperatures"},
     {"normalizers", "samplers", "summary"},
-    {"compositional", "contrastive"},
+    {"contrastive"},
     {"diagnostics", "gradient_cache", "losses", "presets"},
     {"integrations"},
 ]

@@ -66,20 +66,19 @@ def same_rows(est, ref, step):
 
 @pytest.mark.covering()
 @pytest.mark.parametrize("dual", [False, True])
-@pytest.mark.parametrize("rescore", [False, True])
 @pytest.mark.parametrize("multiply_tau", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_encoded_samples_against_the_twin(mode, multiply_tau, rescore, dual):
+def test_encoded_samples_against_the_twin(mode, multiply_tau, dual):
     """Compare loss, gradients of batch and bank, and rows; the bank differs from the batches, as in training."""
     bank, want_bank = Bank(N, 4, mode), Bank(N, 4, mode)
-    sampler = compopt.MCMCNegativeSampler(N, burn_in=0.3, rescore=rescore)
+    sampler = compopt.MCMCNegativeSampler(N, burn_in=0.3)
     temperature = compopt.TemperatureDual(N, **dual_options(TAU)) if dual else compopt.FixedTemperature(TAU)
     est = compopt.ContrastiveEstimator(
         sampler, temperature, mode=mode, multiply_tau=multiply_tau, dtype=torch.float64, chunk_size=5 if dual else None
     )
     groups = [{"n": N, "tau": TAU, **dual_options(TAU)}]
     beside = DualReference("momentum", 0.9) if dual else FixedReference()
-    ref = Reference(groups, MCMCReference(0.3, rescore=rescore), beside, mode, multiply_tau)
+    ref = Reference(groups, MCMCReference(0.3), beside, mode, multiply_tau)
     asked = 0
     for step, (z1, z2, index) in enumerate(batches(N, steps=25, batch=5, seed=3)):
         same_call(est, ref, bank, want_bank, (z1, z2, index), step)
@@ -248,8 +247,6 @@ def test_bad_options():
         compopt.EMC2Estimator(10, proposals="dataset", draws=0)
     with pytest.raises(ValueError, match="proposals.*pool.*sweep"):
         compopt.EMC2Estimator(10, proposals="all")
-    with pytest.raises(TypeError, match="rescore"):
-        compopt.EMC2Estimator(10, rescore=1)
     with pytest.raises(ValueError, match="seed"):
         compopt.EMC2Estimator(10, seed=-1)
 
@@ -257,9 +254,6 @@ def test_bad_options():
 def test_bad_calls():
     z1, z2 = features(4, 3, 0)
     index = torch.arange(4)
-    est = compopt.EMC2Estimator(10, rescore=True)
-    with pytest.raises(ValueError, match="rescore.*encode"):
-        est(z1, z2, index)
     est = compopt.EMC2Estimator(10, tau=1.0)
     run(est, z1, z2, index)
     est.step()
@@ -276,7 +270,7 @@ def test_bad_calls():
         r"\d features of dimension 3": lambda i: (torch.zeros(len(i), 4),) * 2,
         "floating": lambda i: (torch.zeros(len(i), 3, dtype=torch.int64),) * 2,
     }
-    est = compopt.EMC2Estimator(10, tau=0.01, rescore=True)
+    est = compopt.EMC2Estimator(10, tau=0.01)
     state = est.state_dict()
     rows = {"chain": torch.full((10, 2), 9), "score": torch.ones(10, 2), "count": torch.ones(10, 2, dtype=torch.int32)}
     est.load_state_dict({**state, "rows": rows})  # every chain at a sample outside the batch

@@ -60,7 +60,7 @@ def on_one_rank(mode, options):
 
 @pytest.mark.covering()
 @pytest.mark.parametrize("through", [False, True], ids=["beside", "through"])
-@pytest.mark.parametrize("options", [{}, {"rescore": True, "shard": True}, {"chunk_size": 2}, DRAWN], ids=str)
+@pytest.mark.parametrize("options", [{}, {"shard": True}, {"chunk_size": 2}, DRAWN], ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_encoders_gradients_equal_one_rank_s(mode, ranks, options, through):

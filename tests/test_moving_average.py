@@ -1,4 +1,4 @@
-"""MovingAverageEstimator on its own: any finite-sum compositional objective 1/n sum_i f(g_i)."""
+"""MovingAverageEstimator and InnerAverage on their own: any finite-sum compositional objective 1/n sum_i f(g_i)."""
 
 import math
 
@@ -95,7 +95,7 @@ def test_a_view_without_negatives_has_no_share_of_the_mean():
 
 
 def linear(**options):
-    return compopt.MovingAverageEstimator(6, gamma=0.3, eps=0.05, domain="linear", dtype=torch.float64, **options)
+    return compopt.losses.InnerAverage(6, gamma=0.3, dtype=torch.float64, **options)
 
 
 @pytest.mark.parametrize("offload", [None, "cpu"])
@@ -106,7 +106,7 @@ def test_inner_values_of_any_sign_are_averaged_as_they_are(offload):
         index = torch.randint(6, (4,), generator=choose)
         before = dict(expected)
         new = [
-            0.7 * before[i] + 0.3 * (x + 0.05) if i in before else x + 0.05
+            0.7 * before[i] + 0.3 * x if i in before else x
             for i, x in zip(*map(list, (index.tolist(), g.tolist())), strict=True)
         ]
         torch.testing.assert_close(ma.update(g, index), torch.tensor(new, dtype=torch.float64), rtol=1e-12, atol=1e-12)
@@ -129,23 +129,33 @@ def test_a_compositional_loss_of_inner_values_of_any_sign():
     ma.update(torch.tensor([1.0, -2.0, 0.0], dtype=torch.float64), index)
     ma.step()
     g = torch.tensor([-1.0, 0.0, 3.0], dtype=torch.float64, requires_grad=True)
-    u = 0.7 * torch.tensor([1.05, -1.95, 0.05], dtype=torch.float64) + 0.3 * (g.detach() + 0.05)
+    u = 0.7 * torch.tensor([1.0, -2.0, 0.0], dtype=torch.float64) + 0.3 * g.detach()
     loss = compopt.compositional_loss(g, index, ma, lambda x: x.square())
     loss.backward()
     torch.testing.assert_close(loss.detach(), u.square().mean())
     torch.testing.assert_close(g.grad, 2 * u / 3)
-    with pytest.raises(ValueError, match='domain="linear"'):
+    with pytest.raises(ValueError, match="use compopt.losses.InnerAverage"):
         compopt.compositional_loss(g, index, compopt.MovingAverageEstimator(6), torch.log)
+
+
+def of_03(state):
+    """Return the state of a MovingAverageEstimator of 0.3 with ``domain="linear"``."""
+    config = state["config"]
+    columns = {"u": config["columns"]["log_u"], "count": config["columns"]["count"]}
+    options = {**config["options"], "normalizer": {"domain": "linear"}}
+    return {**state, "config": {**config, "columns": columns, "options": options}}
 
 
 def test_domains_do_not_mix():
     with pytest.raises(ValueError, match="domain must be"):
-        compopt.MovingAverageEstimator(6, domain="root")
-    with pytest.raises(ValueError, match="losses of your own"):
+        compopt.losses.InnerAverage(6, domain="root")
+    with pytest.raises(TypeError, match="normalizer must be"):
         compopt.ContrastiveEstimator(linear(), compopt.FixedTemperature(0.1))
-    other = compopt.MovingAverageEstimator(6, gamma=0.3, eps=0.05, dtype=torch.float64)
-    with pytest.raises(ValueError, match="log_u differs"):
-        other.load_state_dict(linear().state_dict())
+    with pytest.raises(ValueError, match="options.average.domain differs: .*'linear', .*'log'"):
+        linear(domain="log").load_state_dict(linear().state_dict())
+    with pytest.raises(ValueError, match="options.normalizer differs: the checkpoint has {'domain': 'linear'}"):
+        average = compopt.MovingAverageEstimator(6)
+        average.load_state_dict(of_03(average.state_dict()))
     again = linear()
     again.load_state_dict(linear().state_dict())
 
@@ -155,7 +165,7 @@ def test_domains_do_not_mix():
 
 def test_an_outer_function_of_vectors_with_values_of_each_sample():
     """F = mean of weight_i u_i1 / u_i2 with two averages per sample; -1 and 0 are ordinary values."""
-    ma = compopt.MovingAverageEstimator(6, gamma=0.3, domain="linear", width=2, dtype=torch.float64)
+    ma = linear(width=2)
     index, weight = torch.tensor([4, 1, 2]), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     first = torch.tensor([[-1.0, 2.0], [0.0, 1.0], [3.0, 0.5]], dtype=torch.float64)
     near(ma.update(first, index), first, 1e-12)
@@ -231,7 +241,7 @@ def test_parameters_inside_f_on_ranks():
 
 def test_the_corrected_average_follows_a_moving_value():
     """If g grows by 1 per step, beta = 1 - gamma (STORM) gives no lag, the plain average one of (1 - gamma) / gamma."""
-    plain, corrected = (compopt.MovingAverageEstimator(2, gamma=0.25, domain="linear") for _ in range(2))
+    plain, corrected = (compopt.losses.InnerAverage(2, gamma=0.25) for _ in range(2))
     index = torch.arange(2)
     for step in range(40):
         g = torch.tensor([1.0, -2.0]) + step
@@ -247,7 +257,7 @@ def test_the_correction_reaches_a_compositional_loss():
     ma.update(torch.zeros(3, dtype=torch.float64), index)
     ma.step()
     g = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
-    u = 0.7 * 0.05 + 0.3 * (g.detach() + 0.05) + 0.4 * (g.detach() - 0.5)
+    u = 0.3 * g.detach() + 0.4 * (g.detach() - 0.5)
     half = torch.full((3,), 0.5, dtype=torch.float64)
     near(compopt.compositional_loss(g, index, ma, torch.square, previous=half, beta=0.4), u.square().mean(), 1e-12)
 
@@ -255,27 +265,37 @@ def test_the_correction_reaches_a_compositional_loss():
 @pytest.mark.parametrize(
     ("options", "call", "message"),
     [
-        ({"width": 3}, {"log_g": torch.ones(2)}, r"log_g must have shape \(B, 3\), got \(2,\)"),
-        ({"width": 3}, {"log_g": torch.ones(2, 4)}, r"\(B, 3\) with width=3, got \(2, 4\)"),
-        ({}, {"log_g": torch.ones(2, 1)}, r"log_g must have shape \(B,\)"),
+        ({"width": 3}, {"value": torch.ones(2)}, r"value must have shape \(B, 3\), got \(2,\)"),
+        ({"width": 3}, {"value": torch.ones(2, 4)}, r"\(B, 3\) with width=3, got \(2, 4\)"),
+        ({}, {"value": torch.ones(2, 1)}, r"value must have shape \(B,\)"),
         ({}, {"previous": torch.ones(3)}, "previous has 3 entries for a batch of 2"),
         ({}, {"beta": 0.5}, "factor of a correction"),
-        ({"domain": "log"}, {"previous": torch.ones(2)}, 'domain="linear"'),
+        ({"domain": "log"}, {"previous": torch.ones(2)}, r"use InnerAverage\(domain=.linear"),
     ],
 )
 def test_wrong_shapes_and_corrections_are_named(options, call, message):
-    ma = compopt.MovingAverageEstimator(4, **{"domain": "linear", **options})
+    ma = compopt.losses.InnerAverage(4, **options)
     with pytest.raises(ValueError, match=message):
-        ma.update(**{"log_g": torch.ones(2), "index": torch.arange(2), **call})
+        ma.update(**{"value": torch.ones(2), "index": torch.arange(2), **call})
     assert ma.pending == 0
 
 
-def test_a_width_serves_objects_alone():
-    with pytest.raises(ValueError, match="width=2 serves losses of your own"):
-        compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(6, width=2), compopt.FixedTemperature(0.1))
-    vectors = compopt.MovingAverageEstimator(6, width=2)
-    with pytest.raises(ValueError, match=r"u differs: .*\[2, 'torch.float32'\]"):
-        compopt.MovingAverageEstimator(6).load_state_dict(vectors.state_dict())
+def test_averages_of_logarithms_are_those_of_the_part():
+    """``domain="log"`` updates each value of a sample as a MovingAverageEstimator, outside of the range of floats."""
+    columns, index = [compopt.MovingAverageEstimator(6, gamma=0.3) for _ in range(2)], torch.tensor([4, 1])
+    both = compopt.losses.InnerAverage(6, gamma=0.3, width=2, domain="log")
+    for log_g in torch.tensor([[[-1e4, 1.0], [0.0, -2.0]], [[1e4, -3.0], [5.0, 2.0]]]):
+        expected = [column.update(log_g[:, k], index) for k, column in enumerate(columns)]
+        assert torch.equal(both.update(log_g, index), torch.stack(expected, 1))
+        both.step(), [column.step() for column in columns]
+    with pytest.raises(ValueError, match="must be > 0"):
+        compopt.compositional_loss(-torch.ones(2, 2), index, both, torch.log)
+
+
+def test_several_values_per_sample():
+    vectors = linear(width=2)
+    with pytest.raises(ValueError, match="options.average.width differs: the checkpoint has 2, "):
+        linear().load_state_dict(vectors.state_dict())
     with pytest.raises(ValueError, match="one value per sample"):
         compopt.compositional_loss(torch.ones(2, 2), torch.arange(2), vectors, torch.log)
     with pytest.raises(TypeError, match=r"args\[0\] must be a tensor"):

@@ -172,7 +172,7 @@ def test_encoded_rows_count(mode):
     states = []
     for value in (float("nan"), 1e20):
         z1, z2, _ = batches(N, 1, seed=99, dtype=torch.float32)[0]
-        est, asked = compopt.EMC2Estimator(N, tau=0.2, burn_in=0, rescore=True, mode=mode), []
+        est, asked = compopt.EMC2Estimator(N, tau=0.2, burn_in=0, mode=mode), []
 
         def encode(missing, value=value, asked=asked):
             asked.append(len(missing))
@@ -335,6 +335,10 @@ def composed(u, x, index):
     return compopt.compositional_loss(x[:, 0].abs() + 0.1, index, u, torch.log)
 
 
+def averaged(u, x, index):
+    return u.update(x[:, 0], index)
+
+
 LOSSES = test_losses.CASES_BY_KIND
 # every operation that deposits: how to build its object, and how to call it in a step
 OPERATIONS = {
@@ -347,6 +351,7 @@ OPERATIONS = {
         for kind, make in four.KINDS.items()
     },
     **{kind: (partial(kind, 30), lambda o, k: o(*test_losses.batch(LOSSES[type(o)], k))) for kind in LOSSES},
+    "inner average": (partial(losses.InnerAverage, N), lambda o, k: averaged(o, *batches(N, k + 1)[k][1:])),
     "one risk": (losses.RobustLoss, lambda o, k: o(test_losses.batch("robust", k)[0])),
     "compositional_loss": (four.KINDS["average"], lambda o, k: composed(o, *batches(N, k + 1)[k][1:])),
     "feature_gradients": (partial(compopt.SogCLREstimator, N), lambda o, k: gradients(o, *batches(N, k + 1)[k])),
@@ -354,7 +359,8 @@ OPERATIONS = {
 
 
 def test_no_loss_is_missing_here():
-    assert {*LOSSES, losses.CompositionalLoss, losses.PairLoss} == {getattr(losses, name) for name in losses.__all__}
+    others = {losses.CompositionalLoss, losses.InnerAverage, losses.PairLoss}
+    assert {*LOSSES, *others} == {getattr(losses, name) for name in losses.__all__}
 
 
 @pytest.mark.covering(all=True)

@@ -27,7 +27,7 @@ PLACEMENT = {
 OF_THE_SAMPLES = dict.fromkeys(
     ("z1", "z2", "index", "index2", "group", "labels", "extra", "extra_index", "guide", "within")
     + ("momentum_features", "sample_weight", "log_g", "previous", "g", "args", "gradient", "anchors of a network")
-    + ("scores", "candidates", "losses", "relevance", "items"),
+    + ("value", "scores", "candidates", "losses", "relevance", "items"),
     "values of the rank's own samples; all ranks or none pass them, with the same dtype and shape per sample",
 )
 FUNCTIONS = {
@@ -55,7 +55,6 @@ VALUES = {
     "n": (N, N + 1),
     "burn_in": (0.5, 0.25),
     "proposals": ("pool", "sweep"),
-    "rescore": (False, True),
     "seed": (0, 1),
     "draws": (3, 4),
     "version": ("v1", "v3"),
@@ -80,11 +79,10 @@ VALUES = {
     "prototypes": (8, 9),
     "updates": (1, 2),
     "restart_every": (3, 4),
-    "reset_optimizer": (False, True),
     "through_alpha": (False, True),
     "bias": (-2.0, -1.0),
     "learn": (False, True),
-    "domain": ("log", "linear"),
+    "domain": ("linear", "log"),
     "width": (1, 2),
     "neural": (lambda: compopt.NeuralNormalizer(4, 8), lambda: compopt.NeuralNormalizer(4, 9)),
     "prediction": ("before", "after"),
@@ -142,7 +140,8 @@ BESIDE = {
 OF_A_DUAL = ("rho", "tau_lr", "tau_min", "tau_max", "max_grad", "betas", "parametrization")
 BESIDE |= {(compopt.NeuCLIPEstimator, name): {"learn_tau": True} for name in OF_A_DUAL}
 REFUSED = {(compopt.EMC2Estimator, "pairs"), (compopt.SigLIPEstimator, "pairs")}  # at construction
-ALONE = (compopt.MovingAverageEstimator, compopt.TemperatureDual, compopt.NeuralNormalizer, compopt.MCMCNegativeSampler)
+ALONE = (compopt.MovingAverageEstimator, losses.InnerAverage, compopt.TemperatureDual)
+ALONE += (compopt.NeuralNormalizer, compopt.MCMCNegativeSampler)
 ABSTRACT = {compopt.Estimator, compopt.Normalizer, compopt.Temperature, losses.CompositionalLoss, losses.PairLoss}
 EVERY = [getattr(module, name) for module in (compopt, losses) for name in module.__all__]
 KINDS = [kind for kind in EVERY if isinstance(kind, type) and issubclass(kind, compopt.Estimator)]
@@ -186,6 +185,8 @@ def call(obj, rank):
     dim = getattr(dim, "dim", dim if isinstance(dim, int) else 4)
     z1, z2 = features(B, dim, rank, dtype=torch.float32)
     if isinstance(obj, compopt.MovingAverageEstimator):
+        return obj.update(z1[:, 0], index)
+    if isinstance(obj, losses.InnerAverage):
         return obj.update(z1[:, 0] if obj.width == 1 else z1[:, :2], index)
     if isinstance(obj, compopt.TemperatureDual):
         return obj.update(z1[:, 0], None if obj.mode == "global" else index)
@@ -196,7 +197,7 @@ def call(obj, rank):
     more = {}
     if getattr(obj.normalizer, "momentum", False):
         more["momentum_features"] = (z1, z2)
-    if getattr(obj.normalizer, "rescore", False) or getattr(obj.normalizer, "draws", None):
+    if getattr(obj.normalizer, "draws", None):
         more["encode"] = lambda missing: (torch.ones(len(missing), dim), torch.ones(len(missing), dim))
     return obj(z1, z2, index, **more)
 
@@ -217,7 +218,7 @@ def constructed(group, kind):
         if name in PLACEMENT or (kind, name) in REFUSED:
             continue
         value = given_by(OF_A_CLASS, kind, name) or VALUES[name]
-        alone = kind in ALONE and name not in ("draws", "rescore", "proposals", "seed")
+        alone = kind in ALONE and name not in ("draws", "proposals", "seed")
         obj = build(kind, group, alone, **given_by(BESIDE, kind, name, {}), **{name: value[rank]})
         found[name] = refusal(lambda obj=obj: call(obj, rank))
     return found
@@ -276,7 +277,6 @@ VIEWS = torch.randn(3, B, 4, generator=torch.Generator().manual_seed(0))
 Z = features(B, 4, 0, dtype=torch.float32)
 BOTH = {"z1": Z[0], "z2": Z[1], "index": I}
 FURTHER = {**BOTH, "extra": Z[0]}
-LINEAR = {"domain": "linear"}
 MEAN = {"g": ONES, "index": I, "f": torch.square}
 GUIDED = compopt.PairPolicy(guided=True, false_negatives=0.1)
 KEYS = "all ranks must pass the same arguments"
@@ -301,13 +301,13 @@ def operation(kind, method="__call__", **options):
     return functools.partial(build, kind, alone=True, **options), method
 
 
-AVERAGE, LINEAR_AVERAGE = (operation(compopt.MovingAverageEstimator, "update", **o) for o in ({}, LINEAR))
+AVERAGE, INNER = (operation(kind, "update") for kind in ALONE[:2])
 DUAL, NETWORK = operation(compopt.TemperatureDual, "update"), operation(compopt.NeuralNormalizer, "update")
 PREDICTION, CHAINS = (
     operation(compopt.NeuralNormalizer, "predict"),
     operation(compopt.MCMCNegativeSampler, "sample"),
 )
-COMPOSED, LINEAR_LOSS = ((operation(compopt.MovingAverageEstimator, **o)[0], composed) for o in ({}, LINEAR))
+COMPOSED, INNER_LOSS = ((make, composed) for make, _ in (AVERAGE, INNER))
 LEARNING = {"anchors": Z[0], "log_g": ONES, "tau": 0.2}
 # by signature: argument -> operation, arguments on both ranks, on rank 0, on rank 1, what the message shows
 DIFFERENT = {
@@ -338,17 +338,20 @@ DIFFERENT = {
         "g": (COMPOSED, MEAN, {}, wide(MEAN, "g"), DTYPE),
         "args": (COMPOSED, MEAN | {"f": torch.mul}, {"args": (ONES,)}, {"args": (ONES.int(),)}, "0 by rank ['torch.f"),
         "previous": (
-            LINEAR_LOSS, MEAN | {"f": lambda u, *args: u}, {"previous": ONES}, {"args": (ONES,)},
+            INNER_LOSS, MEAN | {"f": lambda u, *args: u}, {"previous": ONES}, {"args": (ONES,)},
             "previous by rank ['torch.float32 [1]', none]; 0 by rank [none, 'torch.float32 []']",
         ),
         "beta": (
-            LINEAR_LOSS, {**MEAN, "previous": ONES}, {"beta": 0.5}, {"beta": 0.75}, "of beta=: by rank [0.5, 0.75]"
+            INNER_LOSS, {**MEAN, "previous": ONES}, {"beta": 0.5}, {"beta": 0.75}, "of beta=: by rank [0.5, 0.75]"
         ),
     },
     compopt.MovingAverageEstimator.update: {
         "log_g": (AVERAGE, {"index": I}, {"log_g": ONES}, {"log_g": ONES.double()}, DTYPE),
-        "previous": (LINEAR_AVERAGE, {"log_g": ONES, "index": I}, {}, {"previous": ONES}, "by rank [1, 2]"),
-        "beta": (LINEAR_AVERAGE, {"log_g": ONES, "index": I, "previous": ONES}, {}, {"beta": 0.5}, "[None, 0.5]"),
+    },
+    losses.InnerAverage.update: {
+        "value": (INNER, {"index": I}, {"value": ONES}, {"value": ONES.double()}, DTYPE),
+        "previous": (INNER, {"value": ONES, "index": I}, {}, {"previous": ONES}, "by rank [1, 2]"),
+        "beta": (INNER, {"value": ONES, "index": I, "previous": ONES}, {}, {"beta": 0.5}, "[None, 0.5]"),
     },
     compopt.TemperatureDual.update: {
         "gradient": (DUAL, {"index": I}, {"gradient": ONES}, {"gradient": ONES.double()}, DTYPE),

@@ -21,6 +21,9 @@ def tasks(tmp_path_factory):
     return {"bimodal": GlyphNames(data, split_seed=0, limit=320), "unimodal": GlyphFaces(data, split_seed=0)}
 
 
+SLOW = ("clip", "isogclr", "neuclip", "emc2", "emc2-dataset")
+
+
 def config(task, method, batches):
     epochs = 3 if task.mode == "bimodal" else 1
     options = METHODS[method].options(task.mode, {})
@@ -54,7 +57,7 @@ def train(task, method, steps, batches=None, **control):
     "method",
     [
         *("recommended", "sogclr", "fastclip-v3"),
-        *(pytest.param(method, marks=pytest.mark.slow) for method in ("clip", "isogclr", "neuclip", "emc2")),
+        *(pytest.param(method, marks=pytest.mark.slow) for method in SLOW),
     ],
 )
 def test_resume_in_the_middle_of_an_epoch(tasks, mode, method, tmp_path):

@@ -1,5 +1,6 @@
 """Stopped and resumed epochs over tar shards: every sample once, the same batches, for any ranks and workers."""
 
+import doctest
 import pickle
 import tracemalloc
 from collections import Counter
@@ -7,7 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
-from compopt.data import KeyIndex, ShardBatches, ShardIndex, indexed_reader, shard_list
+from compopt.data import KeyIndex, ShardIndex, indexed_reader, shard_list
+from recipes import shard_batches
+from recipes.shard_batches import ShardBatches
 from tests.shards import read_tar, write_shard, write_shards
 
 SIZES = [5, 13, 7, 14, 6, 11, 9, 8, 16, 10]  # 99 samples
@@ -346,3 +349,7 @@ def test_a_long_epoch_is_resumed_without_reading_what_was_done():
     batches = ShardBatches(names, stage, 256, sizes=ShardIndex(dict.fromkeys(names, 10_000)), ranks=64, rank=3)
     batches.advance(8_000)
     assert len(next(iter(batches))) == 256 and len(opened) <= 2
+
+
+def test_the_example_of_the_docstring():
+    assert doctest.testmod(shard_batches) == (0, 10)

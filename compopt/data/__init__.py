@@ -2,7 +2,6 @@
 
 from compopt.data.indexed import Indexed, KeyIndex, SampleIndex, UidIndex, key_index
 from compopt.data.prefetch_loader import PrefetchLoader
-from compopt.data.shard_batches import ShardBatches
 from compopt.data.shards import ShardIndex, indexed_reader, shard_list
 
 __all__ = [
@@ -10,7 +9,6 @@ __all__ = [
     "KeyIndex",
     "PrefetchLoader",
     "SampleIndex",
-    "ShardBatches",
     "ShardIndex",
     "UidIndex",
     "indexed_reader",

@@ -26,8 +26,9 @@ def config(engine: Engine, roles: Iterable[str] | None = None) -> dict[str, Any]
         "method": {role: type(part).__name__ for role, part in parts.items()},
         "dtype": str(engine.dtype),
         "n": [group.get("n") for group in engine.groups.saved()],
-        "columns": {**columns, **({COUNT: [engine.width, "torch.int32"]} if columns else {})},
+        # before the columns, which follow from them: a load names the first entry that differs
         "options": {**engine.options, **{role: structure for role, structure in structures.items() if structure}},
+        "columns": {**columns, **({COUNT: [engine.width, "torch.int32"]} if columns else {})},
     }
 
 

@@ -1,6 +1,7 @@
 """Losses with averages per sample (robust risks, average precision, partial AUC, rankings), and SupCon."""
 
 from compopt.losses.base import CompositionalLoss, RobustLoss
+from compopt.losses.compositional import InnerAverage
 from compopt.losses.pairs import (
     AveragePrecisionLoss,
     CVaRPartialAUCLoss,
@@ -16,6 +17,7 @@ __all__ = [
     "AveragePrecisionLoss",
     "CVaRPartialAUCLoss",
     "CompositionalLoss",
+    "InnerAverage",
     "ListwiseLoss",
     "NDCGLoss",
     "PairLoss",

@@ -17,12 +17,11 @@ from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_tangents, refuse_transforms, warn
 from compopt.checks.inputs import check_values
 from compopt.checks.values import FINITE, Range
-from compopt.compositional import outer, through
 from compopt.estimator.component import Component, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups, as_groups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.kernel.features import reaches_others, with_gradients, working_dtype
-from compopt.normalizers.moving_average import DOMAINS, Domain
+from compopt.losses.compositional import DOMAINS, Domain, outer, through
 from compopt.stores.layout import Column
 
 TOTAL = ("log_v", "updates")  # state: moving average over all samples, and the number of its updates

@@ -19,7 +19,7 @@ from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.kernel.features import working_dtype
 from compopt.losses.base import CHECKS, CompositionalLoss, alike, check_scores, log_mean_exp
-from compopt.normalizers.moving_average import Domain
+from compopt.losses.compositional import Domain
 from compopt.stores.layout import Column
 
 

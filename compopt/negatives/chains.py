@@ -110,9 +110,9 @@ class Chains(SampledPairs):
         outside: the stored samples.
     """
 
-    def __init__(self, call: Call, ranks: Ranks, burn_in: Scalar, seed: int, sweep: bool, rescore: bool) -> None:
+    def __init__(self, call: Call, ranks: Ranks, burn_in: Scalar, seed: int, sweep: bool) -> None:
         self._call, self._ranks, self._pairs = call, ranks, call.pairs
-        self._burn_in, self._sweep, self._rescore = burn_in, sweep, rescore
+        self._burn_in, self._sweep = burn_in, sweep
         self._counters = (seed, call.t, call.window)  # identify every draw, with direction and position
         own, z = call.batch.own, call.batch.features
         z1, z2 = z[:2]
@@ -143,11 +143,7 @@ class Chains(SampledPairs):
         self._finish()
 
     def _run(self) -> None:
-        outside, spare = self.outside, self._samples[-1].names[:1]
-        if outside.encoded and self._rescore:
-            known = self._find((slice(None), slice(0, self._directions)))[1]
-            outside.encode(self._seen & ~by_direction(known, self._directions), spare)
-            outside.score = outside.fresh
+        outside = self.outside
         sample, score = outside.sample.clone(), torch.zeros_like(self._scale)
         self._stayed = torch.zeros_like(self._seen)
         for own in self._blocks():
@@ -167,8 +163,8 @@ class Chains(SampledPairs):
             if self._call.chunk_size is None:
                 self._kept.append((own, walks))
         self.sample, self.score = sample, score
-        if outside.encoded and not self._rescore:
-            outside.encode(self.away > 0, spare)
+        if outside.encoded:
+            outside.encode(self.away > 0, self._samples[-1].names[:1])
 
     def _blocks(self) -> Iterator[slice]:
         most = CPU_PROPOSALS if self._scale.device.type == "cpu" else DEVICE_PROPOSALS
@@ -307,7 +303,7 @@ class DatasetChains(Chains):
 
     def __init__(self, call: Call, ranks: Ranks, burn_in: Scalar, seed: int, n: int, draws: int) -> None:
         self._n, self._draws = n, draws
-        super().__init__(call, ranks, burn_in, seed, sweep=True, rescore=True)
+        super().__init__(call, ranks, burn_in, seed, sweep=True)
 
     def _run(self) -> None:
         samples, at_view_2 = self._drawn(), (-1, slice(None), slice(1, None))

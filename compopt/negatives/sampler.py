@@ -45,10 +45,10 @@ class MCMCNegativeSampler(Normalizer):
     similarity. The first proposal of a new chain is accepted.
 
     A chain may remain at a stored sample outside the batch. ``est(..., encode=fn)`` computes the features of those
-    samples. Without ``encode`` such visits are dropped and the others renormalised; an anchor without other visits
-    contributes ``-grad s_ii`` alone. *This is a bias*: with n = 1000, a batch of 63, uniform features and stationary
-    chains it affects 13 % of the anchors at tau = 0.1 and 53 % at 0.05, and more while features are still spreading
-    (``metrics["unused_anchors"]``).
+    samples, after the chains have moved. Without ``encode`` such visits are dropped and the others renormalised; an
+    anchor without other visits contributes ``-grad s_ii`` alone. *This is a bias*: with n = 1000, a batch of 63,
+    uniform features and stationary chains it affects 13 % of the anchors at tau = 0.1 and 53 % at 0.05, and more while
+    features are still spreading (``metrics["unused_anchors"]``).
 
     *Bimodal*: one chain per direction. *Unimodal*: one chain per sample, which walks through view 1, then view 2,
     each with its own burn-in. Rows do not contain the view of a chain (in the batch
@@ -68,8 +68,6 @@ class MCMCNegativeSampler(Normalizer):
             and the stored ones, at most ``(R + 1) B`` per direction including those of the batch; no similarity is
             stale. ``encode`` may read a bank (``sampler.bank.read`` of a :class:`~compopt.samplers.BankSampler`, or its
             first result in unimodal mode) once the bank is ``filled``; features of a bank get no gradient.
-        rescore: with ``encode``, encode every stored sample outside the batch before the chains move, so that no
-            similarity is stale. Otherwise only samples with visits are encoded, afterwards.
         draws: ``R`` with ``proposals="dataset"`` (the paper's negative batch size); ``None``: the number of negatives
             of an anchor in a batch without repeats.
         seed: seed of the draws.
@@ -101,7 +99,7 @@ class MCMCNegativeSampler(Normalizer):
 
     Raises:
         ValueError: ``burn_in`` < 0 or a float >= 1; ``seed`` >= 2^63; an unknown option; ``draws`` < 1, or ``draws``
-            without ``proposals="dataset"``. In a call: ``rescore`` or ``proposals="dataset"`` without ``encode``;
+            without ``proposals="dataset"``. In a call: ``proposals="dataset"`` without ``encode``;
             ``encode`` together with ``index2``, since positions then refer to two kinds of samples; ``extra``;
             ``labels``, or more than 2^31 samples, with ``proposals="dataset"``; features from ``encode`` with another
             shape or device than those of the batch.
@@ -126,15 +124,12 @@ class MCMCNegativeSampler(Normalizer):
         n: GroupSpec,
         burn_in: int | float = 0.5,
         proposals: Proposals = "pool",
-        rescore: bool = False,
         seed: int = 0,
         draws: int | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None:
         checks.one_of("proposals", proposals, get_args(Proposals))
-        checks.flag("rescore", rescore)
-        self.proposals, self.rescore = proposals, rescore
-        self.draws = None if draws is None else checks.count("draws", draws)
+        self.proposals, self.draws = proposals, None if draws is None else checks.count("draws", draws)
         if draws is not None and proposals != "dataset":
             raise ValueError(
                 f'draws={draws} is for proposals="dataset"; with "{proposals}" a chain gets as many proposals as its '
@@ -149,8 +144,6 @@ class MCMCNegativeSampler(Normalizer):
         checks.burn_in("burn_in", group["burn_in"])
 
     def check_encode(self, encode: Any, given: Collection[str]) -> None:
-        if encode is None and self.rescore:
-            raise ValueError("rescore=True needs encode= at every call: features of the stored samples")
         if self.proposals == "dataset":
             self._check_dataset(encode, given)
         if encode is not None and not callable(encode):
@@ -184,7 +177,7 @@ class MCMCNegativeSampler(Normalizer):
         return {"proposals": self.proposals}
 
     def shared_options(self) -> dict[str, Any]:
-        return {"rescore": self.rescore, "draws": self.draws, "seed": int(self.state["seed"])}
+        return {"draws": self.draws, "seed": int(self.state["seed"])}
 
     def joined(self, groups: SampleGroups, setting: Setting) -> None:
         super().joined(groups, setting)
@@ -232,7 +225,7 @@ class MCMCNegativeSampler(Normalizer):
             views = len(call.batch.features) if call.unimodal else 1
             negatives = views * (len(call.batch.features[0]) - 1)
             return DatasetChains(call, self._ranks, burn_in, seed, self._groups.n or 0, self.draws or negatives)
-        return Chains(call, self._ranks, burn_in, seed, self.proposals == "sweep", self.rescore)
+        return Chains(call, self._ranks, burn_in, seed, self.proposals == "sweep")
 
     def _gather(self, call: Call, chains: Chains) -> tuple[Tensor, Tensor, Tensor, dict[str, Callable[[], Tensor]]]:
         """Return samples, scores, a flag and metrics of the whole batch, from each rank's own anchors.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import prod
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,6 @@ from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_transforms
 from compopt.checks.inputs import check_values, check_vector
 from compopt.checks.values import equal
-from compopt.distributed.handshake import fingerprint
 from compopt.estimator.component import (
     Call,
     Estimate,
@@ -31,11 +29,8 @@ from compopt.pairs import PairPolicy
 from compopt.stores.layout import Column
 
 Reference = Literal["none", "positive"]
-Domain = Literal["log", "linear"]
 # Factor of s_ii / tau inside the stored value: eq. 9 of SogCLR uses s_ij, iSogCLR and NeuCLIP use h_ij.
 REFERENCES = {"none": 1.0, "positive": 0.0}
-# Column of each domain, and the reduction of several proposals for one row.
-DOMAINS = {"log": ("log_u", "log_mean_exp"), "linear": ("u", "mean")}
 
 
 class MovingAverageEstimator(Normalizer):
@@ -59,25 +54,23 @@ class MovingAverageEstimator(Normalizer):
     ===========================================  ==============  =========================================
 
     As part of a :class:`~compopt.ContrastiveEstimator` this class is a normalizer. Used alone, it estimates the inner
-    functions of any finite-sum compositional objective ``1/n sum_i f(g_i(w))``, see :meth:`update` and
-    :func:`compopt.compositional_loss`; the losses of :mod:`compopt.losses` are such compositions.
+    functions of a finite-sum compositional objective ``1/n sum_i f(g_i(w))``, see :meth:`update` and
+    :func:`compopt.compositional_loss`; :class:`compopt.losses.InnerAverage` is for inner values that may be zero or
+    negative.
 
     Args:
         n: number of samples, or a list of sample groups.
         gamma: in (0, 1]; weight of the newest value. 1 keeps no history.
         reference: ``"none"`` (SogCLR eq. 9) or ``"positive"`` (iSogCLR eq. 11-12, NeuCLIP eq. 3, FastCLIP).
         eps: added to ``g`` at every visit, including the first.
-        domain: ``"log"`` stores ``log u_i``; ``"linear"`` stores ``u_i``, for inner values that may be zero or negative
-            (only when used alone).
-        width: number of values per sample, ``k``, for inner functions with values in ``R^k`` (only when used alone).
         process_group, offload, offload_dir, shard, dtype: placement when used alone, see
             :class:`~compopt.estimator.Component`.
 
     Hyper-parameters, which may differ between sample groups: ``gamma``, ``reference``, ``eps``.
 
-    State, per sample: ``log_u`` (in nats, in the rows' dtype; ``u`` with ``domain="linear"``) and the number of visits
-    (int32), one each per direction (bimodal), or one shared by both views (unimodal: ``g_i`` is the mean of the two,
-    objective V2); when used alone, ``width`` values and one number of visits. The first visit sets ``log(eps + g)``.
+    State, per sample: ``log_u`` (in nats, in the rows' dtype) and the number of visits (int32), one each per direction
+    (bimodal), or one shared by both views (unimodal: ``g_i`` is the mean of the two, objective V2); when used alone,
+    one value and one number of visits. The first visit sets ``log(eps + g)``.
     As part of an estimator it communicates nothing itself; for its use alone see :meth:`update`.
 
     .. note::
@@ -112,29 +105,14 @@ class MovingAverageEstimator(Normalizer):
         gamma: float = 0.9,
         reference: Reference = "none",
         eps: float = 0.0,
-        *,
-        domain: Domain = "log",
-        width: int = 1,
         **placement: Unpack[PlacementOptions],
     ) -> None:
-        checks.one_of("domain", domain, DOMAINS)
-        self.domain, self.width = domain, checks.count("width", width)
         super().__init__(as_groups(n), {"gamma": gamma, "reference": reference, "eps": eps}, **placement)
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.unit_interval("gamma", group["gamma"], "; it is the weight of the newest value, and 1 keeps no history")
         checks.non_negative("eps", group["eps"])
         checks.one_of("reference", group["reference"], REFERENCES)
-
-    def structure(self) -> dict[str, Any]:
-        return {} if self.domain == "log" else {"domain": self.domain}  # earlier checkpoints have no such entry
-
-    def check_free(self) -> None:
-        super().check_free()
-        if self.domain == "linear":
-            raise ValueError('domain="linear" serves losses of your own; as normalizer it needs domain="log"')
-        if self.width > 1:
-            raise ValueError(f"width={self.width} serves losses of your own; as normalizer it needs width=1")
 
     def meaning(self) -> dict[str, Any]:
         return temperatures_beside(self)
@@ -153,8 +131,7 @@ class MovingAverageEstimator(Normalizer):
         """Accept every policy."""
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
-        name, reduce = DOMAINS[self.domain]
-        return [Column(name, directions * self.width, dtype, reduce)]
+        return [Column("log_u", directions, dtype, "log_mean_exp")]
 
     def estimate(self, call: Call) -> Estimate:
         pairs, hyper = call.pairs, call.hyper
@@ -181,116 +158,42 @@ class MovingAverageEstimator(Normalizer):
         return rows["log_u"] - hyper.choose("reference", REFERENCES) * positive / tau
 
     @outside_of_graphs
-    def update(self, log_g: Tensor, index: Tensor, previous: Tensor | None = None, beta: float | None = None) -> Tensor:
-        r"""Update the averages with a batch of inner values, and return them.
+    def update(self, log_g: Tensor, index: Tensor) -> Tensor:
+        """Update the averages with a batch of inner values, and return them.
 
         In training mode with gradients enabled the new rows are deposited until :meth:`step`; otherwise nothing is
-        deposited. With ``domain="linear"`` arguments and results are ``g_i`` and ``u_i`` themselves, of any sign.
-
-        With ``previous`` the average is corrected by the change of the same samples' values (MSVR), so that it follows
-        weights that change faster than the average:
-
-        .. math::
-            u_i \leftarrow (1 - \gamma)\, u_i + \gamma\, g_i(w_t) + \beta\, (g_i(w_t) - g_i(w_{t-1}))
+        deposited.
 
         Args:
-            log_g: ``log g_i`` of the batch in nats (with several ranks, of this rank's part of it), ``(B,)``, or
-                ``(B, k)`` with ``width=k``, floating point; no gradient is propagated.
+            log_g: ``log g_i`` of the batch in nats (with several ranks, of this rank's part of it), ``(B,)``, floating
+                point; no gradient is propagated.
             index: data-set positions, ``(B,)`` integers, preferably on the CPU.
-            previous: ``g_i`` of the same samples at the weights of the previous step, of the same shape as ``log_g``;
-                only with ``domain="linear"``, since a corrected average may be negative.
-            beta: factor of the correction; ``None``: ``1 - gamma`` (STORM), the paper's value if every sample is in
-                the batch. With ``B`` of ``n`` samples per batch the paper uses ``(n - B) / (B (1 - gamma)) + 1 -
-                gamma`` (its ``gamma_t`` and ``beta_t`` are ``beta`` and ``gamma`` here).
 
         Returns:
-            ``log u_i`` after the update, in the shape of ``log_g``, without a graph; float64 if ``log_g`` or the rows
-            are, else float32.
+            ``log u_i`` after the update, ``(B,)``, without a graph; float64 if ``log_g`` or the rows are, else float32.
 
         Raises:
             RuntimeError: this object is part of a ``ContrastiveEstimator``, which updates it; a transform of
                 ``torch.func``, or a checkpointed function.
-            TypeError: ``log_g`` or ``previous`` is not a floating-point tensor, ``index`` does not contain integers.
-            ValueError: shapes other than ``(B,)`` or ``(B, k)``, or another B; ``previous`` with logarithms; ``beta``
-                without ``previous``.
+            TypeError: ``log_g`` is not a floating-point tensor, ``index`` does not contain integers.
+            ValueError: shapes other than ``(B,)``, or another B.
             IndexError: an index outside ``0 .. n - 1``.
 
-        Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with ``k`` floats per sample, or
-        ``2 k`` with ``previous``.
-
-        References:
-            Jiang et al., Multi-block-Single-probe Variance Reduced Estimator for Coupled Compositional Optimization,
-            NeurIPS 2022 (MSVR); the journal version, Solving Finite-sum Coupled Compositional Optimization via
-            Multi-block-Single-probe Estimator, eq. 4 and section 3.2.
-        """
-        log_u, batch = self._average(log_g, index, previous, beta)
-        with self._engine.undone_on_error():
-            self._deposit_average(log_u, batch)
-            return batch.nan_if_bad(log_u)[batch.own].view(log_g.shape)
-
-    def _average(
-        self,
-        log_g: Tensor,
-        index: Tensor,
-        previous: Tensor | None = None,
-        beta: float | None = None,
-        args: Sequence[Tensor] = (),
-    ) -> tuple[Tensor, Batch]:
-        """Return updated averages of the batch over all ranks, ``(B, k)``, without depositing them.
-
-        ``args`` are also gathered, as values ``0``, ``1``, ... of the batch.
+        Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
         """
         refuse_transforms()
         with self._engine.handshake.guard():
-            values = {"log_g": self._inner("log_g", log_g)}
+            values = {"log_g": check_values("log_g", log_g, "(B,)", 1)[:, None]}
             keys = {"index": check_vector("index", index, len(log_g))}
-            values |= self._correction(previous, beta, len(log_g))
-            values |= {str(k): _per_sample(f"args[{k}]", value, len(log_g)) for k, value in enumerate(args)}
-        facts = {"width": sum(prod(x.shape[1:]) for x in values.values()), "beta": fingerprint(beta)}
-        batch = self._read(keys, values, facts)
+        batch = self._read(keys, values)
+        log_u = self._average(batch.values["log_g"], batch)
+        with self._engine.undone_on_error():
+            if batch.depositing:
+                self._deposit(batch, {"log_u": log_u})
+            return batch.nan_if_bad(log_u)[batch.own].view(log_g.shape)
+
+    def _average(self, log_g: Tensor, batch: Batch) -> Tensor:
+        """Return updated averages of the batch over all ranks, ``(B, 1)``, without depositing them."""
         hyper = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)
-        new, gamma, eps = batch.values["log_g"].to(batch.dtype), hyper("gamma"), hyper("eps")
-        if self.domain == "log":
-            return F.moving_average(batch.columns["log_u"], F.add_eps(new, eps), gamma, batch.unseen("log_u")), batch
-        change: Scalar = 0.0
-        if previous is not None:
-            change = (1 - gamma if beta is None else beta) * (new - batch.values["previous"].to(batch.dtype))
-        return F.linear_average(batch.columns["u"], new + eps, gamma, batch.unseen("u"), change), batch
-
-    def _inner(self, name: str, value: Any) -> Tensor:
-        """Return checked inner values of the batch, ``(B, k)``."""
-        if self.width == 1:
-            return check_values(name, value, "(B,)", 1)[:, None]
-        value = check_values(name, value, f"(B, {self.width})", 2)
-        if value.shape[1] != self.width:
-            raise ValueError(f"{name} must have shape (B, {self.width}) with width={self.width}, got {(*value.shape,)}")
-        return value
-
-    def _correction(self, previous: Tensor | None, beta: float | None, count: int) -> dict[str, Tensor]:
-        """Return the inner values at the previous weights, if they are passed."""
-        if beta is not None:
-            checks.non_negative("beta", beta)
-        if previous is None:
-            if beta is not None:
-                raise ValueError(f"beta={beta} is the factor of a correction by previous=, which is not given")
-            return {}
-        if self.domain == "log":
-            raise ValueError('previous= may make an average negative, which has no logarithm: use domain="linear"')
-        return {"previous": _as_many("previous", self._inner("previous", previous), count)}
-
-    def _deposit_average(self, log_u: Tensor, batch: Batch) -> None:
-        if batch.depositing:
-            self._deposit(batch, {DOMAINS[self.domain][0]: log_u})
-
-
-def _per_sample(name: str, value: Any, count: int) -> Tensor:
-    """Return a detached tensor with one or more values per sample."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        raise TypeError(f"{name} must be a tensor (B, ...) with a value per sample, got {value!r}")
-    return _as_many(name, value.detach(), count)
-
-
-def _as_many(name: str, value: Tensor, count: int) -> Tensor:
-    if len(value) != count:
-        raise ValueError(f"{name} has {len(value)} entries for a batch of {count} samples; pass one for each")
-    return value
+        log_g = F.add_eps(log_g.to(batch.dtype), hyper("eps"))
+        return F.moving_average(batch.columns["log_u"], log_g, hyper("gamma"), batch.unseen("log_u"))

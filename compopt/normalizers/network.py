@@ -450,14 +450,14 @@ def push(
     t: int,
     restart_every: int | None,
     names: np.ndarray[Any, Any] | None = None,
-) -> tuple[dict[str, Tensor], bool]:
+) -> dict[str, Tensor]:
     """Add features ``(D, P, d)`` of a batch, if it is ``usable``, and restart the prototypes if due.
 
     A sample that has been added since the last commit keeps its slots; ``names`` are the positions of the samples in
     both modalities, ``(P, 2)``, or ``None`` if they are not known on the host.
 
-    Returns new values of ``prototypes`` and of the ring's entries (copies, since a batch may be discarded), and True
-    after a restart: every ``restart_every`` commits, and when the ring is full for the first time.
+    A restart is due every ``restart_every`` commits, and when the ring is full for the first time. Returns new values
+    of ``prototypes`` and of the ring's entries, copies, since a batch may be discarded.
     """
     queue, active, prototypes = state["queue"].clone(), state["queue_active"].clone(), state["prototypes"]
     width = len(active)
@@ -502,7 +502,7 @@ def push(
         "queue_active": active,
         "queue_place": torch.tensor(place, device="cpu"),
         **({} if window is None else {WINDOW: window}),
-    }, restart
+    }
 
 
 def _replacing(

@@ -37,6 +37,8 @@ from compopt.normalizers.network import (
 )
 from compopt.pairs import NO_POLICY, PairPolicy
 
+# Options of earlier versions with the values that are left: checkpoints have them, and others are refused by name.
+REMOVED = {"objective": "unified", "architecture": "prototype", "reset_optimizer": False}
 STORED_CHUNK = 1024  # anchors per chunk when stored() computes a whole data set
 
 
@@ -70,8 +72,6 @@ class NeuralNormalizer(Normalizer):
         eps: constant inside the logarithms, >= 0.
         optimizer: function of a list of tensors and ``lr=`` that returns the network's optimizer: a class of
             ``torch.optim``, or ``functools.partial(torch.optim.SGD, momentum=0.9)``.
-        reset_optimizer: reset the state of the optimizer at a restart. With AdaGrad and ``lr=1`` the next step then
-            changes every coordinate by 1.
         through_alpha: compute gradients with respect to features and temperatures as in eq. 12, including those of
             ``alpha`` (Algorithm 1, line 11), with the network constant. ``False``: ``alpha`` is constant, too. There is
             no difference if the network is exact. Costs one more matrix product per direction.
@@ -129,17 +129,14 @@ class NeuralNormalizer(Normalizer):
         restart_every: int | None = 500,
         eps: float = 0.0,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adagrad,
-        reset_optimizer: bool = False,
         through_alpha: bool = False,
         seed: int = 0,
         n: GroupSpec | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None:
         self.dim, self.prototypes = checks.count("dim", dim), checks.count("prototypes", prototypes)
-        checks.flag("reset_optimizer", reset_optimizer)
         checks.flag("through_alpha", through_alpha)
-        self.reset_optimizer, self.through_alpha = reset_optimizer, through_alpha
-        self.seed = checks.whole("seed", seed)
+        self.through_alpha, self.seed = through_alpha, checks.whole("seed", seed)
         self.optimizer = FunctionalOptimizer(optimizer)
         super().__init__(n, {"lr": lr, "updates": updates, "restart_every": restart_every, "eps": eps}, **placement)
 
@@ -161,16 +158,14 @@ class NeuralNormalizer(Normalizer):
         return {
             "dim": self.dim,
             "prototypes": self.prototypes,
-            "objective": "unified",  # checkpoints of version 0.2.0 with other objectives are refused
-            "architecture": "prototype",
             "optimizer": self.optimizer.name,
-            "reset_optimizer": self.reset_optimizer,
             "through_alpha": self.through_alpha,
             "seed": self.seed,
+            **REMOVED,
         }
 
     def described(self) -> dict[str, Any]:
-        return {key: value for key, value in self.structure().items() if key not in ("objective", "architecture")}
+        return {key: value for key, value in self.structure().items() if key not in REMOVED}
 
     def shared_options(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer.options}
@@ -238,10 +233,8 @@ class NeuralNormalizer(Normalizer):
         # On a device, reading the flag would synchronise: the step is always taken, and _choose reverts it if needed.
         usable = device.type != "cpu" or bool(batch.finite)
         if usable and batch.others.shape[1]:
-            new, restarted = push(state, batch.others, batch.finite, self.part, t, hyper("restart_every"), names)
+            new = push(state, batch.others, batch.finite, self.part, t, hyper("restart_every"), names)
             state = {**state, **new}
-            if restarted and self.reset_optimizer:
-                state = {name: value for name, value in state.items() if not name.startswith(PREFIX)}
         prototypes = None
         if usable and hyper("updates"):
             prototypes = batch.prototypes(state)

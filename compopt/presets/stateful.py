@@ -237,7 +237,7 @@ class EMC2Estimator(ContrastiveEstimator):
             ``P = b - 1`` of ``R = 2b - 2`` proposals.
         tau: temperature, ``1 / beta`` of the paper. The default is that of Table 3, STL-10 at batch 256; other runs use
             1 / 14.28. The paper has no bimodal run.
-        proposals, rescore, seed, draws: see :class:`~compopt.MCMCNegativeSampler`.
+        proposals, seed, draws: see :class:`~compopt.MCMCNegativeSampler`.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: ``chain``, ``score`` and ``count`` per sample, one each per direction in bimodal mode: 32 bytes a sample,
@@ -264,13 +264,12 @@ class EMC2Estimator(ContrastiveEstimator):
         burn_in: int | float = 0.5,
         tau: float = 0.2,
         proposals: Proposals = "pool",
-        rescore: bool = False,
         seed: int = 0,
         draws: int | None = None,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            MCMCNegativeSampler(sizes(n), burn_in, proposals, rescore, seed, draws),
+            MCMCNegativeSampler(sizes(n), burn_in, proposals, seed, draws),
             FixedTemperature(tau),
             sample_groups=n,
             **options,
@@ -290,7 +289,7 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         tau: temperature, or its initial value if learned; 0.07 as in FastCLIP's code, since the paper states none.
         prototypes, lr, updates, restart_every: options of the network, see :class:`~compopt.NeuralNormalizer`; the
             defaults are those of Table 4.
-        eps, optimizer, reset_optimizer, seed: further options of the network, see :class:`~compopt.NeuralNormalizer`.
+        eps, optimizer, seed: further options of the network, see :class:`~compopt.NeuralNormalizer`.
         through_alpha: option of the network. ``True`` is Algorithm 1, line 11; compared with ``False`` it was equal or
             better at batch 64 and better at 8 and 16 (``benchmarks/results/neuclip.md``, ``glyphs.jsonl``). Checkpoints
             with the default of version 0.2.0 need ``False``.
@@ -337,7 +336,6 @@ class NeuCLIPEstimator(ContrastiveEstimator):
         learn_tau: bool | Literal["global", "individual"] = False,
         eps: float = 0.0,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adagrad,
-        reset_optimizer: bool = False,
         through_alpha: bool = True,
         seed: int = 0,
         tau_min: float | None = 0.01,
@@ -360,6 +358,6 @@ class NeuCLIPEstimator(ContrastiveEstimator):
                 groups, rho, tau_lr, tau, tau_min, tau_max, max_grad, mode, optimizer="adam", betas=betas, **form
             )
         network = NeuralNormalizer(
-            dim, prototypes, lr, updates, restart_every, eps, optimizer, reset_optimizer, through_alpha, seed, n=groups
+            dim, prototypes, lr, updates, restart_every, eps, optimizer, through_alpha, seed, n=groups
         )
         super().__init__(network, temperature, sample_groups=n, **options)

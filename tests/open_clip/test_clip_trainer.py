@@ -24,6 +24,7 @@ open_clip = pytest.importorskip("open_clip")
 
 import compopt  # noqa: E402
 from recipes import clip_trainer as recipe  # noqa: E402
+from recipes.shard_batches import ShardBatches  # noqa: E402
 from tests.launching import environment  # noqa: E402
 from tests.open_clip.data import (  # noqa: E402
     SIZES,
@@ -547,14 +548,14 @@ def test_a_run_that_is_stopped_among_batches_that_cannot_be_decoded_ends_with_th
 
 def test_a_batch_of_which_one_sample_can_be_read_is_replaced(given, tmp_path, monkeypatch):
     """A single sample has no negatives, and the estimator would raise an error."""
-    original = compopt.data.ShardBatches._read
+    original = ShardBatches._read
 
     def read(self, spans):
         yield from (
             sample if number % 4 == 0 or number > 20 else None for number, sample in enumerate(original(self, spans))
         )
 
-    monkeypatch.setattr(compopt.data.ShardBatches, "_read", read)
+    monkeypatch.setattr(ShardBatches, "_read", read)
     train(given, tmp_path, "--epochs", "1", "--shuffle", "1")
     assert (tmp_path / "epoch_1.pt").exists()
 

@@ -53,9 +53,9 @@ class MCMCReference(BatchReference):
 
     has_rows = True
 
-    def __init__(self, burn_in=0.5, proposals="pool", rescore=False, seed=0):
+    def __init__(self, burn_in=0.5, proposals="pool", seed=0):
         super().__init__()
-        self.burn_in, self.proposals, self.rescore, self.seed = burn_in, proposals, rescore, seed
+        self.burn_in, self.proposals, self.seed = burn_in, proposals, seed
 
     def read(self, ref, row):
         """Return the current sample of each chain, and its score."""
@@ -83,15 +83,10 @@ class MCMCReference(BatchReference):
             )
             if ref.columns == 2 or d == 0:
                 stored = ref.rows["chain"][row].get(column)
-                if stored is not None and self.rescore and stored[0] not in names[d]:
-                    stored = (stored[0], ref.encoded_score(a, stored[0]))
                 place, score = self.start(a, stored, slots, names[d], tau, draw, views * (batch - 1), views)
                 spare = views if place == "outside" and self.proposals == "pool" else 0
             else:
                 stored, place, was, spare = state[i]
-                if self.rescore and (spare or place == "outside"):
-                    was = ref.encoded_score(a, stored[0])
-                    stored = (stored[0], was)
                 score = was if place in ("outside", None) else a.s[slots[place][1]]
             visits, out = [0] * len(a.negatives), 0
             count = len(slots)
@@ -112,7 +107,7 @@ class MCMCReference(BatchReference):
             self.visits.append(visits)
             self.outside.append((out, stored[0] if out else None))
             walked[(d, i)] = visits, self.outside[-1]
-            if place == "outside" and ref.encode is not None and not self.rescore:
+            if place == "outside" and ref.encode is not None:
                 state[i] = (stored, place, score, spare)
                 score = ref.encoded_score(a, stored[0])
             else:
@@ -159,7 +154,7 @@ class DatasetMCMCReference(MCMCReference):
     """Algorithm 1 as printed: proposals uniform over all n samples but the anchor's own, each encoded."""
 
     def __init__(self, n, burn_in=0.5, seed=0, draws=None):
-        super().__init__(burn_in, "dataset", False, seed)
+        super().__init__(burn_in, "dataset", seed)
         self.n, self.draws = n, draws
 
     def alphas(self, ref, anchors, taus, rows):

@@ -47,11 +47,10 @@ class NeuralReference:
         restart_every=500,
         eps=0.0,
         optimizer=torch.optim.Adagrad,
-        reset_optimizer=False,
         through_alpha=False,
     ):
         self.dim, self.m, self.lr, self.updates, self.restart_every = dim, prototypes, lr, updates, restart_every
-        self.eps, self.make, self.reset, self.through_alpha = eps, optimizer, reset_optimizer, through_alpha
+        self.eps, self.make, self.through_alpha = eps, optimizer, through_alpha
         self.nets = None
         self.pending = None
 
@@ -100,8 +99,6 @@ class NeuralReference:
             for slot, feature in net["slots"].items():
                 weights[slot] = feature
             net["weights"] = [weights]
-            if self.reset:
-                net["optimizer"] = None
         elif before < self.m:
             weights = net["weights"][0].clone()
             for slot in set(filled) - known:

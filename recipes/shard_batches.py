@@ -157,12 +157,13 @@ class ShardBatches(IterableDataset[Any]):
 
     Example:
         >>> import compopt
+        >>> from recipes.shard_batches import ShardBatches
         >>> def read(sources):  # webdataset.tarfile_to_samples() for real shards
         ...     for source in sources:
         ...         yield from ({"__url__": source["url"], "__key__": key} for key in "abc")
         >>> sizes = compopt.data.ShardIndex({"s3://0.tar": 3, "s3://1.tar": 3})
         >>> stage = compopt.data.indexed_reader(read, sizes)
-        >>> batches = compopt.data.ShardBatches(["s3://0.tar", "s3://1.tar"], stage, 2, sizes=sizes, shuffle=4)
+        >>> batches = ShardBatches(["s3://0.tar", "s3://1.tar"], stage, 2, sizes=sizes, shuffle=4)
         >>> first = next(iter(batches))
         >>> batches.advance()
         >>> rest = [batch for batch in batches]  # a resumed run
