@@ -24,7 +24,12 @@ from compopt.checks.inputs import INTEGERS
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.options import takes_options
-from compopt.integrations.sentence_transformers.options import LossOptions, RankingOptions, by_direction, guided_options
+from compopt.integrations.sentence_transformers.options import (
+    LossOptions,
+    RankingOptions,
+    estimator_options,
+    guided_options,
+)
 from compopt.kernel.features import with_gradients
 from compopt.module import as_module
 from compopt.pairs import PairPolicy
@@ -48,8 +53,9 @@ def _this_rank(world: ProcessGroup) -> ProcessGroup:
 class EstimatorLoss(nn.Module):
     """Loss that replaces ``MultipleNegativesRankingLoss`` by an estimator.
 
-    Without an estimator this class has the options, value and gradients of that loss, computed in closed form without
-    an autograd graph of the similarities. ``SogCLREstimator(n, **ranking_options(...))`` adds rows to these options.
+    Without an estimator this class has the value and gradients of that loss with the options that estimators have
+    (:func:`ranking_options`), computed in closed form without an autograd graph of the similarities.
+    ``SogCLREstimator(n, **ranking_options(...))`` adds rows to these options.
 
     The columns are (anchor, positive) or (anchor, positive, negative, ...): anchors are ``z1``, positives ``z2``, and
     negatives, if any, ``extra``, candidates of every anchor. The loss of sentence-transformers has anchors in one
@@ -63,8 +69,8 @@ class EstimatorLoss(nn.Module):
     have no meaning.
 
     With ``guide=``, a model that is not trained, candidates are not negatives if the guide finds them more similar to
-    the anchor than the positive. Without an estimator the value and gradients are those of ``GISTEmbedLoss`` with its
-    options, also in evaluation (on several ranks see ``guide``); any estimator may be used,
+    the anchor than the positive. Without an estimator the value and gradients are those of
+    ``GISTEmbedLoss(contrast_anchors=False, contrast_positives=False)``, also in evaluation; any estimator may be used,
     ``SogCLREstimator(n, **guided_options(...))``.
 
     Add :class:`EstimatorCallback` to the trainer, which commits after every step and saves the rows in checkpoints.
@@ -77,11 +83,9 @@ class EstimatorLoss(nn.Module):
         eval_scale: ``scale`` of the loss in evaluation, if there is an estimator.
         index_labels: read the rows in the label column also for an estimator without rows.
         guide: model with the same inputs as ``model``; if their tokenizers differ, texts are decoded and tokenized
-            again. With ``gather_across_devices`` and ``contrast_anchors`` the anchors of all ranks are contrasted;
-            ``GISTEmbedLoss`` contrasts those of this rank only.
-            An estimator must have ``PairPolicy(guided=True)``.
-        **options: without an estimator, options of ``MultipleNegativesRankingLoss``, or with a guide those of
-            ``GISTEmbedLoss``, see :func:`guided_options`. The former can be read and assigned as attributes. With
+            again. An estimator must have ``PairPolicy(guided=True)``.
+        **options: without an estimator, options of ``MultipleNegativesRankingLoss``, see :func:`ranking_options`, or
+            with a guide those of :func:`guided_options`. The former can be read and assigned as attributes. With
             ``gather_across_devices`` the value is the mean over the anchors of all ranks, not only of this rank.
             With a ``similarity_fct`` other than ``cos_sim`` and ``dot_score`` sentence-transformers computes the loss.
 
@@ -90,11 +94,11 @@ class EstimatorLoss(nn.Module):
         TypeError: ``est`` is not a contrastive estimator; the labels are not integers.
         IndexError: the label column contains rows beyond those of the estimator.
         ValueError: options are given with an estimator, belong to the other loss, or are refused by
-            sentence-transformers; ``guide`` is given for an estimator without ``guided``, or missing with it; there is
-            no second column; an estimator with rows has no label column; a batch has one label; the number of labels
-            per sample matches neither pairs nor columns; a dimension has no estimator; an enclosing loss calls this one
-            several times with one batch (``AdaptiveLayerLoss``) for an estimator with rows; ``index_labels`` with a
-            custom ``similarity_fct``.
+            sentence-transformers or :func:`ranking_options`; ``guide`` is given for an estimator without ``guided``, or
+            missing with it; there is no second column; an estimator with rows has no label column; a batch has one
+            label; the number of labels per sample matches neither pairs nor columns; a dimension has no estimator; an
+            enclosing loss calls this one several times with one batch (``AdaptiveLayerLoss``) for an estimator with
+            rows; ``index_labels`` with a custom ``similarity_fct``.
 
     Warns:
         UserWarning: labels appear to be classes; an estimator without rows ignores several integers per sample, the
@@ -121,7 +125,7 @@ class EstimatorLoss(nn.Module):
         >>> est.step()
         >>> est.t
         1
-        >>> theirs = EstimatorLoss(model, scale=50.0, directions=("query_to_doc", "query_to_query"))
+        >>> theirs = EstimatorLoss(model, scale=50.0, hardness_mode="all_negatives", hardness_strength=5.0)
         >>> theirs([questions, answers]).backward()
         >>> guided = EstimatorLoss(model, guide=Model(4, 3), margin_strategy="relative", margin=0.05)
         >>> guided([questions, answers]).backward()
@@ -165,6 +169,7 @@ class EstimatorLoss(nn.Module):
             raise ValueError(f"{', '.join(guided)} must be left out without guide=, the model that tells what is false")
         # holds the options, and is used in evaluation; model cards would report an attribute named ``loss``
         self.ranking = MultipleNegativesRankingLoss(cast(Any, None), **ranking)
+        estimator_options(self.ranking)  # raises for options that estimators do not have
         self._accepted = self._options()
         modules = (as_module(each, state=False) for each in self._by_dimension.values())
         self.estimators = nn.ModuleList(modules)  # for changes of device, and for parameters of the trainer's optimizer
@@ -237,34 +242,29 @@ class EstimatorLoss(nn.Module):
 
     def _ranking(self, embeddings: list[Tensor], labels: Tensor | None, guides: list[Tensor] | None) -> Tensor:
         """Compute the loss with the options, which may have changed since the last call."""
-        loss, guided = self.ranking, guided_options(**self._guided) if self._guided else None
+        loss = self.ranking
         if (options := self._options()) != self._accepted:
             MultipleNegativesRankingLoss(cast(Any, None), **options)  # raises for invalid values that were assigned
             self._accepted = options
+        given = guided_options(**self._guided) if self._guided else estimator_options(loss)
         alone = not loss.gather_across_devices or get_world_size() == 1
         other = loss.similarity_fct not in (cos_sim, dot_score)
         if other and self.index_labels:
             raise ValueError("index_labels=True needs similarity_fct=cos_sim or dot_score of sentence_transformers")
         single = alone and len(embeddings[0]) == 1  # an estimator refuses a last batch of one sample
-        if guided is not None:
+        if self._guided:
             if guides is None:
                 raise ValueError("guides is missing, each column's embeddings by the guide; call the loss with inputs")
             if single:
-                return _of_one_sample(embeddings, guides, guided["pairs"], guided["tau"])
+                return _of_one_sample(embeddings, guides, given["pairs"], given["tau"])
         if single or other:
             return loss.compute_loss_from_embeddings(embeddings, cast(Any, labels))
         group = _this_rank(cast(ProcessGroup, dist.group.WORLD)) if alone and is_dist_initialized() else None
-        values: list[Tensor] = []
-        for each in by_direction(loss) if guided is None else [guided]:
-            if values:  # the other direction
-                embeddings = embeddings[1::-1]
-                labels = None if labels is None else labels.reshape(len(labels), -1)[:, :2].flip(1)
-            est = InfoNCEEstimator(**each, process_group=group)
-            value = self._call(est, embeddings, labels, guides)
-            summary = cast(Summary, est._last)  # metrics would compute all metrics
-            # the value is that for a sum over candidates, not for their mean
-            values.append(value + (summary.cross_entropy().mean() - value).detach())
-        return torch.stack(values).mean()
+        est = InfoNCEEstimator(**given, process_group=group)
+        value = self._call(est, embeddings, labels, guides)
+        summary = cast(Summary, est._last)  # metrics would compute all metrics
+        # the value is that for a sum over candidates, not for their mean
+        return value + (summary.cross_entropy().mean() - value).detach()
 
     def _call(
         self,

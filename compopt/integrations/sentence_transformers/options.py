@@ -11,54 +11,42 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from compopt import checks
-from compopt.pairs import Also, FalseNegatives, Hardness, PairPolicy
+from compopt.pairs import FalseNegatives, PairPolicy
 
 
 class RankingOptions(TypedDict, total=False):
-    """Keywords of ``MultipleNegativesRankingLoss``."""
+    """Keywords of ``MultipleNegativesRankingLoss``, with the values that an estimator computes."""
 
     scale: float
     similarity_fct: Callable[[Tensor, Tensor], Tensor]
     gather_across_devices: bool
-    directions: tuple[Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"], ...]
+    directions: tuple[Literal["query_to_doc", "doc_to_query"], ...]
     partition_mode: Literal["joint", "per_direction"]
-    hardness_mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"] | None
+    hardness_mode: Literal["all_negatives"] | None
     hardness_strength: float
 
 
 class GuidedOptions(TypedDict, total=False):
-    """Keywords of ``GISTEmbedLoss``, except its models and ``gather_across_devices``."""
+    """Keywords of ``GISTEmbedLoss`` that :func:`guided_options` converts."""
 
     temperature: float
     margin_strategy: Literal["absolute", "relative"]
     margin: float
-    contrast_anchors: bool
-    contrast_positives: bool
 
 
 class LossOptions(RankingOptions, GuidedOptions, total=False):
     """Keywords of both losses."""
 
 
-# candidates with a hardness weight; "others" excludes the anchor's own mined negatives
-_HARDER: dict[str, Literal["mined", "others"]] = {"in_batch_negatives": "others", "hard_negatives": "mined"}
-_ALSO: dict[str, Also] = {
-    "query_to_query": "query_to_query",
-    "doc_to_query": "document_to_query",
-    "doc_to_doc": "document_to_every_document",
-}
-
-
 def ranking_options(**options: Unpack[RankingOptions]) -> dict[str, Any]:
     """Convert options of ``MultipleNegativesRankingLoss`` to options of estimators.
 
-    ``scale`` becomes ``tau=1/scale``; additional ``directions`` of one softmax and ``hardness_strength`` become a
-    :class:`~compopt.PairPolicy`; one softmax for each direction becomes ``directions="both"``.
-
     Args:
-        **options: ``scale``, ``similarity_fct``, ``directions``, ``partition_mode``, ``hardness_mode`` and
-            ``hardness_strength``, with the defaults of sentence-transformers. ``dot_score`` becomes
-            ``normalize=False``. ``gather_across_devices`` has no effect: see the ``process_group`` of estimators.
+        **options: options with the defaults of sentence-transformers. ``scale`` becomes ``tau=1/scale``. ``dot_score``
+            as ``similarity_fct`` becomes ``normalize=False``. ``directions=("query_to_doc", "doc_to_query")`` with
+            ``partition_mode="per_direction"`` becomes ``directions="both"``, ``("query_to_doc",)`` ``"forward"``.
+            ``hardness_mode="all_negatives"`` becomes ``PairPolicy(hardness=hardness_strength)``.
+            ``gather_across_devices`` has no effect: see the ``process_group`` of estimators.
 
     Returns:
         ``tau``, ``directions``, ``multiply_tau``, ``normalize`` and ``pairs``, keywords of the presets that have both
@@ -66,8 +54,8 @@ def ranking_options(**options: Unpack[RankingOptions]) -> dict[str, Any]:
         ranking loss.
 
     Raises:
-        ValueError: a value is refused by sentence-transformers; hardness is combined with one softmax per direction;
-            ``similarity_fct`` is neither ``cos_sim`` nor ``dot_score``.
+        ValueError: a value is refused by sentence-transformers; other ``directions``, or both in one softmax; another
+            ``hardness_mode``, or a hardness with both directions; another ``similarity_fct``.
 
     Example:
         >>> import compopt
@@ -85,30 +73,22 @@ def ranking_options(**options: Unpack[RankingOptions]) -> dict[str, Any]:
             f"sentence_transformers.util, or EstimatorLoss without an estimator, or give the estimator the matrix of "
             f"similarities (docs/guides/similarities.md)"
         )
-    first, *others = by_direction(loss)
-    if others:
-        raise ValueError(
-            f"hardness_strength={options['hardness_strength']} weights the direction query_to_doc alone, and an "
-            f"estimator both; use partition_mode='joint', or EstimatorLoss without an estimator"
-        )
-    return first
+    return estimator_options(loss)
 
 
 def guided_options(
     temperature: float = 0.01,
     margin_strategy: Literal["absolute", "relative"] = "absolute",
     margin: float = 0.0,
-    contrast_anchors: bool = True,
-    contrast_positives: bool = True,
 ) -> dict[str, Any]:
     """Convert options of ``GISTEmbedLoss``, with the same defaults, to options of estimators.
+
+    The loss is ``GISTEmbedLoss(contrast_anchors=False, contrast_positives=False)``: the candidates are documents.
 
     Args:
         temperature: ``tau``.
         margin_strategy, margin: candidates above a threshold are not negatives. With the guide's similarity ``s`` of
             the positive, the threshold is ``s - margin`` (``"absolute"``) or ``s - margin |s|`` (``"relative"``).
-        contrast_anchors, contrast_positives: add the similarities between anchors, and between positives, to the
-            softmax of an anchor.
 
     Returns:
         ``tau``, ``directions``, ``multiply_tau`` and ``pairs``, keywords of the presets with both ``tau`` and
@@ -120,37 +100,39 @@ def guided_options(
     Example:
         >>> import compopt
         >>> from compopt.integrations.sentence_transformers import guided_options
-        >>> guided_options(margin=0.1, contrast_anchors=False, contrast_positives=False)["pairs"]
+        >>> guided_options(margin=0.1)["pairs"]
         PairPolicy(false_negatives=-0.1, guided=True)
         >>> est = compopt.SogCLREstimator(n=1000, **guided_options(temperature=0.05))
     """
     checks.positive("temperature", temperature)
     checks.one_of("margin_strategy", margin_strategy, ("absolute", "relative"))
-    checks.flag("contrast_anchors", contrast_anchors)
-    checks.flag("contrast_positives", contrast_positives)
     threshold: FalseNegatives = 0.0 - checks.number("margin", margin)
     if margin_strategy == "relative":
         checks.decay("margin", margin)
         threshold = ("relative", 1 - margin)
-    kinds: dict[Also, bool] = {"query_to_query": contrast_anchors, "document_to_document": contrast_positives}
-    also = tuple(kind for kind, contrasted in kinds.items() if contrasted)
-    policy = PairPolicy(false_negatives=threshold, guided=True, also=also)
+    policy = PairPolicy(false_negatives=threshold, guided=True)
     return {"tau": temperature, "directions": "forward", "multiply_tau": False, "pairs": policy}
 
 
-def by_direction(loss: MultipleNegativesRankingLoss) -> list[dict[str, Any]]:
-    """Return the options of one estimator, or of one per direction if only the first direction has weights."""
-    both = loss.partition_mode == "per_direction" and "doc_to_query" in loss.directions
-    hardness: Hardness | None = None
-    if loss.hardness_mode is not None and loss.hardness_strength:
-        kind = _HARDER.get(loss.hardness_mode)
-        hardness = loss.hardness_strength if kind is None else (kind, loss.hardness_strength)
-    also = () if both else tuple(kind for name, kind in _ALSO.items() if name in loss.directions)
-    options = {
+def estimator_options(loss: MultipleNegativesRankingLoss) -> dict[str, Any]:
+    """Return the options of the estimator that computes the loss, or raise an error if there is none."""
+    both = set(loss.directions) == {"query_to_doc", "doc_to_query"} and loss.partition_mode == "per_direction"
+    if not both and set(loss.directions) != {"query_to_doc"}:
+        raise ValueError(
+            f"directions={loss.directions} with partition_mode={loss.partition_mode!r} are not those of an estimator; "
+            f"use MultipleNegativesRankingLoss itself, or, for queries among the candidates of queries, "
+            f"est(z1, z2, index, extra=z1, extra_index=index) in a loop"
+        )
+    hardness = loss.hardness_strength if loss.hardness_mode is not None else 0.0
+    if hardness and (both or loss.hardness_mode != "all_negatives"):
+        raise ValueError(
+            f"hardness_mode={loss.hardness_mode!r} with directions={loss.directions} weights some candidates only, and "
+            f'an estimator all; use MultipleNegativesRankingLoss itself, or "all_negatives" with ("query_to_doc",)'
+        )
+    return {
         "tau": 1 / loss.scale,
-        "directions": "both" if both and not hardness else "forward",
+        "directions": "both" if both else "forward",
         "multiply_tau": False,
         "normalize": loss.similarity_fct is cos_sim,
-        "pairs": PairPolicy(also=also, hardness=hardness) if also or hardness else None,
+        "pairs": PairPolicy(hardness=hardness) if hardness else None,
     }
-    return [options, {**options, "pairs": None}] if both and hardness else [options]
