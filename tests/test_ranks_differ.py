@@ -273,7 +273,6 @@ def test_hyper_parameters_that_one_rank_edits(kind):
 
 I = torch.arange(B)  # noqa: E741
 ONES = torch.ones(B)
-VIEWS = torch.randn(3, B, 4, generator=torch.Generator().manual_seed(0))
 Z = features(B, 4, 0, dtype=torch.float32)
 BOTH = {"z1": Z[0], "z2": Z[1], "index": I}
 FURTHER = {**BOTH, "extra": Z[0]}
@@ -322,9 +321,6 @@ DIFFERENT = {
         "tau": (operation(compopt.DCLEstimator), BOTH, {"tau": 0.2}, {"tau": 0.3}, "of tau=: by rank [0.2, 0.3]"),
         "extra": (operation(compopt.DCLEstimator), BOTH, {}, {"extra": Z[0]}, "by rank [0, 1]"),
         "extra_index": (operation(compopt.DCLEstimator), FURTHER, {}, {"extra_index": I}, "by rank [1, 2]"),
-        "anchors": (
-            operation(compopt.DCLEstimator, mode="unimodal"), {"z1": VIEWS}, {"anchors": 2}, {"anchors": 1}, "[2, 1]"
-        ),
         "guide": (
             operation(compopt.DCLEstimator, pairs=GUIDED), BOTH, {"guide": Z}, {"guide": (ONES[:, None],) * 2},
             "dimensions.guide1 by rank [torch.Size([4]), torch.Size([1])]",
