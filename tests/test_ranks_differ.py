@@ -312,7 +312,7 @@ LEARNING = {"anchors": Z[0], "log_g": ONES, "tau": 0.2}
 DIFFERENT = {
     compopt.ContrastiveEstimator.__call__: {
         "z1": (operation(compopt.DCLEstimator), BOTH, {}, wide(BOTH, "z1", "z2"), DTYPE),
-        "z2": (operation(compopt.DCLEstimator, mode="unimodal"), {}, {"z1": VIEWS}, {"z1": VIEWS[:2]}, "[3, 2]"),
+        "z2": (operation(compopt.DCLEstimator), BOTH, {}, wide(BOTH, "z1", "z2"), DTYPE),
         "index": (operation(compopt.MemoryEstimator), {"z1": Z[0], "z2": Z[1]}, {}, {"index": I}, "index" + GIVEN),
         "index2": (operation(compopt.SogCLREstimator), BOTH, {}, {"index2": I}, KEYS),
         "group": (operation(compopt.DCLEstimator), BOTH, {}, {"group": I}, KEYS),
