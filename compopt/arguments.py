@@ -210,8 +210,8 @@ def _check_keys(est: Called, asked: Mapping[str, Any], batch: int) -> dict[str, 
         if est.mode == "unimodal":
             raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
         keys["index2"] = inputs.check_vector("index2", asked["index2"], batch)
-    if (value := inputs.one_name(asked["labels"], asked["group"])) is not None:
-        keys["labels"] = inputs.check_vector("labels" if asked["group"] is None else "group", value, batch)
+    if asked["labels"] is not None:
+        keys["labels"] = inputs.check_vector("labels", asked["labels"], batch)
     return keys
 
 

@@ -219,7 +219,6 @@ class ContrastiveEstimator(Estimator):
         z2: Tensor | None = None,
         index: Tensor | None = None,
         index2: Tensor | None = None,
-        group: Tensor | None = None,
         encode: Encode | None = None,
         *unexpected: Never,
         tau: Tensor | float | None = None,
@@ -249,7 +248,6 @@ class ContrastiveEstimator(Estimator):
                 if a batch is evaluated more than once per step (SAM, LBFGS).
             index2: positions in the second modality, if it has its own (several captions per image), ``(B,)``. They
                 select its rows; with ``directions="forward"``, where it has no rows, they identify equal candidates.
-            group: an older name of ``labels``.
             encode: function for samplers that may draw negatives outside the batch. It receives data-set positions,
                 ``(m,)`` int64 on the CPU, and returns features ``(m, d)`` of those samples (bimodal: a pair of them),
                 with a graph. It is called at most once.
@@ -336,10 +334,10 @@ class ContrastiveEstimator(Estimator):
         """
         if unexpected:
             raise TypeError(
-                f"a call has up to six arguments by position, z1, z2, index, index2, group and encode, got "
-                f"{6 + len(unexpected)}{remedy_for(z1)}"
+                f"a call has up to five arguments by position, z1, z2, index, index2 and encode, got "
+                f"{5 + len(unexpected)}{remedy_for(z1)}"
             )
-        asked: dict[str, Any] = {"index": index, "index2": index2, "group": group, "labels": labels, "encode": encode}
+        asked: dict[str, Any] = {"index": index, "index2": index2, "labels": labels, "encode": encode}
         asked |= {"tau": tau, "extra": extra, "extra_index": extra_index, "anchors": anchors, "pairs": pairs}
         asked |= {"guide": guide, "within": within, "teacher": teacher, "prior": prior}
         asked |= {"momentum_features": momentum_features, "sample_weight": sample_weight}

@@ -195,8 +195,8 @@ class Run:
         views = features if len(features) == 2 else (torch.stack(features),)
         options, own = self.config.options, index[self.part]
         encode = self._encode if options.get("encode") else None
-        group = self.task.group[own] if options.get("group") else None
-        loss = self.est(*views, index=own, group=group, encode=encode, anchors=self.task.anchors)
+        labels = self.task.group[own] if options.get("group") else None
+        loss = self.est(*views, index=own, labels=labels, encode=encode, anchors=self.task.anchors)
         self.batches.observe(own, *features[:2])
         self.accelerator.backward(loss)
         self.stepper.step()  # the attached estimator commits its rows here, after the window's last batch

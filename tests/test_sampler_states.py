@@ -89,7 +89,7 @@ BAD = [
     (edited("bank", "rows", value=None), ValueError, "samples with features, but no rows"),
     (edited("bank", "seen", value=lambda x: x[1:]), ValueError, "seen of FeatureBank differs"),
     (edited("bank", "offered", value=lambda x: x.long()), ValueError, "offered of FeatureBank differs"),
-    (edited("bank", value=lambda bank: {"rows": bank["rows"]}), ValueError, "bank lacks seen, device"),
+    (edited("bank", value=lambda bank: {"rows": bank["rows"]}), ValueError, "bank lacks seen, offered, device"),
     (lambda state: state.pop("follows"), ValueError, "state_dict lacks follows"),
     (lambda state: state.pop("bank"), ValueError, "state_dict lacks bank"),
 ]

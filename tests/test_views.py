@@ -93,7 +93,7 @@ def test_labels(info, views):
     """All views of samples with equal labels are not negatives of each other."""
     est, ref = make(info, "unimodal", N, gamma=0.6)
     for number, batch in enumerate(data(views, 2, seed=2, repeats=False)):
-        follow(info, est, ref, [batch], group=torch.tensor([7, 2, 7, 5, 2 + number]))
+        follow(info, est, ref, [batch], labels=torch.tensor([7, 2, 7, 5, 2 + number]))
 
 
 @pytest.mark.parametrize("name", ["sogclr", "isogclr-adam", "infonce", "clip-learned", "emc2"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -599,15 +598,6 @@ class Temperature(Component):
     """
 
     role = "temperature"
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Accept hooks under their former names ``value`` and ``update``, recognized by their arguments."""
-        for old, new, arguments in (("value", "temperatures", 4), ("update", "proposals", 3)):
-            names = list(inspect.signature(cls.__dict__[old]).parameters) if callable(cls.__dict__.get(old)) else []
-            if new not in cls.__dict__ and len(names) == arguments and names[-1] != "index":
-                setattr(cls, new, cls.__dict__[old])
-                warnings.warn(f"{cls.__name__}.{old} is called {new} now; rename it", DeprecationWarning, stacklevel=2)
-        super().__init_subclass__(**options)
 
     @property
     def learns(self) -> bool:

@@ -166,8 +166,9 @@ class FeatureBank:
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that does not fit, with a ``TypeError`` or ``ValueError``; change nothing."""
-        values.entries("the state of the bank", state_dict, ("rows", "seen", "device"))
-        given, expected = self._flags(state_dict), {"seen": self.seen, "offered": self.offered}
+        values.entries("the state of the bank", state_dict, ("rows", "seen", "offered", "device"))
+        expected = {"seen": self.seen, "offered": self.offered}
+        given = {name: state_dict[name] for name in expected}
         rows = state_dict["rows"]
         if rows is not None:
             given["rows"] = rows
@@ -191,11 +192,7 @@ class FeatureBank:
         here = self.offload or present is None or state_dict["device"] != present.type
         device = torch.device("cpu" if here or present is None else present.type)
         rows = None if rows is None else rows.to(device, self.dtype, copy=True)
-        seen, offered = self._flags(state_dict).values()
+        seen, offered = state_dict["seen"], state_dict["offered"]
         self._copies.clear()
         self.rows, self.seen, self.offered = rows, seen.to(device, copy=True), offered.to("cpu", copy=True)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
-
-    def _flags(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return both flags of a state; states of early versions have no ``offered``."""
-        return {"seen": state_dict["seen"], "offered": state_dict.get("offered", state_dict["seen"])}
