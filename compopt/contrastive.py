@@ -463,17 +463,11 @@ class ContrastiveEstimator(Estimator):
         pairs = swept(Source(own, tau, batch, self._engine.ranks, self.backend), options, policy)
         if self.temperature.learns and pairs.negatives:  # before any proposal, since a warning may be an error
             self.temperature.look_at_negatives(pairs.negatives + self.normalizer.outside)
-        self._look_at_temperature(temperature, given)
+        self._look_at_temperature(temperature)
         return pairs
 
-    def _look_at_temperature(self, temperature: float | Tensor, given: Given) -> None:
-        """Warn, once, of a learned temperature whose gradient has one sign, and of a logit scale as the first one."""
-        if self.multiply_tau and self.normalizer.divides and given.wants(temperature) and "rising" not in self._settled:
-            warn(
-                "the gradient of a learned temperature only raises it, because tau * log(mean(exp(h / tau))) falls as "
-                "tau grows: pass multiply_tau=False, or add a term that lowers tau to your loss, such as rho * tau"
-            )
-            self._settled.add("rising")
+    def _look_at_temperature(self, temperature: float | Tensor) -> None:
+        """Warn, once, of a logit scale as the first temperature."""
         if "scale" in self._settled or not self.normalize or self.temperature.learns:
             return
         if isinstance(temperature, Tensor):

@@ -195,7 +195,7 @@ LACKING_CASES = [
 FRESH = ("index2", "within")  # cases with an estimator that has seen nothing
 
 
-@pytest.mark.filterwarnings("error", "ignore:.*only raises it")
+@pytest.mark.filterwarnings("error")
 @pytest.mark.covering("mode case")
 @pytest.mark.parametrize("info, mode, case", LACKING_CASES, ids=str)
 def test_a_batch_without_negatives_changes_nothing(info, mode, case):

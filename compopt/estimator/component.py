@@ -499,7 +499,6 @@ class Normalizer(Component):
     """
 
     role = "normalizer"
-    divides = True  # whether the pair weights are divided by a normalizer
 
     @property
     def averages_views(self) -> bool:

@@ -27,7 +27,7 @@ class FixedTemperature(Temperature):
             ``rho = 0``).
         learn: make ``log(1/tau)`` a parameter, part of ``est.parameters()``, for the user's optimizer, as in CLIP.
             ``tau`` is clamped to at least 0.01 when used; gradients that increase ``tau`` still pass below this bound.
-            Use it with ``multiply_tau=False``, without which the gradient only increases ``tau`` (a call warns).
+            Use it with ``multiply_tau=False``, without which the gradient only increases ``tau``.
         dtype: dtype of that parameter.
 
     Hyper-parameters: ``tau``, if it is a number and not learned.
