@@ -224,7 +224,8 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
         crc, version = body_crc(content), content["version"]
     if type(version) is not int or version != FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format version {version!r}, this library reads {FORMAT_VERSION}; use the version that wrote it"
+            f"{path} has format version {version!r}, this library reads {FORMAT_VERSION}; update compopt, "
+            f"or use the version that wrote it"
         )
     with _damage(path):
         _check("it", content, _CONTENT)

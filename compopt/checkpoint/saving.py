@@ -37,20 +37,14 @@ CLAIMS = 4  # largest number of directories locked per estimator; some trainers 
 
 
 @overload
-def save(
-    est: Estimator, directory: StrPath, keep: int = ..., blocking: Literal[True] = ...
-) -> Path: ...
+def save(est: Estimator, directory: StrPath, keep: int = ..., blocking: Literal[True] = ...) -> Path: ...
 
 
 @overload
-def save(
-    est: Estimator, directory: StrPath, keep: int = ..., *, blocking: Literal[False]
-) -> SaveHandle: ...
+def save(est: Estimator, directory: StrPath, keep: int = ..., *, blocking: Literal[False]) -> SaveHandle: ...
 
 
-def save(
-    est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = True
-) -> Path | SaveHandle:
+def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = True) -> Path | SaveHandle:
     """Write a new checkpoint of all committed state; pending deposits are not part of it.
 
     Every rank writes the rows that it holds, in files of at most 2^18 rows, and needs memory for a few copies of one

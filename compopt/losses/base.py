@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from compopt import functional as F
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_tangents, refuse_transforms, warn
 from compopt.checks.inputs import check_values
-from compopt.checks.values import FINITE, Range
 from compopt.compositional import outer, through
 from compopt.estimator.component import Component, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups, as_groups
@@ -76,9 +75,6 @@ class CompositionalLoss(Component):
         super().joined(groups, setting)
         # float64, since each number is averaged at every step
         self.state = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in self.numbers}
-
-    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        return {name: Range(least=0) if name == "updates" else FINITE for name in self.numbers}
 
     def check(self, group: Mapping[str, Any]) -> None:
         for name in self.own_defaults.keys() & self.checked_by.keys():  # a subclass checks its own

@@ -174,7 +174,8 @@ class FeatureBank:
             given["rows"] = rows
             width = rows.shape[2] if isinstance(rows, Tensor) and rows.dim() == 3 else 1
             expected["rows"] = torch.empty(self.n, 2, width, dtype=self.dtype, device="meta")
-        values.tensors("FeatureBank", given, expected, {} if rows is None else {"rows": values.UNIT}, cast=True)
+        values.tensors("FeatureBank", given, expected, cast=True)
+        values.bounded("FeatureBank", given, {} if rows is None else {"rows": ""})
         if rows is None and any(bool(mask.any()) for mask in given.values()):
             raise ValueError("the state of the bank has samples with features, but no rows; load an earlier state")
 
@@ -185,7 +186,7 @@ class FeatureBank:
 
         Raises:
             TypeError, ValueError: entries are missing, or are not those of a bank with ``n`` samples; values are not
-                those of normalised features. Nothing is changed in these cases.
+                finite. Nothing is changed in these cases.
         """
         self.check_state(state_dict)
         present, rows = accelerator.available(), state_dict["rows"]

@@ -373,8 +373,8 @@ class BankSampler(Sampler[list[int]]):
             values.integer("the epoch of a plan", epoch, 0, values.MOST)
             size = next((size for size in sizes if getattr(plan, "shape", None) == (size,)), sizes[-1])
             expected = {"samples": torch.empty(size, dtype=torch.int64, device="meta")}
-            of_data = {"samples": values.Range(samples=True)}
-            values.tensors(f"plans[{epoch}]", {"samples": plan}, expected, of_data, self.n)
+            values.tensors(f"plans[{epoch}]", {"samples": plan}, expected)
+            values.bounded(f"plans[{epoch}]", {"samples": plan}, {"samples": ""}, self.n)
         self.bank.check_state(state_dict["bank"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

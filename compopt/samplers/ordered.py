@@ -140,7 +140,7 @@ class OrderedBatchSampler(BankSampler):
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         super().check_state(state_dict)
         values.entries("state_dict", state_dict, ("covered",))
-        values.tensors(type(self).__name__, {"covered": state_dict["covered"]}, {"covered": self._covered}, {})
+        values.tensors(type(self).__name__, {"covered": state_dict["covered"]}, {"covered": self._covered})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)

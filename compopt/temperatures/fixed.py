@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from compopt import checks
 from compopt.checks.inputs import check_tau
-from compopt.checks.values import Range
 from compopt.estimator.component import Temperature
 from compopt.estimator.groups import Hyper
 
@@ -83,9 +82,6 @@ class FixedTemperature(Temperature):
         if self.log_inverse is not None:
             return {"tau": f"{max(math.exp(-self.log_inverse.item()), LEARNED_TAU_MIN):.6g} (learned)"}
         return {} if self.tensor is None else {"tau": f"{self.tensor.item():.6g} (a tensor)"}
-
-    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        return {"log_inverse": Range(least=-80)} if self.learnable is not None else {}  # tau would be infinite
 
     def check(self, group: Mapping[str, Any]) -> None:
         if "tau" in self.own_defaults:
