@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compopt import accelerator, checks
 from compopt.batch import Batch
 from compopt.checks import Directions, inputs
-from compopt.checks.context import refuse_tangents, refuse_transforms
+from compopt.checks.context import refuse_derivatives
 from compopt.distributed.handshake import NOTHING, fingerprint, tau_facts
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.component import Normalizer, Temperature
@@ -121,12 +121,11 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
 
     ``asked`` contains the arguments other than ``z1`` and ``z2``, by name.
     """
-    refuse_transforms()
     encode, tau, extra, policy = (asked[name] for name in ("encode", "tau", "extra", "pairs"))
     engine = est._engine
     several = engine.ranks.size > 1
     with engine.handshake.guard():
-        refuse_tangents(("z1", z1), ("z2", z2), ("tau", tau), ("extra", extra))
+        refuse_derivatives(("z1", z1), ("z2", z2), ("tau", tau), ("extra", extra))
         features = check_given(z1, z2, est.mode, least=0 if several else 2)
         one, views = (z1, 2) if z2 is not None else (z1[0], z1.shape[0])
         batch = one.shape[0]
@@ -232,8 +231,7 @@ def check_cached(
             "tau= requires a gradient, which this does not return; call the estimator on z1.detach()"
             ".requires_grad_() and tau.detach().requires_grad_(), and take all three gradients from there"
         )
-    refuse_transforms()
-    refuse_tangents(("z1", z1), ("z2", z2), ("extra", extra))
+    refuse_derivatives(("z1", z1), ("z2", z2), ("extra", extra))
     with est._engine.handshake.guard():
         check_given(z1, z2, est.mode, least=0)
         if extra is not None:

@@ -24,7 +24,7 @@ from compopt.arguments import (
 )
 from compopt.batch import Batch, with_mean_one
 from compopt.checks import Directions, Mode
-from compopt.checks.context import outside_of_graphs, refuse_tangents, warn
+from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
 from compopt.checks.inputs import remedy_for
 from compopt.curation import ScoreKeeper
 from compopt.distributed.ranks import ProcessGroup
@@ -433,7 +433,7 @@ class ContrastiveEstimator(Estimator):
         """Return a number, or a tensor of 1 or 2 columns that may carry a graph."""
         if tau is None:
             tau = self.temperature.temperatures(batch.columns, hyper, batch.depositing)
-            refuse_tangents(("the temperature", tau))
+            refuse_derivatives(("the temperature", tau))
         if not isinstance(tau, Tensor):
             return tau
         features = batch.values.get("z1")  # None in a diagnostic

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from compopt import checks
 from compopt import functional as F
 from compopt.batch import Batch
-from compopt.checks.context import outside_of_graphs, refuse_tangents, refuse_transforms, warn
+from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
 from compopt.checks.inputs import check_values
 from compopt.compositional import outer, through
 from compopt.estimator.component import Component, Setting
@@ -164,8 +164,7 @@ def _warn_scores(bad: int) -> None:
 
 def check_scores(name: str, value: Tensor, axes: int) -> None:
     """Refuse values that are not scores with ``axes`` axes, and transforms that would lose derivatives."""
-    refuse_transforms()
-    refuse_tangents((name, value))
+    refuse_derivatives((name, value))
     check_values(name, value, ("(B,)", "(Q, L)")[axes - 1], axes)
 
 

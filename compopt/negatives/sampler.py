@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from compopt import accelerator, checks, rng
 from compopt.batch import Batch
-from compopt.checks.context import outside_of_graphs, refuse_transforms
+from compopt.checks.context import outside_of_graphs, refuse_derivatives
 from compopt.checks.inputs import check_pool, check_values
 from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
@@ -288,7 +288,7 @@ class MCMCNegativeSampler(Normalizer):
         Communicates, with several ranks: a message of integers, and all-gathers of 2 numbers per sample and its row.
         ``M`` may differ between ranks.
         """
-        refuse_transforms()
+        refuse_derivatives()
         if self.proposals == "dataset":
             raise ValueError('sample() walks over the pool that it is given; build the sampler with proposals="pool"')
         engine = self._engine

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from compopt import checks
 from compopt import functional as F
 from compopt.batch import Batch
-from compopt.checks.context import outside_of_graphs, refuse_transforms
+from compopt.checks.context import outside_of_graphs, refuse_derivatives
 from compopt.checks.inputs import check_values, check_vector
 from compopt.checks.values import equal
 from compopt.distributed.handshake import fingerprint
@@ -223,6 +223,7 @@ class MovingAverageEstimator(Normalizer):
             NeurIPS 2022 (MSVR); the journal version, Solving Finite-sum Coupled Compositional Optimization via
             Multi-block-Single-probe Estimator, eq. 4 and section 3.2.
         """
+        refuse_derivatives()
         log_u, batch = self._average(log_g, index, previous, beta)
         with self._engine.undone_on_error():
             self._deposit_average(log_u, batch)
@@ -240,7 +241,6 @@ class MovingAverageEstimator(Normalizer):
 
         ``args`` are also gathered, as values ``0``, ``1``, ... of the batch.
         """
-        refuse_transforms()
         with self._engine.handshake.guard():
             values = {"log_g": self._inner("log_g", log_g)}
             keys = {"index": check_vector("index", index, len(log_g))}

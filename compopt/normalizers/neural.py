@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from compopt import checks
 from compopt.batch import Batch
 from compopt.checks import values
-from compopt.checks.context import outside_of_graphs, refuse_transforms
+from compopt.checks.context import outside_of_graphs, refuse_derivatives
 from compopt.checks.inputs import check_tau, check_values
 from compopt.distributed.handshake import tau_facts
 from compopt.distributed.ranks import Ranks
@@ -405,7 +405,7 @@ class NeuralNormalizer(Normalizer):
         self, anchors: Tensor, tau: float | Tensor, log_g: Tensor | None = None, candidates: Tensor | None = None
     ) -> tuple[Batch, float | Tensor]:
         """Check the arguments and gather those of all ranks; the temperatures are a number or ``(B, 1)``."""
-        refuse_transforms()
+        refuse_derivatives()
         engine = self._engine
         with engine.handshake.guard():
             anchors = self._features("anchors", anchors, "(B, dim)")

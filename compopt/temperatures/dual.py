@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from compopt import accelerator, checks
 from compopt import functional as F
 from compopt.batch import COUNT, Batch
-from compopt.checks.context import outside_of_graphs, refuse_transforms, warn
+from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
 from compopt.checks.inputs import check_values
 from compopt.estimator.component import Call, Setting, Temperature, other_temperature
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
@@ -381,7 +381,7 @@ class TemperatureDual(Temperature):
 
         Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
         """
-        refuse_transforms()
+        refuse_derivatives()
         engine = self._engine
         with engine.handshake.guard():
             column = isinstance(gradient, Tensor) and gradient.dim() == 2

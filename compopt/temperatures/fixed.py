@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compopt import checks
+from compopt.checks import values
 from compopt.checks.inputs import check_tau
 from compopt.estimator.component import Temperature
 from compopt.estimator.groups import Hyper
@@ -82,6 +83,12 @@ class FixedTemperature(Temperature):
         if self.log_inverse is not None:
             return {"tau": f"{max(math.exp(-self.log_inverse.item()), LEARNED_TAU_MIN):.6g} (learned)"}
         return {} if self.tensor is None else {"tau": f"{self.tensor.item():.6g} (a tensor)"}
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        super().check_state(state)
+        if "log_inverse" in state:
+            tau = torch.exp(-state["log_inverse"])
+            values.bounded(type(self).__name__, {"tau of log_inverse": tau}, {"tau of log_inverse": ""})
 
     def check(self, group: Mapping[str, Any]) -> None:
         if "tau" in self.own_defaults:
