@@ -194,7 +194,7 @@ def labels(given: Given) -> str:
     names = list(range(given.size()))
     names[0] = names[-1] if given.size() > 2 else names[0]
     names = [7] * given.size() if given.rng.random() < 0.2 else names
-    given.args[given.rng.choice(["labels", "group"])] = torch.tensor(names) - given.rng.randrange(3)
+    given.args["labels"] = torch.tensor(names) - given.rng.randrange(3)
     return AGREE
 
 
@@ -333,7 +333,7 @@ def extra_out_of_range(given: Given) -> str | None:
 @spoiled
 def bad_positions(given: Given) -> str | None:
     """Replace positions or labels by a value of an invalid type or shape."""
-    name = given.rng.choice(["index", "index", "index2", "labels", "group"])
+    name = given.rng.choice(["index", "index", "index2", "labels"])
     if name == "index2" and not given.bimodal:
         return None
     value = given.integers(TINY) if given.args.get(name) is None else given.args[name]
@@ -375,12 +375,11 @@ def one_sample(given: Given) -> str | None:
 
 
 @spoiled
-def two_names(given: Given) -> str:
-    """Pass labels under both of their names, or a second index if there is no second modality."""
-    if not given.bimodal and given.rng.random() < 0.5:
-        given.args["index2"] = given.integers(TINY)
-    else:
-        given.args["labels"] = given.args["group"] = given.integers(TINY)
+def index2_of_views(given: Given) -> str | None:
+    """Pass a second index if there is no second modality."""
+    if given.bimodal:
+        return None
+    given.args["index2"] = given.integers(TINY)
     return REFUSE
 
 
@@ -737,7 +736,7 @@ class Trial:
         index = given.args["index"]
         if index is None or good.all():  # the value is in extra: anchors of which it is no negative are committed
             return torch.arange(0)
-        if self.mode != "forward" and not {"index2", "extra", "labels", "group"} & set(given.args):
+        if self.mode != "forward" and not {"index2", "extra", "labels"} & set(given.args):
             return torch.arange(self.n)
         other = given.args.get("index2", index)
         visited = set(index[good].tolist()) | set(other.tolist())
@@ -798,14 +797,13 @@ class Trial:
 
     def twin(self, given: Given, depositing: bool) -> tuple[Tensor, ...] | None:
         """Return loss and gradients of the twin; ``None`` if it raises or an anchor has no negative."""
-        args = {name: value for name, value in given.args.items() if name not in ("tau", "encode", "labels")}
-        args["group"] = given.args.get("labels", given.args.get("group"))
+        args = {name: value for name, value in given.args.items() if name not in ("tau", "encode")}
         if args["index"] is None:
             args["index"] = torch.arange(given.size())
         if given.table is not None:
             unit = torch.nn.functional.normalize(given.table.double(), dim=-1)
             args["encode"] = lambda s: (unit[0][s], unit[1][s] if given.bimodal else unit[0][s])
-        keys = [None if args.get(name) is None else args[name].tolist() for name in ("index", "index2", "group")]
+        keys = [None if args.get(name) is None else args[name].tolist() for name in ("index", "index2", "labels")]
         every = range(given.size())
         if not all(any(may_be_negative(i, j, *keys) for j in every) for i in every):
             return None

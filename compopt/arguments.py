@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compopt import accelerator, checks
 from compopt.batch import Batch
 from compopt.checks import Directions, inputs
-from compopt.checks.context import refuse_tangents, refuse_transforms
+from compopt.checks.context import refuse_derivatives
 from compopt.distributed.handshake import NOTHING, fingerprint, tau_facts
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.component import Normalizer, Temperature
@@ -116,12 +116,11 @@ def check_call(est: Called, z1: Tensor, z2: Tensor, asked: Mapping[str, Any]) ->
 
     ``asked`` contains the arguments other than ``z1`` and ``z2``, by name.
     """
-    refuse_transforms()
     encode, tau, extra, policy = (asked[name] for name in ("encode", "tau", "extra", "pairs"))
     engine = est._engine
     several = engine.ranks.size > 1
     with engine.handshake.guard():
-        refuse_tangents(("z1", z1), ("z2", z2), ("tau", tau), ("extra", extra))
+        refuse_derivatives(("z1", z1), ("z2", z2), ("tau", tau), ("extra", extra))
         inputs.check_features(z1, z2, least=0 if several else 2)
         batch = z1.shape[0]
         keys = _check_keys(est, asked, batch)
@@ -197,8 +196,8 @@ def _check_keys(est: Called, asked: Mapping[str, Any], batch: int) -> dict[str, 
         if est.mode == "unimodal":
             raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
         keys["index2"] = inputs.check_vector("index2", asked["index2"], batch)
-    if (value := inputs.one_name(asked["labels"], asked["group"])) is not None:
-        keys["labels"] = inputs.check_vector("labels" if asked["group"] is None else "group", value, batch)
+    if asked["labels"] is not None:
+        keys["labels"] = inputs.check_vector("labels", asked["labels"], batch)
     return keys
 
 
@@ -219,8 +218,7 @@ def check_cached(
             "tau= requires a gradient, which this does not return; call the estimator on z1.detach()"
             ".requires_grad_() and tau.detach().requires_grad_(), and take all three gradients from there"
         )
-    refuse_transforms()
-    refuse_tangents(("z1", z1), ("z2", z2), ("extra", extra))
+    refuse_derivatives(("z1", z1), ("z2", z2), ("extra", extra))
     with est._engine.handshake.guard():
         inputs.check_features(z1, z2, least=0)
         if extra is not None:

@@ -24,7 +24,7 @@ from compopt.arguments import (
 )
 from compopt.batch import Batch, with_mean_one
 from compopt.checks import Directions, Mode
-from compopt.checks.context import outside_of_graphs, refuse_tangents, warn
+from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
 from compopt.checks.inputs import remedy_for
 from compopt.curation import ScoreKeeper
 from compopt.distributed.ranks import ProcessGroup
@@ -216,7 +216,6 @@ class ContrastiveEstimator(Estimator):
         z2: Tensor,
         index: Tensor | None = None,
         index2: Tensor | None = None,
-        group: Tensor | None = None,
         encode: Encode | None = None,
         *unexpected: Never,
         tau: Tensor | float | None = None,
@@ -242,7 +241,6 @@ class ContrastiveEstimator(Estimator):
                 if a batch is evaluated more than once per step (SAM, LBFGS).
             index2: positions in the second modality, if it has its own (several captions per image), ``(B,)``. They
                 select its rows; with ``directions="forward"``, where it has no rows, they identify equal candidates.
-            group: an older name of ``labels``.
             encode: function for samplers that may draw negatives outside the batch. It receives data-set positions,
                 ``(m,)`` int64 on the CPU, and returns features ``(m, d)`` of those samples (bimodal: a pair of them),
                 with a graph. It is called at most once.
@@ -315,10 +313,10 @@ class ContrastiveEstimator(Estimator):
         """
         if unexpected:
             raise TypeError(
-                f"a call has up to six arguments by position, z1, z2, index, index2, group and encode, got "
-                f"{6 + len(unexpected)}{remedy_for(z1)}"
+                f"a call has up to five arguments by position, z1, z2, index, index2 and encode, got "
+                f"{5 + len(unexpected)}{remedy_for(z1)}"
             )
-        asked: dict[str, Any] = {"index": index, "index2": index2, "group": group, "labels": labels, "encode": encode}
+        asked: dict[str, Any] = {"index": index, "index2": index2, "labels": labels, "encode": encode}
         asked |= {"tau": tau, "extra": extra, "extra_index": extra_index, "pairs": pairs}
         asked |= {"guide": guide, "within": within}
         asked |= {"momentum_features": momentum_features, "sample_weight": sample_weight}
@@ -414,7 +412,7 @@ class ContrastiveEstimator(Estimator):
         """Return a number, or a tensor of 1 or 2 columns that may carry a graph."""
         if tau is None:
             tau = self.temperature.temperatures(batch.columns, hyper, batch.depositing)
-            refuse_tangents(("the temperature", tau))
+            refuse_derivatives(("the temperature", tau))
         if not isinstance(tau, Tensor):
             return tau
         features = batch.values.get("z1")  # None in a diagnostic
@@ -444,17 +442,11 @@ class ContrastiveEstimator(Estimator):
         pairs = swept(Source(own, tau, batch, self._engine.ranks, self.backend), options)
         if self.temperature.learns and pairs.negatives:  # before any proposal, since a warning may be an error
             self.temperature.look_at_negatives(pairs.negatives + self.normalizer.outside)
-        self._look_at_temperature(temperature, given)
+        self._look_at_temperature(temperature)
         return pairs
 
-    def _look_at_temperature(self, temperature: float | Tensor, given: Given) -> None:
-        """Warn, once, of a learned temperature whose gradient has one sign, and of a logit scale as the first one."""
-        if self.multiply_tau and self.normalizer.divides and given.wants(temperature) and "rising" not in self._settled:
-            warn(
-                "the gradient of a learned temperature only raises it, because tau * log(mean(exp(h / tau))) falls as "
-                "tau grows: pass multiply_tau=False, or add a term that lowers tau to your loss, such as rho * tau"
-            )
-            self._settled.add("rising")
+    def _look_at_temperature(self, temperature: float | Tensor) -> None:
+        """Warn, once, of a logit scale as the first temperature."""
         if "scale" in self._settled or not self.normalize or self.temperature.learns:
             return
         if isinstance(temperature, Tensor):

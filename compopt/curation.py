@@ -31,7 +31,6 @@ from compopt import checks
 from compopt.batch import COUNT
 from compopt.checks.context import warn
 from compopt.checks.inputs import check_values
-from compopt.checks.values import Range
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.base import Estimator
 from compopt.estimator.component import Call, Component, check_temperatures_beside, temperatures_beside
@@ -111,12 +110,7 @@ class ScoreKeeper(Component):
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         moments = ["log_g", "log_g_var", "similarity", "similarity_var"]
-        ranks = [Column("rank", directions, dtype, values=Range(least=0, most=1))] if self.rank else []
-        variance = Range(least=0)
-        return [
-            *(Column(name, directions, dtype, values=variance if name[-4:] == "_var" else None) for name in moments),
-            *ranks,
-        ]
+        return [Column(name, directions, dtype) for name in (*moments, *(["rank"] if self.rank else []))]
 
     def proposals(self, call: Call) -> dict[str, Tensor]:
         """Return new values of the columns for the samples of a call, ``(B, D)`` each."""

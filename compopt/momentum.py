@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from compopt import checks
-from compopt.checks.values import FINITE, mapping, tensors
+from compopt.checks.values import bounded, mapping, tensors
 from compopt.estimator.base import Estimator
 
 SHARDED, ENGINE = "set_requires_gradient_sync", "set_gradient_accumulation_boundary"  # of FSDP2, of DeepSpeed
@@ -293,7 +293,8 @@ class MomentumEncoder:
             small = {name for name, value in own.items() if value.is_floating_point() and value.element_size() == 1}
             whole = {name: value for name, value in own.items() if not hasattr(value, SHARD) and name not in small}
             finite = [name for name, value in whole.items() if kind == "parameters" or value.isfinite().all()]
-            tensors(f"MomentumEncoder.{kind}", given, own, dict.fromkeys(finite, FINITE), cast=True)
+            tensors(f"MomentumEncoder.{kind}", given, own, cast=True)
+            bounded(f"MomentumEncoder.{kind}", given, dict.fromkeys(finite, ""))
             for name, value in own.items():
                 if hasattr(value, SHARD) and not hasattr(given[name], SHARD):
                     raise ValueError(

@@ -194,8 +194,8 @@ class Run:
         features = self.prepared(*(entry[self.part] for entry in inputs))
         options, own = self.config.options, index[self.part]
         encode = self._encode if options.get("encode") else None
-        group = self.task.group[own] if options.get("group") else None
-        loss = self.est(*features, index=own, labels=group, encode=encode)
+        labels = self.task.group[own] if options.get("group") else None
+        loss = self.est(*features, index=own, labels=labels, encode=encode)
         self.batches.observe(own, *features[:2])
         self.accelerator.backward(loss)
         self.stepper.step()  # the attached estimator commits its rows here, after the window's last batch

@@ -4,7 +4,7 @@ python -m tests.bits record before.pt    # at the commit before
 python -m tests.bits compare before.pt   # at the commit after, on the same machine; configurations that remain
 
 Each entry runs in both modes and both dtypes: whole and in chunks, with rows in memory, in host memory and on disk,
-with two calls per commit, some of them with ``group`` or ``index2``, on one process and on two ranks. The recorded
+with two calls per commit, some of them with ``labels`` or ``index2``, on one process and on two ranks. The recorded
 values are the loss, both gradients, the gradient of a learned temperature, and all of ``state_dict()``.
 """
 
@@ -47,7 +47,7 @@ def trace(name: str, mode: str, dtype: torch.dtype, rank: int = 0, ranks: int = 
     found: dict[str, bytes] = {}
     for t, (z1, z2, index) in enumerate(batches(N, 2 * STEPS, dtype=dtype)):
         own = slice(rank * len(index) // ranks, (rank + 1) * len(index) // ranks)
-        keys = {"group": index // 2} if t % 4 == 2 else {}
+        keys = {"labels": index // 2} if t % 4 == 2 else {}
         if t % 4 == 3 and mode == "bimodal":
             keys = {"index2": index.flip(0)}
         loss, g1, g2 = run(est, z1[own], z2[own], index[own], **{name: key[own] for name, key in keys.items()})

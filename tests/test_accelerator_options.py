@@ -57,7 +57,7 @@ def test_a_momentum_copy(kind):
 @pytest.mark.parametrize("name", ["sogclr", "isogclr", "emc2"])
 def test_groups_and_a_second_index(name):
     labels = torch.arange(B) // 2
-    both(lambda: BUILD[name](), lambda est, *given: one_step(est, *given[:3], index2=given[2].flip(0), group=labels))
+    both(lambda: BUILD[name](), lambda est, *given: one_step(est, *given[:3], index2=given[2].flip(0), labels=labels))
 
 
 IN_BLOCKS = [(name, kind) for name in ("infonce", "isogclr") for kind in KINDS]

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 import compopt
-from compopt.estimator import Column, Range
 from compopt.stores import table
 from tests.database import STATEFUL
 from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot, through_a_file, train
@@ -97,7 +96,7 @@ class Counter(compopt.Temperature):
     def check(self, group):
         pass
 
-    def value(self, rows, hyper, training):
+    def temperatures(self, rows, hyper, training):
         if training:
             before = self.working_state(True)
             self.deposit_state(sum=before["sum"] + 0.5)
@@ -233,7 +232,6 @@ IMPOSSIBLE = {
     "a global tau of 0": ("fastclip", at((*DUAL, "tau"), put(0.0)), ValueError, "tau.*> 0, got 0"),
     "negative updates": ("global-dual", at((*DUAL, "updates"), put(-1.0)), ValueError, "updates"),
     "a learned tau of NaN": ("learned", at((*DUAL, "log_inverse"), put(math.nan)), ValueError, "log_inverse"),
-    "a negative seed": ("emc2", at((*NETWORK, "seed"), put(-1)), ValueError, "seed.*>= 0"),
     "own state that is no tensor": ("own", at((*DUAL, "calls"), int), TypeError, "calls.*Counter.*int"),
     # other entries
     "a role that is None": ("memory", at(MEMORY, lambda x: None), TypeError, "normalizer.*dict"),
@@ -287,28 +285,3 @@ def test_rows_are_checked_in_blocks(monkeypatch):
     state["rows"]["log_u"][11, 1] = math.nan
     with pytest.raises(ValueError, match="row 11 has"):
         est.load_state_dict(state)
-
-
-def test_bounds_of_a_users_own_column():
-    class Bounded(compopt.MovingAverageEstimator):
-        def columns(self, directions, dtype):
-            return [*super().columns(directions, dtype), Column("one", 1, torch.int16, values=Range(least=2, most=4))]
-
-        def state_values(self, names):
-            return {"level": Range(above=0, most=1)}
-
-        def joined(self, groups, setting):
-            super().joined(groups, setting)
-            self.state = {"level": torch.ones(3)}
-
-    def build():
-        return compopt.ContrastiveEstimator(Bounded(N), compopt.FixedTemperature(0.1))
-
-    state = build().state_dict()
-    build().load_state_dict(state)
-    for change, match in [
-        (at(("rows", "one"), put(5, 6)), "'one'.*>= 2 and <= 4, row 6 has"),
-        (at(("extra", "normalizer", "level"), put(2.0)), "level of Bounded must be finite and > 0 and <= 1, got 2.0"),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            build().load_state_dict(change(state))

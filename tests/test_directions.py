@@ -54,7 +54,7 @@ def test_what_excludes_pairs(kind, name):
     for step, (z1, z2, index) in enumerate(batches(N, steps=4, seed=3)):
         g = generator(step)
         index2 = torch.randint(0, N, (len(index),), generator=g)
-        given = {"index2": index2, "group": torch.arange(len(index)) // 2, **further(step)}
+        given = {"index2": index2, "labels": torch.arange(len(index)) // 2, **further(step)}
         given["extra_index"][0] = index2[1]
         compare_forward(info, est, ref, z1, z2, index, **given)
         est.step(), ref.step()

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import compopt
 from compopt.estimator import attach as forgotten
@@ -27,11 +26,10 @@ def impatient(monkeypatch):
 class Loop:
     """One parameter, its optimizer, an estimator, and the recorded warnings."""
 
-    def __init__(self, est=None, make=torch.optim.SGD, attach=True, learned=True):
+    def __init__(self, est=None, make=torch.optim.SGD, attach=True):
         self.parameter = torch.nn.Parameter(torch.ones(4))
         self.est = compopt.SogCLREstimator(N, tau=0.1) if est is None else est
-        own = list(self.est.parameters()) if learned else []
-        self.make = lambda: make([self.parameter, *own], lr=1e-3)
+        self.make = lambda: make([self.parameter], lr=1e-3)
         self.optimizer, self.calls, self.said = self.make(), 0, []
         if attach:
             self.est.attach(self.optimizer)
@@ -59,15 +57,6 @@ class Loop:
         """Check that there is exactly one warning and that it has these words."""
         assert len(self.said) == 1 and all(part in self.said[0] for part in parts), self.said
         return True
-
-
-def clip():
-    return compopt.InfoNCEEstimator(tau=0.1, learn_tau=True, multiply_tau=False)
-
-
-def remembers():
-    temperature = compopt.FixedTemperature(0.1, learn=True)
-    return compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(N), temperature, multiply_tau=False)
 
 
 # no commit --------------------------------------------------------------------------------------------------------
@@ -297,60 +286,6 @@ def test_sam_commits(by_hand):
     assert loop.est.pending == 2
 
 
-# a learned temperature --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [clip, remembers])
-@pytest.mark.parametrize("attach", [False, True])
-def test_a_learned_temperature_in_no_optimizer(make, attach):
-    loop = Loop(make(), learned=False, attach=attach)
-    if not attach:  # commits by hand
-        step = loop.optimizer.step
-        loop.optimizer.step = lambda: (step(), loop.est.step())
-    loop.train(PATIENCE - 1)
-    assert not loop.said
-    loop.train(PATIENCE)
-    assert loop.heard("learned temperature", "32 calls", "est.parameters()")
-
-
-def test_a_learned_temperature_in_no_optimizer_whose_gradient_the_model_takes_away():
-    """model.zero_grad() does this, since it includes the estimator's parameters through as_module."""
-    loop = Loop(clip(), learned=False)
-    for _ in range(PATIENCE):
-        loop.train(1)
-        for p in loop.est.parameters():
-            p.grad = None
-    assert loop.heard("learned temperature", "32 calls", "est.parameters()")
-
-
-@pytest.mark.parametrize("make", [clip, remembers])
-@pytest.mark.parametrize("attach", [False, True])
-def test_a_learned_temperature_that_is_learned(make, attach):
-    """Test the attached optimizer, another optimizer, a learning rate that is 0 for a while, and long windows."""
-    loop = Loop(make(), attach=attach)
-    loop.est.register_step_post_hook(lambda *_: None)
-    for _ in range(PATIENCE + 10):
-        loop.train(1)
-        if not attach:
-            loop.est.step()
-    assert not loop.said
-    still = Loop(make())
-    for group in still.optimizer.param_groups:
-        group["lr"] = 0.0
-    still.train(PATIENCE + 10)
-    accumulating = Loop(remembers())
-    accumulating.train(1, window=PATIENCE - 1)
-    accumulating.train(1, window=2 * PATIENCE, zero=False)
-    assert not still.said and not accumulating.said
-
-
-def test_a_frozen_temperature_is_a_choice():
-    loop = Loop(clip(), learned=False)
-    next(loop.est.parameters()).requires_grad_(False)
-    loop.train(PATIENCE + 10)
-    assert not loop.said
-
-
 # batch positions --------------------------------------------------------------------------------------------------
 
 
@@ -406,93 +341,4 @@ def test_a_save_without_any_commit_is_noticed_at_once(tmp_path, save):
     loop.train(3)
     loop.call(2)
     saved()
-    assert not loop.said
-
-
-# an unused scale --------------------------------------------------------------------------------------------------
-
-
-class Clip(torch.nn.Module):
-    """Two towers and the scale that CLIP returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.image, self.text = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-        self.logit_scale = torch.nn.Parameter(torch.tensor(2.6593))
-
-    def forward(self, images, texts):
-        return self.image(images), self.text(texts), self.logit_scale.exp()
-
-
-@pytest.fixture
-def one_rank():
-    """Create a process group of this process only, in which DDP is as strict as in a larger one."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def train_clip(how):
-    """Run three updates; return the warnings, how the run ended, and the number of commits."""
-    clip = Clip()
-    if how == "frozen":
-        clip.logit_scale.requires_grad_(False)
-    if how == "ignored":  # torch's name for a parameter of the root module
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(clip, [".logit_scale"])
-    model = clip if how == "bare" else DistributedDataParallel(clip, find_unused_parameters=how == "unused")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    est, ended = compopt.SogCLREstimator(N, tau=0.1), "well"
-    est.attach(optimizer)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            for t in range(3):
-                images, texts = torch.randn(2, B, 4, generator=generator(t)).unbind()
-                z1, z2, scale = model(images, texts)
-                est(z1, z2, torch.arange(t, t + B), tau=1 / scale if how == "tau" else None).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        except RuntimeError as error:
-            ended = str(error)
-    return [str(w.message) for w in caught if "logit_scale" in str(w.message)], ended, est.t
-
-
-def test_a_scale_that_ddp_waits_for(one_rank):
-    said, ended, t = train_clip("idle")
-    assert t == 1 and "Expected to have finished reduction" in ended  # raised by torch at the second call
-    assert len(said) == 1 and all(w in said[0] for w in ("'logit_scale'", "requires_grad_(False)", "tau=1 / scale"))
-
-
-@pytest.mark.parametrize("how", ["frozen", "ignored", "unused", "bare", "tau"])
-def test_a_scale_that_nobody_waits_for(how, one_rank):
-    assert train_clip(how) == ([], "well", 3)
-
-
-# evaluation mode --------------------------------------------------------------------------------------------------
-
-
-def test_training_in_evaluation_mode_is_told_once():
-    loop = Loop()
-    loop.est.eval()
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        loop.train(forgotten.IDLE - 1)
-        assert not found
-        loop.train(forgotten.IDLE)
-    assert [("call est.train()" in str(w.message), w.filename) for w in found] == [(True, __file__)] and loop.est.t == 0
-
-
-@pytest.mark.parametrize("est", [compopt.SogCLREstimator(N), compopt.DCLEstimator()], ids=["rows", "stateless"])
-def test_evaluations_during_training_are_no_mistake(est):
-    loop = Loop(est)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(forgotten.IDLE + 1):
-            est.eval()
-            loop.call(2)
-            est.train()
-            loop.train(1)
-        if est.n is None:
-            est.eval()
-            loop.train(forgotten.IDLE + 1)
     assert not loop.said

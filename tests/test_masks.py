@@ -1,4 +1,4 @@
-"""Choice of the negatives of an anchor: repeated indices, index2, group; and the options of a single call."""
+"""Choice of the negatives of an anchor: repeated indices, index2, labels; and the options of a single call."""
 
 import contextlib
 import copy
@@ -35,7 +35,7 @@ def test_group(info, mode):
     """Samples of equal groups are not negatives, whatever their indices; rows are still selected by the index."""
     est, ref = make(info, mode, N)
     for t, batch in enumerate(batches(N, steps=4, seed=2)):
-        follow(info, est, ref, N, [batch], group=torch.tensor([7, 7, 3, 1 + t % 2, 3, 90]))
+        follow(info, est, ref, N, [batch], labels=torch.tensor([7, 7, 3, 1 + t % 2, 3, 90]))
 
 
 @pytest.mark.parametrize("info", PAIRED, ids=str)
@@ -139,7 +139,7 @@ def test_an_anchor_without_negatives(name):
     est, _ = make(info, "bimodal", N)
     z1, z2 = features(3, 4, seed=10)
     loss, g1, g2 = run(
-        est, z1, z2, torch.tensor([0, 1, 2]), index2=torch.tensor([7, 8, 7]), group=torch.tensor([5, 5, 6])
+        est, z1, z2, torch.tensor([0, 1, 2]), index2=torch.tensor([7, 8, 7]), labels=torch.tensor([5, 5, 6])
     )
     assert torch.isfinite(loss) and torch.isfinite(g1).all() and torch.isfinite(g2).all()
     assert not g1[0].any() and not g2[0].any() and g1[1].any()
@@ -195,7 +195,7 @@ LACKING_CASES = [
 FRESH = ("index2", "within")  # cases with an estimator that has seen nothing
 
 
-@pytest.mark.filterwarnings("error", "ignore:.*only raises it")
+@pytest.mark.filterwarnings("error")
 @pytest.mark.covering("mode case")
 @pytest.mark.parametrize("info, mode, case", LACKING_CASES, ids=str)
 def test_a_batch_without_negatives_changes_nothing(info, mode, case):
@@ -273,7 +273,7 @@ def test_extra_of_one_label_are_candidates():
     extra = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     info = BY_NAME["infonce"]
     est, ref = make(info, "forward", N)
-    compare_forward(info, est, ref, z1, z2, index, extra=extra, group=given["labels"])
+    compare_forward(info, est, ref, z1, z2, index, extra=extra, labels=given["labels"])
 
 
 # the labels or keys of two batches on several ranks: without negatives everywhere, and on the first rank only

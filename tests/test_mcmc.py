@@ -296,7 +296,7 @@ def test_a_group_s_own_burn_in_and_added_samples():
 def test_a_burn_in_that_leaves_nothing_leaves_the_last_proposal():
     """Short batches, repeats and groups can leave an anchor fewer proposals than burn_in."""
     z1, z2 = features(6, 3, 0)
-    for options in ({}, {"group": torch.tensor([0, 0, 0, 0, 1, 2])}):
+    for options in ({}, {"labels": torch.tensor([0, 0, 0, 0, 1, 2])}):
         got = [
             run(compopt.EMC2Estimator(10, burn_in=burn_in, tau=1.0), z1, z2, torch.arange(6), **options)
             for burn_in in (4, 5, 700, 0.999)

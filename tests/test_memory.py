@@ -218,9 +218,9 @@ def compared(mode, steps, length=14, **options):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_batch_of_one_label_has_the_memory_as_its_negatives(mode, dual, labels):
     """Also if only some anchors have no negatives in the batch; slots of that label are none."""
-    first = (features(6, D, seed=0), torch.arange(6), {"group": torch.arange(6) % 3})
-    batch = (features(6, D, seed=1), torch.arange(10, 16), {"group": torch.tensor(labels)})
-    again = (features(6, D, seed=2), torch.arange(20, 26), {"group": torch.tensor(labels)})
+    first = (features(6, D, seed=0), torch.arange(6), {"labels": torch.arange(6) % 3})
+    batch = (features(6, D, seed=1), torch.arange(10, 16), {"labels": torch.tensor(labels)})
+    again = (features(6, D, seed=2), torch.arange(20, 26), {"labels": torch.tensor(labels)})
     est = compared(mode, [[first], [batch], [again]], dual=dual)
     loss, g1, _ = run(est, *batch[0], batch[1] + 20, labels=torch.tensor(labels))
     assert loss != 0 and g1.abs().sum(1).all()

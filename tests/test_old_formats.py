@@ -4,16 +4,13 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import compopt
-from compopt import files
 from compopt.checkpoint import manifest
 from tests.fixtures.make import ESTIMATORS, HERE, N, known, train
 from tests.helpers import assert_same_bits, snapshot
-from tests.test_sparse_saves import sogclr, visit
 
-FORMATS = {"0.1.0": 2, "0.2.0": 3, "0.3.0": 4}  # format version of directories
+FORMATS = {"0.3.0": 4}  # format version of directories
 REDEFINED = {("memory", "effective_negatives")}  # now counts the memory's as well
 EXPECTED = {version: json.loads((HERE / version / "expected.json").read_text()) for version in FORMATS}
 CASES = [(version, name) for version, names in EXPECTED.items() for name in names]
@@ -99,43 +96,10 @@ def test_this_version_has_its_checkpoints():
     assert compopt.__version__ in FORMATS and EXPECTED[compopt.__version__].keys() == ESTIMATORS.keys()
 
 
-def v2(rows):
-    """Yield all rows as the files of two ranks, which are identified by their first rows."""
-    for first in (0, 1):
-        yield {key: value[first::2] for key, value in rows.items()}, {"first": first, "stride": 2, "count": None}
-
-
-def v3(rows):
-    """Yield two files with overlapping rows, of which the later one takes precedence."""
-    stale = {key: value[0:12] + 1 for key, value in rows.items()}
-    yield stale, {"first": 0, "stride": 1, "spans": [[0, 8], [12, 16]]}
-    yield rows, {"first": 0, "stride": 1, "spans": [[0, len(rows["count"])]]}
-
-
-@pytest.mark.parametrize("version, written", [(2, v2), (3, v3)])
-@pytest.mark.parametrize("size", [16, 1 << 18])
-def test_files_of_rows(version, written, size, tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "PIECE_ROWS", size)
-    est = sogclr()
-    visit(est, range(0, 203, 3))
-    path = compopt.save(est, tmp_path)
-    content = json.loads((path / "manifest.json").read_text())
-    (state,) = (file for file in content["files"] if file["name"] == "state.safetensors")
-    state["crc32"], content["chunk_rows"] = int(files.checksum(path / state["name"], crc32=True), 16), 4
-    del state["checksum"]
-    if version == 2:
-        del state["spans"], content["chunk_rows"]
-        state["count"] = 0
-    content |= {"version": version, "files": [state]}
-    for number, (rows, entry) in enumerate(written(est.state_dict()["rows"])):
-        name = f"rows-{number:05d}.safetensors"
-        save_file({key: value.contiguous() for key, value in rows.items()}, path / name)
-        if version == 2:
-            entry["count"] = len(rows["count"])
-        crc = int(files.checksum(path / name, crc32=True), 16)
-        content["files"].append({"name": name, "bytes": (path / name).stat().st_size, "crc32": crc, **entry})
-    (path / "manifest.json").write_text(json.dumps({**content, "crc32": manifest.body_crc(content)}))
-    for options in ({}, {"offload": "cpu"}):
-        other = sogclr(**options)
-        compopt.load(other, path)
-        assert_same_bits(snapshot(est, 203), snapshot(other, 203))
+@pytest.mark.parametrize("version", [3, 5])
+def test_another_format_is_refused_with_its_number(version, tmp_path):
+    path = compopt.save(ESTIMATORS["sogclr"](), tmp_path)
+    content = json.loads((path / "manifest.json").read_text()) | {"version": version}
+    (path / "manifest.json").write_text(json.dumps(content | {"crc32": manifest.body_crc(content)}))
+    with pytest.raises(ValueError, match=f"has format version {version}, this library reads 4"):
+        compopt.load(ESTIMATORS["sogclr"](), path)

@@ -342,12 +342,6 @@ def test_equal_bounds_fix_a_temperature():
     torch.testing.assert_close(dual.read(torch.arange(N))["tau"], torch.full((N, 1), 0.2))
 
 
-class Former(compopt.FixedTemperature):
-    """Base class of temperatures whose hooks have their former names."""
-
-    learns = True
-
-
 # mistakes of authors --------------------------------------------------------------------------------------------
 
 
@@ -433,23 +427,6 @@ def test_forgotten_proposals_of_other_parts_are_named():
     with pytest.raises(ValueError, match=r"log_u of Average must have shape \(3, 1\), got \(3,\)"):
         alone._deposit(batch, {"log_u": torch.zeros(3)})
     assert alone.pending == 0
-
-
-def test_hooks_of_temperatures_under_their_former_names():
-    hooks = {
-        "columns": lambda self, directions, dtype: [Column("mine", directions, dtype)],
-        "value": lambda self, rows, hyper, training: 0.2 + rows["mine"],
-        "update": lambda self, call, gradient: {"mine": 0.01 * gradient.sign().abs()},
-    }
-    with pytest.warns(DeprecationWarning) as warned:
-        learned = type("Learned", (Former,), hooks)
-    assert [str(w.message) for w in warned] == [
-        "Learned.value is called temperatures now; rename it",
-        "Learned.update is called proposals now; rename it",
-    ]
-    est = compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(N), learned(0.1))
-    call(est, range(4)), est.step()
-    assert est.read(torch.tensor([0, 9]))["mine"].tolist() == [[pytest.approx(0.01)] * 2, [0.0, 0.0]]
 
 
 # -- several ranks -----------------------------------------------------------------------------------

@@ -283,36 +283,19 @@ RISING = {
 
 @pytest.mark.parametrize("name", RISING)
 @pytest.mark.parametrize("value", [0.02, 0.07, 0.5])
-def test_a_learned_temperature_rises_and_is_warned_about_once(name, value):
+def test_a_learned_temperature_rises_times_tau(name, value):
     """Times tau, the loss falls as tau grows; without the factor, it rises if the positives are near."""
     signs = set()
     for multiply_tau in (True, False):
         tau = torch.tensor(value, dtype=torch.float64, requires_grad=True)
         est = RISING[name](tau, multiply_tau=multiply_tau, dtype=torch.float64)
-        for seed, warns in enumerate((multiply_tau, False)):
+        for seed in range(2):
             data = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
             z1, z2 = data.clone().requires_grad_(), data[0] + (1 - seed) * data[1]
-            with warnings.catch_warnings(record=True) as found:
-                warnings.simplefilter("always")
-                est(z1[0], z2, torch.arange(8)).backward()
-            assert [("only raises" in str(warning.message)) for warning in found] == [True] * warns
+            est(z1[0], z2, torch.arange(8)).backward()
             signs.add((multiply_tau, bool(tau.grad > 0)))
             tau.grad = None
     assert (True, True) not in signs and (False, True) in signs
-
-
-@pytest.mark.parametrize("est", [compopt.SigLIPEstimator(), compopt.FastCLIPEstimator(N, rho=0.5)])
-def test_other_learned_temperatures_are_not_warned_about(est):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        est(*torch.randn(2, 8, 8, requires_grad=True).unbind(), torch.arange(8)).backward()
-
-
-def test_a_temperature_without_a_gradient_is_not_warned_about():
-    est = compopt.InfoNCEEstimator(0.1, learn_tau=True)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("error")
-        est(*torch.randn(2, 8, 8))
 
 
 @pytest.mark.parametrize("options", [{"tau": 14.3}, {"tau": torch.tensor(14.3)}, {}], ids=["number", "tensor", "call"])

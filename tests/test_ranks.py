@@ -140,7 +140,7 @@ def test_distinct_samples_and_chunks(name, ranks):
 
 
 def with_keys(group, data, options):
-    """Call with index2, group and tau per sample; return losses, gradients and rows."""
+    """Call with index2, labels and tau per sample; return losses, gradients and rows."""
     tau, index2, labels = data[0][3:]
     est = compopt.ContrastiveEstimator(
         compopt.MovingAverageEstimator(N, gamma=0.7), compopt.FixedTemperature(), process_group=group, **options,
@@ -151,7 +151,7 @@ def with_keys(group, data, options):
         own = own_part(group, step)
         z1, z2, index = (x[own] for x in data[0][:3])
         z1, z2, own_tau = (x.clone().requires_grad_() for x in (z1, z2, tau[own]))
-        loss = est(z1, z2, index, index2=index2[own], group=labels[own], tau=own_tau)
+        loss = est(z1, z2, index, index2=index2[own], labels=labels[own], tau=own_tau)
         loss.backward()
         est.step()
         result.append((loss.detach(), z1.grad, z2.grad, own_tau.grad))

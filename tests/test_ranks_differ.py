@@ -25,7 +25,7 @@ PLACEMENT = {
 }
 # arguments of calls that may differ: why, and what of them is compared nevertheless
 OF_THE_SAMPLES = dict.fromkeys(
-    ("z1", "z2", "index", "index2", "group", "labels", "extra", "extra_index", "guide", "within")
+    ("z1", "z2", "index", "index2", "labels", "extra", "extra_index", "guide", "within")
     + ("momentum_features", "sample_weight", "log_g", "previous", "g", "args", "gradient", "anchors of a network")
     + ("value", "scores", "candidates", "losses", "relevance", "items"),
     "values of the rank's own samples; all ranks or none pass them, with the same dtype and shape per sample",
@@ -315,7 +315,6 @@ DIFFERENT = {
         "z2": (operation(compopt.DCLEstimator), BOTH, {}, wide(BOTH, "z1", "z2"), DTYPE),
         "index": (operation(compopt.MemoryEstimator), {"z1": Z[0], "z2": Z[1]}, {}, {"index": I}, "index" + GIVEN),
         "index2": (operation(compopt.SogCLREstimator), BOTH, {}, {"index2": I}, KEYS),
-        "group": (operation(compopt.DCLEstimator), BOTH, {}, {"group": I}, KEYS),
         "labels": (operation(compopt.DCLEstimator), BOTH, {}, {"labels": I}, KEYS),
         "encode": (operation(compopt.EMC2Estimator), BOTH, {}, {"encode": encode}, "encode" + GIVEN),
         "tau": (operation(compopt.DCLEstimator), BOTH, {"tau": 0.2}, {"tau": 0.3}, "of tau=: by rank [0.2, 0.3]"),

@@ -127,9 +127,6 @@ def test_a_resumed_run_leaves_the_same_samples_out(make):
     twin.load_state_dict(sampler.state_dict())
     with pytest.warns(UserWarning, match="2 of n=50"):
         assert list(sampler) == list(twin)
-    state = sampler.state_dict()
-    del state["bank"]["offered"]  # early versions waited for finite features
-    make().load_state_dict(state)
 
 
 def test_a_batch_is_judged_by_its_other_samples():

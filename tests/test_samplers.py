@@ -181,9 +181,3 @@ def test_coverage_is_reported():
         seen |= epoch
         assert sampler.coverage == sampler.metrics["coverage"] == len(epoch) / N <= 5 * B / N
         assert sampler.total_coverage == len(seen) / N
-
-
-@both
-def test_arguments_of_the_planner_warn(make):
-    with pytest.warns(DeprecationWarning, match="have no effect"):
-        make(background=False)

@@ -165,8 +165,7 @@ def test_changed_files_are_refused(shards, tmp_path):
     path = tmp_path / "shards.json"
     ShardIndex.build(shards).save(path)
     saved = json.loads(path.read_text())
-    assert saved.pop("bytes")["00000.tar"] == shards[0].stat().st_size
-    path.write_text(json.dumps(saved))  # as early versions wrote it
+    assert saved["bytes"]["00000.tar"] == shards[0].stat().st_size
     assert ShardIndex.load(path).n == sum(SIZES)
     saved["shards"][0][2] += 1
     for content, said in ((json.dumps(saved), "was changed"), ("[]", "no index of shards")):

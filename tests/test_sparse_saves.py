@@ -186,13 +186,3 @@ def test_symbolic_links_are_followed(tmp_path):
     assert not any(file.is_symlink() for file in saved.iterdir())
     shutil.rmtree(tmp_path / "content")
     loads(saved, est)
-
-
-def test_the_option_of_incremental_saves_only_warns(tmp_path):
-    est = sogclr()
-    visit(est, range(8))
-    with pytest.warns(DeprecationWarning, match="incremental= has no effect"):
-        path = compopt.save(est, tmp_path, incremental=False)
-    other = sogclr()
-    compopt.load(other, path)
-    assert_same_bits(snapshot(other, N), snapshot(est, N))

@@ -143,9 +143,7 @@ def _parts(table: RowTable, source: Checkpoint, found: list[File]) -> Iterator[t
         if file.spans and (file.first - table.first) % gcd(file.stride, table.stride) == 0:
             opened = {name: _open(source.path / file.name).get_slice(name) for name in table.layout.offsets}
             local = torch.cat([torch.arange(start, stop) for start, stop in file.spans])
-            for start in range(0, file.rows, manifest.PIECE_ROWS):  # a file of version 2 may exceed PIECE_ROWS
-                at = slice(start, start + manifest.PIECE_ROWS)
-                yield local[at] * file.stride + file.first, {name: column[at] for name, column in opened.items()}
+            yield local * file.stride + file.first, {name: column[:] for name, column in opened.items()}
 
 
 def _open(path: Path, framework: str = "pt") -> Any:
@@ -210,7 +208,7 @@ def _check_size(path: Path, file: File) -> None:
 
 
 def _check_sum(path: Path, file: File) -> None:
-    _same(path, "checksum", files.checksum(path, crc32=len(file.checksum) == 8), file.checksum)
+    _same(path, "checksum", files.checksum(path), file.checksum)
 
 
 def _same(path: Path, what: str, found: object, wanted: object) -> None:

@@ -41,7 +41,7 @@ _DIRECTORY = re.compile(r"checkpoint-(\d{8})-t(\d+)-([0-9a-f]{8})")
 _FILE: dict[str, Any] = {
     "name": re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors"),
     "bytes": int,
-    "checksum": re.compile(r"[0-9a-f]{64}|[0-9a-f]{8}"),
+    "checksum": re.compile(r"[0-9a-f]{64}"),
     "first": int,
     "stride": int,
     "spans": [[int]],
@@ -62,10 +62,9 @@ class File:
     Attributes:
         name: file name in the directory of the checkpoint.
         bytes: size of the file.
-        checksum: SHA-256 in 64 hexadecimal digits; CRC-32 in 8 digits in a checkpoint of version 2 or 3.
+        checksum: SHA-256 in 64 hexadecimal digits.
         first, stride: the writer of a row file held the rows ``first, first + stride, ...``.
-        spans: local rows of the writer in the file, as ascending ranges ``[start, stop)``. If two files of version 3
-            contain the same row, the later one in the manifest is used.
+        spans: local rows of the writer in the file, as ascending ranges ``[start, stop)``.
     """
 
     name: str
@@ -138,7 +137,7 @@ def prepare(directory: Path, config: Mapping[str, Any]) -> None:
     except (IndexError, ValueError):  # no checkpoint, or a damaged one
         return
     common = min(len(found.get("n", [])), len(config["n"]))  # either side may have additional sample groups
-    for key in ("mode", "method", "options", "n"):  # early versions did not save the options
+    for key in ("mode", "method", "options", "n"):
         there, here = found.get(key, config[key]), config[key]
         if key == "n":
             there, here = list(there)[:common], here[:common]
@@ -223,11 +222,12 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
     with _damage(path):
         content = _load(path)
         crc, version = body_crc(content), content["version"]
-    if type(version) is not int or not 2 <= version <= FORMAT_VERSION:
-        raise ValueError(f"{path} has format version {version!r}, this library reads {FORMAT_VERSION}; update compopt")
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format version {version!r}, this library reads {FORMAT_VERSION}; update compopt, "
+            f"or use the version that wrote it"
+        )
     with _damage(path):
-        if version < FORMAT_VERSION:
-            _upgrade(content)
         _check("it", content, _CONTENT)
         _check("n", content["config"].get("n", []), list)
         _check("data_fingerprint", content.get("data_fingerprint") or "", str)
@@ -262,20 +262,6 @@ def _load(path: Path) -> dict[str, Any]:
     if text not in (json.dumps(content, indent=1).encode(), json.dumps(content).encode()):
         raise ValueError("its text is not as it was written")
     return content
-
-
-def _upgrade(content: dict[str, Any]) -> None:
-    """Convert a manifest of version 2 or 3, in place.
-
-    Version 3 has CRC-32 checksums, and the ``save_id`` of each file. Files of version 2 contain all rows, and their
-    entries have the first row and the number of rows (``first``, ``count``) in place of ``spans``.
-    """
-    for file in content["files"]:
-        file["checksum"] = f"{file.pop('crc32'):08x}"
-        file.pop("save_id", None)
-        if content["version"] == 2:
-            count, start = file.pop("count"), file["first"] // file["stride"]
-            file |= {"first": file["first"] % file["stride"], "spans": [[start, start + count]] if count else []}
 
 
 def _check(what: str, value: Any, wanted: Any) -> None:

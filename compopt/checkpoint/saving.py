@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,20 +37,14 @@ CLAIMS = 4  # largest number of directories locked per estimator; some trainers 
 
 
 @overload
-def save(
-    est: Estimator, directory: StrPath, keep: int = ..., incremental: bool | None = ..., blocking: Literal[True] = ...
-) -> Path: ...
+def save(est: Estimator, directory: StrPath, keep: int = ..., blocking: Literal[True] = ...) -> Path: ...
 
 
 @overload
-def save(
-    est: Estimator, directory: StrPath, keep: int = ..., incremental: bool | None = ..., *, blocking: Literal[False]
-) -> SaveHandle: ...
+def save(est: Estimator, directory: StrPath, keep: int = ..., *, blocking: Literal[False]) -> SaveHandle: ...
 
 
-def save(
-    est: Estimator, directory: StrPath, keep: int = 2, incremental: bool | None = None, blocking: bool = True
-) -> Path | SaveHandle:
+def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = True) -> Path | SaveHandle:
     """Write a new checkpoint of all committed state; pending deposits are not part of it.
 
     Every rank writes the rows that it holds, in files of at most 2^18 rows, and needs memory for a few copies of one
@@ -77,7 +70,6 @@ def save(
         directory: directory of the run's checkpoints, which all ranks can access; created if necessary. Only one
             estimator of one run may save there. Another one may continue there after it was loaded from it.
         keep: number of complete checkpoints to keep, including the new one; older and unfinished ones are removed.
-        incremental: deprecated and without effect: every save writes all rows.
         blocking: ``False``: write in a background thread. Equal on all ranks.
 
     Returns:
@@ -97,7 +89,6 @@ def save(
         Exception: the error of the previous background save, if ``wait()`` has not raised it; no checkpoint is written.
 
     Warns:
-        DeprecationWarning: ``incremental`` was passed.
         UserWarning: the file system has no locks, so that two runs that save there are not detected; or the directory
             has checkpoints of an earlier estimator of this process, such as that of an interrupted cell of a notebook.
         RuntimeWarning: at a later commit: a background save failed.
@@ -117,8 +108,6 @@ def save(
     check_estimator(est)
     checks.count("keep", keep)
     checks.flag("blocking", blocking)
-    if incremental is not None:
-        warnings.warn("incremental= has no effect: every save writes all rows; leave it out", DeprecationWarning, 2)
     engine = est._engine
     with doing("compopt.save()", est.t):
         root = engine.ranks.agree(lambda: _begin(est, directory))

@@ -49,8 +49,11 @@ def outside_of_graphs(function: F) -> F:
     return cast(F, called)
 
 
-def refuse_transforms() -> None:
-    """Raise RuntimeError inside ``torch.func``, which handles neither the closed-form gradient nor the rows."""
+def refuse_derivatives(*given: tuple[str, object]) -> None:
+    """Raise RuntimeError for derivatives that would be lost: inside ``torch.func``, or a named tangent of forward mode.
+
+    A transform of ``torch.func`` handles neither the closed-form gradient nor the rows.
+    """
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             "an estimator cannot be called inside a transform of torch.func (grad, vmap, jvp, jacrev, jacfwd, hessian "
@@ -58,10 +61,6 @@ def refuse_transforms() -> None:
             "that require grad (torch.func.functional_call alone may compute them), and use loss.backward() or "
             "torch.autograd.grad"
         )
-
-
-def refuse_tangents(*given: tuple[str, object]) -> None:
-    """Raise RuntimeError for a named argument with a tangent of forward-mode AD, which would be lost."""
     if forward_ad._current_level < 0:  # outside of dual_level() there are no tangents
         return
     for name, value in given:

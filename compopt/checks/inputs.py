@@ -56,7 +56,7 @@ def check_vector(name: str, value: Any, batch: int | None, of: str = "a batch of
 
 
 def _are_names(name: str) -> bool:
-    return name in ("labels", "group") or name.startswith("within")
+    return name == "labels" or name.startswith("within")
 
 
 def _numbered(name: str, value: Any) -> str:
@@ -126,13 +126,6 @@ def check_pool(candidates: Any, scores: Tensor) -> Tensor:
     if known is not None and (known.low < 0 or not known.distinct):
         raise ValueError("candidates must be positions >= 0 that occur once each; merge or drop the others")
     return names
-
-
-def one_name(labels: Any, group: Any) -> Any:
-    """Return ``labels`` or, under its older name, ``group``; ``None`` if neither is given."""
-    if labels is not None and group is not None:
-        raise TypeError("labels and group are two names of one argument, and both are given; keep labels")
-    return group if labels is None else labels
 
 
 def check_features(z1: Any, z2: Any, least: int = 2) -> None:

@@ -3,60 +3,45 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Bound = float | Sequence[float]
 MOST = (1 << 63) - 1  # largest integer of 64 bits
 
 
-@dataclass(frozen=True)
-class Range:
-    """Range of the allowed values of a column, or of an entry of state that is not rows; values must be finite.
+def bound(name: str) -> str:
+    """Return the bound of a column or entry besides being finite: temperatures, counts, variances, sums of squares."""
+    if name == "tau":
+        return "> 0"
+    return ">= 0" if name in ("count", "updates") or name.endswith(("_sq", "_var")) else ""
 
-    Attributes:
-        above: exclusive lower bound.
-        least, most: inclusive bounds; a number, or one number per element of a vector.
-        samples: values are positions of samples, ``0 .. n - 1``.
+
+def outside(value: Tensor, bound: str = "", n: int | None = None) -> Tensor | None:
+    """Return a mask of the values that are not finite or not in the bound; ``None``: there are none.
+
+    With ``n`` the values must be positions of samples, ``0 .. n - 1``.
     """
 
-    above: float | None = None
-    least: Bound | None = None
-    most: Bound | None = None
-    samples: bool = False
+    def inside(x: Tensor) -> Tensor:
+        good = x.isfinite()
+        if bound:
+            good = good & (x > 0 if bound == "> 0" else x >= 0)
+        return good if n is None else good & (x >= 0) & (x < n)
 
-    def outside(self, value: Tensor, n: int | None = None) -> Tensor | None:
-        """Return a mask of the values outside the range, with the shape of ``value``; ``None``: all are inside."""
-        if not value.numel():
-            return None
-        if not value.is_complex() and all(bool(self._inside(end, n).all()) for end in torch.aminmax(value)):
-            return None  # fast path for large tables: one pass, and no mask
-        return ~self._inside(value, n)
-
-    def _bounds(self, n: int | None) -> list[tuple[str, Callable[..., Any], Bound]]:
-        least, most = (0, (n or 0) - 1) if self.samples else (self.least, self.most)
-        bounds = ((">", operator.gt, self.above), (">=", operator.ge, least), ("<=", operator.le, most))
-        return [(sign, holds, bound) for sign, holds, bound in bounds if bound is not None]
-
-    def _inside(self, value: Tensor, n: int | None) -> Tensor:
-        inside = value.isfinite()
-        for _, holds, bound in self._bounds(n):
-            limit = value.new_tensor(bound) if isinstance(bound, Sequence) else bound
-            inside = inside & holds(value, limit)
-        return inside
-
-    def describe(self, dtype: torch.dtype, n: int | None = None) -> str:
-        """Return a description of the allowed values of ``dtype``, such as ``finite and > 0``."""
-        finite = ["finite"] if dtype.is_floating_point or dtype.is_complex else []
-        return " and ".join([*finite, *(f"{sign} {bound}" for sign, _, bound in self._bounds(n))])
+    if not value.numel():
+        return None
+    if not value.is_complex() and all(bool(inside(end)) for end in torch.aminmax(value)):
+        return None  # fast path for large tables: one pass, and no mask
+    return ~inside(value)
 
 
-FINITE = Range()
-UNIT = Range(least=-1.01, most=1.01)  # coordinates of normalised features, rounded
+def described(dtype: torch.dtype, bound: str = "", n: int | None = None) -> str:
+    """Return a description of the values that :func:`outside` accepts, such as ``finite and > 0``."""
+    finite = "finite" if dtype.is_floating_point or dtype.is_complex else ""
+    return " and ".join(filter(None, (finite, bound, "" if n is None else f">= 0 and <= {n - 1}")))
 
 
 def dense(what: str, value: Any, like: Tensor | None = None) -> None:
@@ -116,24 +101,22 @@ def form(owner: str, state: Mapping[str, Tensor], expected: Mapping[str, Tensor]
             raise ValueError(f"{differs} {given.dtype}, expected {needed.dtype}; it is not converted")
 
 
-def tensors(
-    owner: str,
-    state: Any,
-    expected: Mapping[str, Tensor],
-    ranges: Mapping[str, Range],
-    n: int | None = None,
-    cast: bool = False,
-) -> None:
-    """Refuse a state of ``owner`` that is not a mapping of dense tensors as ``expected``, with values in ``ranges``."""
+def tensors(owner: str, state: Any, expected: Mapping[str, Tensor], cast: bool = False) -> None:
+    """Refuse a state of ``owner`` that is not a mapping of dense tensors as ``expected``."""
     mapping(f"state of {owner}", state)
     for name, value in state.items():
         dense(f"{name} of {owner}", value, like=expected.get(name))
     form(owner, state, expected, cast)
-    for name, allowed in ranges.items():
-        outside = allowed.outside(state[name], n)
-        if outside is not None and outside.any():
-            found = state[name][outside][0].item()
-            raise ValueError(f"{name} of {owner} must be {allowed.describe(state[name].dtype, n)}, got {found}")
+
+
+def bounded(owner: str, state: Mapping[str, Tensor], bounds: Mapping[str, str], n: int | None = None) -> None:
+    """Refuse entries of a state of ``owner`` that are not finite or not in their bounds, see :func:`outside`."""
+    for name, bound in bounds.items():
+        value = state[name]
+        wrong = outside(value, bound, n)
+        if wrong is not None and wrong.any():
+            allowed = described(value.dtype, bound, n)
+            raise ValueError(f"{name} of {owner} must be {allowed}, got {value[wrong][0].item()}")
 
 
 def integer(what: str, value: Any, least: int, most: int) -> int:

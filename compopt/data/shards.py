@@ -150,7 +150,7 @@ class ShardIndex:
         try:
             saved = json.loads(Path(path).read_text())
             index = cls({name: count for name, _, count in saved["shards"]})
-            index._bytes = dict(saved.get("bytes", {}))  # absent in files of early versions
+            index._bytes = dict(saved["bytes"])
             complete = saved["format"] == FORMAT and len(index._shards) == len(saved["shards"])
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is no index of shards: {error}; write it with ShardIndex.save") from error

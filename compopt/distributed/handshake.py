@@ -174,7 +174,7 @@ class Handshake:
         kinds = table[:, KINDS].tolist()
         if len(set(kinds)) > 1:
             names = [[name for bit, name in enumerate(KEYS) if kind >> bit & 1] for kind in kinds]
-            raise ValueError(f"all ranks must pass the same arguments (labels= is group=), got by rank {names}")
+            raise ValueError(f"all ranks must pass the same arguments, got by rank {names}")
         for number, (name, meaning) in enumerate(FACTS.items(), start=HEADER - len(FACTS)):
             if len(set(table[:, number].tolist())) > 1:  # on all ranks, so that all take part in the next message
                 fact = facts.get(name, 0)

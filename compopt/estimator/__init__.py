@@ -1,6 +1,5 @@
 """Public interface for new methods: the estimator base class, its parts and the types that they use."""
 
-from compopt.checks.values import Range
 from compopt.estimator.base import Estimator
 from compopt.estimator.component import Call, Component, Estimate, Normalizer, Setting, Temperature
 from compopt.estimator.groups import GroupSpec, Hyper
@@ -15,7 +14,6 @@ __all__ = [
     "GroupSpec",
     "Hyper",
     "Normalizer",
-    "Range",
     "Setting",
     "Temperature",
 ]

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakMethod, WeakSet, ref
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from compopt.checks.context import drops_entries, makes_optimizer_state, outside_of_graphs, warn
-from compopt.estimator.reader import AsyncChecks
 
 Commit = Callable[[Tensor | None], None]
 
 KEY = "compopt"
 FAMILIES = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")  # hooks that save and load an entry
 LIMIT = 1 << 30  # largest state, in bytes, that an optimizer's state dict may contain: it is copied into every file
-IDLE = 32  # optimizer steps after calls in evaluation mode, without a commit, before a warning
 UPDATES = 3  # model updates by other optimizers than the attached ones, without a commit, before a warning
 # Calls without a commit before a warning, if no update is observed (an optimizer may run no hooks). The number of calls
 # must also reach WINDOWS times the longest window so far, since gradient accumulation may be long.
@@ -237,19 +232,14 @@ class Attachments:
     """Optimizers that commit an estimator's deposits, and one-time warnings about mistakes in the training loop.
 
     *No commit*: ``step()`` never runs, or another optimizer than the attached one updates the model.
-    *No deposit*: the model is trained while the estimator is in evaluation mode.
-    *Learned temperature without an optimizer*: the parameter receives gradients and keeps its value.
     *Batch positions as index*: every index is 0 .. B - 1, so that all samples share a few rows.
-    *Unused scale of the model*: ``DistributedDataParallel`` waits for its gradient and raises at the next forward.
 
     No check waits for a device.
 
     Attributes:
         stepped: by the id of each optimizer that may have the model (see :meth:`note`), whether it has stepped since
             the last call; ``None``: model updates are not counted.
-        evaluated: a call in evaluation mode had a graph, since the last step.
         unsure_of_positions: every index so far equals the positions in its batch.
-        unsure_of_optimizer: it is not known yet whether an optimizer updates the learned parameters.
     """
 
     def __init__(self) -> None:
@@ -259,11 +249,6 @@ class Attachments:
         self._longest = 0  # calls in the longest committed window
         self._said_pending = False
         self.unsure_of_positions, self._positions = True, 0  # _positions: calls with batch positions so far
-        self.unsure_of_optimizer, self._calls = True, 0  # _calls: calls so far
-        self._before: list[Tensor] = []  # values of the learned parameters at the first call
-        self._graded = False  # the learned parameters had gradients at a commit
-        self._looked_for_scale = False
-        self.evaluated, self._idle = False, 0  # _idle: steps so far without a deposit, after calls in evaluation mode
 
     def add(self, optimizer: Any, commit: Commit, carried: Any = None) -> RemovableHandle:
         """Attach once, see :meth:`Estimator.attach`; the optimizer saves the state of ``carried``, if given."""
@@ -303,16 +288,6 @@ class Attachments:
         """Record the commit of a window of ``window`` calls."""
         self._longest = max(self._longest, window)
         self._watch(False)
-
-    def idle(self) -> None:
-        """Record a step with nothing to commit; warn once if the estimator seems to be left in evaluation mode."""
-        self._idle, self.evaluated = self._idle + self.evaluated, False
-        if self._idle == IDLE:
-            self._idle += 1
-            warn(
-                f"{IDLE} optimizer steps had nothing to commit, because the estimator is in evaluation mode, in which "
-                f"calls deposit nothing; call est.train() after an evaluation"
-            )
 
     def pending(self, calls: int) -> None:
         """Warn once if so many calls wait for a commit that the loop must lack one."""
@@ -375,57 +350,6 @@ class Attachments:
         if on and not _hooks:  # one global hook, never removed: another thread may be running it
             _hooks.append(register_optimizer_step_post_hook(_note))
 
-    # -- a learned temperature ---------------------------------------------------------------------------------
-
-    def learned(self, parameters: Sequence[Parameter], async_checks: AsyncChecks) -> None:
-        """Check, at a call, that the user's optimizer updates the learned parameters."""
-        self._calls += 1
-        if self._calls == 1:
-            self._before = [parameter.detach().clone() for parameter in parameters]
-        if parameters and self._calls < max(PATIENCE, WINDOWS * self._longest):
-            return
-        calls, self.unsure_of_optimizer = self._calls, False
-        self.updated(parameters)
-        if not self._graded:
-            return
-        if {*map(id, self._parameters())}.issuperset(map(id, parameters)):  # a learning rate of 0 is legitimate
-            return
-
-        def tell(idle: int) -> None:
-            if idle:
-                warn(
-                    f"the learned temperature has had gradients in {calls} calls and kept its value: no optimizer has "
-                    f"it; give [*model.parameters(), *est.parameters()] to the optimizer, or let the model own it "
-                    f"(compopt.as_module)"
-                )
-
-        idle = torch.stack([_idle(*pair) for pair in zip(parameters, self._before, strict=True)]).any()
-        async_checks.watch(idle.to(torch.int32), tell)
-
-    def updated(self, parameters: Sequence[Parameter]) -> None:
-        """Record at a commit that gradients exist; ``model.zero_grad()`` may clear them before the next call."""
-        self._graded |= bool(parameters) and all(parameter.grad is not None for parameter in parameters)
-
-    # -- a scale that nothing uses -----------------------------------------------------------------------------
-
-    def look_for_scale(self) -> None:
-        """Warn, at the first commit, about a scalar without gradient for which ``DistributedDataParallel`` waits."""
-        if self._looked_for_scale:
-            return
-        self._looked_for_scale = True
-        parameters = [p for p in self._parameters() if p.requires_grad]
-        if all(p.grad is None for p in parameters):  # zero_grad() has already cleared the gradients
-            return
-        name = _awaited([p for p in parameters if p.grad is None and p.numel() == 1])
-        if name is not None:
-            warn(
-                f"parameter {name!r} of the model in DistributedDataParallel had no gradient in this update, and DDP "
-                f"waits for one: the next forward will raise 'Expected to have finished reduction'. The estimator has "
-                f"a temperature of its own and needs no logit_scale: freeze the parameter before wrapping the model, "
-                f"{name}.requires_grad_(False), or let it be the temperature, tau=1 / scale at the call with the scale "
-                f"(logit_scale.exp()) that forward returns"
-            )
-
     # -- batch positions ---------------------------------------------------------------------------------------
 
     def positions(self, index: Tensor, n: int | None, remembered: bool) -> None:
@@ -466,29 +390,3 @@ def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _idle(parameter: Parameter, before: Tensor) -> Tensor:
-    """Return a 0-d flag on the device: the value is unchanged, and the gradient, if there is one, is not zero."""
-    kept = (parameter.detach() == before.to(parameter.device)).all()
-    return kept if parameter.grad is None else kept & (parameter.grad != 0).any()
-
-
-def _awaited(parameters: Sequence[Tensor]) -> str | None:
-    """Return the name of the first given parameter whose missing gradient makes DDP raise at the next forward.
-
-    All ``DistributedDataParallel`` modules of the process are searched, because a parameter has no reference to its
-    module. ``None`` if there is no such parameter.
-    """
-    if not parameters or not (dist.is_available() and dist.is_initialized()):
-        return None
-    wanted = {id(parameter) for parameter in parameters}
-    kind = torch.nn.parallel.DistributedDataParallel
-    for model in [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]:
-        if model.find_unused_parameters or model.static_graph:
-            continue
-        for name, parameter in model.module.named_parameters():
-            ignored = name if "." in name else f".{name}"  # the form of names that DDP compares
-            if id(parameter) in wanted and ignored not in model.parameters_to_ignore:
-                return str(name)
-    return None

@@ -73,9 +73,8 @@ class Estimator:
         RuntimeError: with several ranks, another rank refused the call, runs another operation, or did not respond.
 
     Warns:
-        UserWarning: once each: no commit during three updates of a model, or during many calls; a learned temperature
-            that received gradients and kept its value; an index that is always ``0 .. B - 1``, the position in the
-            batch.
+        UserWarning: once each: no commit during three updates of a model, or during many calls; an index that is always
+            ``0 .. B - 1``, the position in the batch.
 
     Example:
         >>> import torch, compopt
@@ -217,10 +216,6 @@ class Estimator:
             with engine.handshake.guard():  # warning filters may turn a warning into an error
                 if engine.attachments.unsure_of_positions:
                     engine.attachments.positions(keys["index"], self.n, self._remembers_index)
-                if engine.attachments.unsure_of_optimizer:
-                    engine.attachments.learned(list(self.parameters()), engine.async_checks)
-        elif torch.is_grad_enabled() and not engine.training:
-            engine.attachments.evaluated = engine.commits()
         progress = {"depositing": int(depositing), "t": engine.t, "pending": engine.pending}
         progress |= {"calls": engine.committed + engine.pending, **(facts or {})}
         batch = engine.reader.read(keys, values, depositing, progress, self._identity, least, more)
@@ -380,10 +375,7 @@ class Estimator:
         if engine.saving is not None:
             engine.saving.warn()
         self._drop_skipped()
-        if engine.attachments.unsure_of_optimizer:
-            engine.attachments.updated(list(self.parameters()))
         if not engine.pending:
-            engine.attachments.idle()
             return
         if found_inf is not None:
             found_inf = found_inf.reshape(())  # a flag of shape (1,) would broadcast 0-d state to 1-D
@@ -400,7 +392,6 @@ class Estimator:
             engine.attachments.committed(engine.pending)
             engine.committed, engine.pending = engine.committed + engine.pending, 0
             engine.t += 1
-        engine.attachments.look_for_scale()
         self._run("step_post", (), {})
 
     def _drop_skipped(self) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -17,7 +16,6 @@ from torch import Tensor
 from compopt import accelerator, checks
 from compopt.batch import COUNT, Batch
 from compopt.checks import values
-from compopt.checks.values import Range
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator.base import Estimator
 from compopt.estimator.engine import FIRST_USE, Alone, Engine, check_dtype
@@ -447,15 +445,12 @@ class Component(Estimator, ABC):
         """Return meta tensors with the names, shapes and dtypes that ``state`` must have to be restored here."""
         return {name: value.to("meta") for name, value in self.saved_state().items()}
 
-    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        """Return, by name, the allowed ranges of saved entries; by default learned parameters must be finite."""
-        return dict.fromkeys(self._learned_by_name(), values.FINITE)
-
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Refuse saved state that does not fit, with a ``TypeError`` or ``ValueError``, before anything is written."""
         kind = type(self).__name__
         values.mapping(f"state of {kind}", state)
-        values.tensors(kind, state, self.expected_state(state), self.state_values(state))
+        values.tensors(kind, state, self.expected_state(state))
+        values.bounded(kind, state, {name: values.bound(name) for name in state})
 
     def check_form(self, state: Mapping[str, Tensor]) -> None:
         """Check names, shapes and dtypes of saved state; tensors may be on the meta device."""
@@ -500,7 +495,6 @@ class Normalizer(Component):
     """
 
     role = "normalizer"
-    divides = True  # whether the pair weights are divided by a normalizer
 
     @property
     def averages_views(self) -> bool:
@@ -594,15 +588,6 @@ class Temperature(Component):
     """
 
     role = "temperature"
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Accept hooks under their former names ``value`` and ``update``, recognized by their arguments."""
-        for old, new, arguments in (("value", "temperatures", 4), ("update", "proposals", 3)):
-            names = list(inspect.signature(cls.__dict__[old]).parameters) if callable(cls.__dict__.get(old)) else []
-            if new not in cls.__dict__ and len(names) == arguments and names[-1] != "index":
-                setattr(cls, new, cls.__dict__[old])
-                warnings.warn(f"{cls.__name__}.{old} is called {new} now; rename it", DeprecationWarning, stacklevel=2)
-        super().__init_subclass__(**options)
 
     @property
     def learns(self) -> bool:

@@ -14,7 +14,6 @@ import torch
 from typing_extensions import Self
 
 from compopt.batch import COUNT
-from compopt.checks.values import Range
 from compopt.distributed.handshake import Handshake
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.attach import Attachments
@@ -108,7 +107,7 @@ class Engine:
     def _make_reader(self) -> BatchReader:
         columns = self.columns()
         if self.table is None and any(columns.values()):
-            count = Column(COUNT, self.width, torch.int32, values=Range(least=0))
+            count = Column(COUNT, self.width, torch.int32)
             every = [*(column for own in columns.values() for column in own), count]
             alone = self.mode == "single"  # no other part can have visited a sample
             firsts = {own[0].name for own in columns.values() if own and not alone}

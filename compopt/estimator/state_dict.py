@@ -35,8 +35,7 @@ def config(engine: Engine, roles: Iterable[str] | None = None) -> dict[str, Any]
 def compare(engine: Engine, given: Mapping[str, Any]) -> None:
     """Raise if the configuration of a checkpoint differs; the message has both values."""
     values.mapping("config", given)
-    expected = config(engine)
-    _compare("", expected, {"options": expected["options"], **given})  # early versions did not keep the options
+    _compare("", config(engine), given)
 
 
 def state_dict(engine: Engine) -> dict[str, Any]:
@@ -190,7 +189,7 @@ def _check_extra(engine: Engine, state: Mapping[str, Any], roles: Iterable[str])
             raise ValueError(f"the checkpoint has no state of the {role}; it has that of {sorted(extra)}")
         values.mapping(f"extra of the {role}", extra[role])
         # torch.distributed.checkpoint loads only entries that exist before the load; an optimizer without steps has
-        # none. Early versions did not save the names.
+        # none.
         given = sorted(extra[role])
         if entries.get(role, given) != given:
             raise ValueError(

@@ -37,7 +37,6 @@ def gradient_cache(
     backward: Callable[[Tensor], Any] | None = None,
     reduce: bool = True,
     batch_norm: Literal["refuse", "update_once"] = "refuse",
-    group: Tensor | None = None,
     tau: Tensor | float | None = None,
     labels: Tensor | None = None,
     extra: Tensor | None = None,
@@ -86,7 +85,7 @@ def gradient_cache(
             ``model(**part)``, anything else as ``model(part)``. Tensors (along their first dimension) and lists (of
             texts, for example) have one entry per sample, at any depth of tuples and mappings; all other values
             (numbers, strings, 0-d tensors, ``None``) are passed to every micro-batch.
-        index, index2, group, tau, labels, extra, extra_index, guide, within, pairs: as in a call of ``est``, for the
+        index, index2, tau, labels, extra, extra_index, guide, within, pairs: as in a call of ``est``, for the
             whole batch. Gradients of ``tau`` and ``extra`` are accumulated with the last micro-batch.
         momentum_features, sample_weight: as in a call of ``est``, for the whole batch.
         micro_batch_size: samples per micro-batch. Or a function that returns the sizes of all micro-batches for given
@@ -146,7 +145,7 @@ def gradient_cache(
         z1, z2, extra, tau = _arguments(outputs, extra, tau)
         _check_samples(towers[0], z1)
     torch.clear_autocast_cache()  # weights that were cast without a graph would have none in the second pass
-    call = functools.partial(est, z1, z2, index, index2, group, tau=tau, labels=labels)
+    call = functools.partial(est, z1, z2, index, index2, tau=tau, labels=labels)
     call = functools.partial(call, guide=guide, within=within, pairs=pairs)
     call = functools.partial(call, momentum_features=momentum_features, sample_weight=sample_weight)
     loss: Tensor = call(extra=extra, extra_index=extra_index)

@@ -201,7 +201,7 @@ def _checked(est: Estimator, state_dict: Mapping[str, Any]) -> tuple[dict[str, A
     parts = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in state_dict["rows"].items()}
     columns, count = () if engine.table is None else engine.table.layout.columns, len(_share(engine))
     expected = {c.name: torch.empty(count, c.width, dtype=c.dtype, device="meta") for c in columns}
-    values.tensors("the rows", parts, expected, {})
+    values.tensors("the rows", parts, expected)
     return state, parts
 
 

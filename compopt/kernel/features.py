@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt.checks.context import refuse_tangents
+from compopt.checks.context import refuse_derivatives
 from compopt.checks.inputs import check_features
 from compopt.kernel.blocks import MASKED
 
@@ -139,7 +139,7 @@ class Encoder:
             if z.device != self._like.device:
                 raise ValueError(f"encode returned features on {z.device}, the batch is on {self._like.device}")
         check_features(given[0], given[-1], least=0)
-        refuse_tangents(*(("what encode returned", z) for z in given))
+        refuse_derivatives(*(("what encode returned", z) for z in given))
         return given
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from typing_extensions import Unpack
 from compopt import checks
 from compopt import functional as F
 from compopt.batch import Batch
-from compopt.checks.context import outside_of_graphs, refuse_tangents, refuse_transforms, warn
+from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
 from compopt.checks.inputs import check_values
-from compopt.checks.values import FINITE, Range
 from compopt.estimator.component import Component, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups, as_groups
 from compopt.estimator.options import PlacementOptions, takes_options
@@ -75,9 +74,6 @@ class CompositionalLoss(Component):
         super().joined(groups, setting)
         # float64, since each number is averaged at every step
         self.state = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in self.numbers}
-
-    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        return {name: Range(least=0) if name == "updates" else FINITE for name in self.numbers}
 
     def check(self, group: Mapping[str, Any]) -> None:
         for name in self.own_defaults.keys() & self.checked_by.keys():  # a subclass checks its own
@@ -167,8 +163,7 @@ def _warn_scores(bad: int) -> None:
 
 def check_scores(name: str, value: Tensor, axes: int) -> None:
     """Refuse values that are not scores with ``axes`` axes, and transforms that would lose derivatives."""
-    refuse_transforms()
-    refuse_tangents((name, value))
+    refuse_derivatives((name, value))
     check_values(name, value, ("(B,)", "(Q, L)")[axes - 1], axes)
 
 

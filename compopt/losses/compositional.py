@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from compopt import checks
 from compopt import functional as F
 from compopt.batch import Batch
-from compopt.checks.context import outside_of_graphs, refuse_tangents, refuse_transforms
+from compopt.checks.context import outside_of_graphs, refuse_derivatives
 from compopt.checks.inputs import check_values, check_vector
 from compopt.distributed.handshake import fingerprint
 from compopt.estimator.component import Component
@@ -133,8 +133,8 @@ class InnerAverage(Component):
             NeurIPS 2022 (MSVR); the journal version, Solving Finite-sum Coupled Compositional Optimization via
             Multi-block-Single-probe Estimator, eq. 4 and section 3.2.
         """
-        refuse_transforms()
         with self._engine.handshake.guard():
+            refuse_derivatives(("value", value))
             inner = _inner("value", value, self.width)
         batch = _read(self, inner, index, previous, beta)
         average = self._average(batch.values["inner"], batch, beta)
@@ -230,12 +230,11 @@ def compositional_loss(
         raise TypeError(
             f"estimator must be an InnerAverage or a MovingAverageEstimator, got {type(estimator).__name__}"
         )
-    refuse_transforms()
     domain, width = _form(estimator)
     logs = domain == "log"
     with estimator._engine.handshake.guard():
+        refuse_derivatives(("g", g))
         inner = _inner("g", g, width)
-        refuse_tangents(("g", g))
         if logs and inner.device.type == "cpu" and bool((inner <= 0).any()):
             raise ValueError(
                 f"g must be > 0, since its average is kept as a logarithm; got {inner.min().item()!r}: use "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,14 +12,12 @@ from compopt import checks
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs
 from compopt.checks.inputs import check_vector
-from compopt.checks.values import Range
 from compopt.estimator.component import Component
 from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.kernel.features import working_dtype
 from compopt.losses.base import CHECKS, CompositionalLoss, alike, check_scores, log_mean_exp
 from compopt.losses.compositional import Domain
-from compopt.stores.layout import Column
 
 
 def _grades(relevance: Tensor) -> Tensor:
@@ -125,9 +122,6 @@ class NDCGLoss(ListLoss):
         self, n: GroupSpec, gamma: float = 0.9, margin: float = 1.0, **placement: Unpack[PlacementOptions]
     ) -> None:
         super().__init__(n, {"gamma": gamma, "margin": margin}, **placement)
-
-    def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
-        return [replace(column, values=Range(least=0)) for column in super().columns(directions, dtype)]
 
     def compare(self, excess: Tensor, hyper: Hyper) -> Tensor:
         return (hyper("margin") + excess).relu().square().mean(1, keepdim=True)

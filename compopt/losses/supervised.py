@@ -10,7 +10,7 @@ from torch import Tensor
 from compopt import accelerator, checks
 from compopt.arguments import full_precision
 from compopt.checks import Mode
-from compopt.checks.context import outside_of_graphs, refuse_tangents, refuse_transforms
+from compopt.checks.context import outside_of_graphs, refuse_derivatives
 from compopt.checks.inputs import check_features, check_vector
 from compopt.distributed.handshake import Agreement, Handshake, fingerprint
 from compopt.distributed.ranks import ProcessGroup, Ranks
@@ -74,11 +74,10 @@ class SupConLoss:
             index: data-set positions, as in the call of an estimator; not used.
             labels: classes, ``(B,)`` integers.
         """
-        refuse_transforms()
         self.ranks.check_alive()
         handshake = Handshake(self.ranks)
         with handshake.guard():
-            refuse_tangents(("z1", z1), ("z2", z2))
+            refuse_derivatives(("z1", z1), ("z2", z2))
             check_features(z1, z2, least=1 if self.ranks.size == 1 else 0)
             labels = check_vector("labels", labels, len(z1))
         facts = {"values": fingerprint((repr(self), str(z1.dtype), z1.shape[1]))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -12,9 +12,8 @@ from typing_extensions import Unpack
 
 from compopt import accelerator, checks, rng
 from compopt.batch import Batch
-from compopt.checks.context import outside_of_graphs, refuse_transforms
+from compopt.checks.context import outside_of_graphs, refuse_derivatives
 from compopt.checks.inputs import check_pool, check_values
-from compopt.checks.values import Range
 from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.options import PlacementOptions, takes_options
@@ -185,14 +184,10 @@ class MCMCNegativeSampler(Normalizer):
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         # with one direction, or alone, candidates may be any samples, also such without rows
-        candidates = Range(samples=True) if directions > 1 else None
         return [
-            Column("chain", directions, torch.int64, reduce="one", values=candidates),
+            Column("chain", directions, torch.int64, reduce="one", positions=directions > 1),
             Column("score", directions, dtype, reduce="one"),
         ]
-
-    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        return dict.fromkeys(names, Range(least=0))
 
     def move(self, device: torch.device) -> None:
         """Keep the seed on the host, where every call reads it."""
@@ -285,7 +280,7 @@ class MCMCNegativeSampler(Normalizer):
         Communicates, with several ranks: a message of integers, and all-gathers of 2 numbers per sample and its row.
         ``M`` may differ between ranks.
         """
-        refuse_transforms()
+        refuse_derivatives()
         if self.proposals == "dataset":
             raise ValueError('sample() walks over the pool that it is given; build the sampler with proposals="pool"')
         engine = self._engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from compopt import accelerator, checks
 from compopt.batch import Batch
 from compopt.checks.context import warn
-from compopt.checks.values import FINITE, Range
 from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import Scalar, add_positive, all_finite
@@ -177,10 +176,6 @@ class MemoryNormalizer(Normalizer):
             "keys": torch.full((kept, self.length), UNKNOWN, device="cpu"),
             "kept": torch.zeros(self.length, dtype=torch.bool, device="cpu"),
         }
-
-    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        # features without the mean of their batch
-        return {"queue": Range(least=-2.02, most=2.02) if self._normalized else FINITE}
 
     def estimate(self, call: Call) -> Estimate:
         pairs, directions, policy = call.pairs, call.pairs.directions, call.policy or NO_POLICY

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from compopt import checks
 from compopt import functional as F
 from compopt.batch import Batch
-from compopt.checks.context import outside_of_graphs, refuse_transforms
+from compopt.checks.context import outside_of_graphs, refuse_derivatives
 from compopt.checks.inputs import check_values, check_vector
 from compopt.checks.values import equal
 from compopt.estimator.component import (
@@ -181,8 +181,8 @@ class MovingAverageEstimator(Normalizer):
 
         Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
         """
-        refuse_transforms()
         with self._engine.handshake.guard():
+            refuse_derivatives(("log_g", log_g))
             values = {"log_g": check_values("log_g", log_g, "(B,)", 1)[:, None]}
             keys = {"index": check_vector("index", index, len(log_g))}
         batch = self._read(keys, values)

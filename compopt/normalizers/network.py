@@ -437,8 +437,11 @@ def empty_ring(networks: int, width: int, dim: int, part: range, dtype: torch.dt
 
 
 def check_ring(state: State) -> None:
-    """Refuse a saved ring with features of which none is in use, since a mean over no prototypes is NaN."""
-    if state["queue_place"][1] > 0 and not state["queue_active"].any():
+    """Refuse a saved ring with places outside, or with features of which none is in use: their mean would be NaN."""
+    place, filled, _ = state["queue_place"].tolist()
+    if not (0 <= place < len(state["queue_active"]) and 0 <= filled <= len(state["queue_active"])):
+        raise ValueError(f"queue_place must be below the {len(state['queue_active'])} slots, got {place}, {filled}")
+    if filled > 0 and not state["queue_active"].any():
         raise ValueError("queue_active must be True for a slot of a queue with features, got False for all")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,9 +15,9 @@ from typing_extensions import Unpack
 
 from compopt import checks
 from compopt.batch import Batch
-from compopt.checks.context import outside_of_graphs, refuse_transforms
+from compopt.checks import values
+from compopt.checks.context import outside_of_graphs, refuse_derivatives
 from compopt.checks.inputs import check_tau, check_values
-from compopt.checks.values import FINITE, MOST, UNIT, Range
 from compopt.distributed.handshake import tau_facts
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.component import Call, Estimate, Normalizer, Setting
@@ -313,16 +313,10 @@ class NeuralNormalizer(Normalizer):
             needed |= self.optimizer.expected(whole, state)
         return needed
 
-    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        found = {name: FINITE for name in names if name != "queue_active"}
-        found |= dict.fromkeys(self.optimizer.never_negative & found.keys(), Range(least=0))
-        found["queue"] = UNIT
-        # next slot, number of filled slots, commits at the last restart
-        found["queue_place"] = Range(least=(0, 0, -1), most=(self.prototypes - 1, self.prototypes, MOST))
-        return found
-
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         super().check_state(state)
+        sums = dict.fromkeys(self.optimizer.never_negative & state.keys(), ">= 0")
+        values.bounded(type(self).__name__, state, sums)
         check_ring(state)
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
@@ -402,7 +396,7 @@ class NeuralNormalizer(Normalizer):
         self, anchors: Tensor, tau: float | Tensor, log_g: Tensor | None = None, candidates: Tensor | None = None
     ) -> tuple[Batch, float | Tensor]:
         """Check the arguments and gather those of all ranks; the temperatures are a number or ``(B, 1)``."""
-        refuse_transforms()
+        refuse_derivatives()
         engine = self._engine
         with engine.handshake.guard():
             anchors = self._features("anchors", anchors, "(B, dim)")

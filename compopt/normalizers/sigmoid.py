@@ -175,8 +175,6 @@ class SigmoidNormalizer(Normalizer):
         >>> est(*torch.randn(2, 8, 4, requires_grad=True)).backward()
     """
 
-    divides = False
-
     def __init__(self, bias: float = -10.0, learn: bool = False, dtype: torch.dtype = torch.float32) -> None:
         checks.flag("learn", learn)
         super().__init__(None, {} if learn else {"bias": bias})

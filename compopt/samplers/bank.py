@@ -166,14 +166,16 @@ class FeatureBank:
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that does not fit, with a ``TypeError`` or ``ValueError``; change nothing."""
-        values.entries("the state of the bank", state_dict, ("rows", "seen", "device"))
-        given, expected = self._flags(state_dict), {"seen": self.seen, "offered": self.offered}
+        values.entries("the state of the bank", state_dict, ("rows", "seen", "offered", "device"))
+        expected = {"seen": self.seen, "offered": self.offered}
+        given = {name: state_dict[name] for name in expected}
         rows = state_dict["rows"]
         if rows is not None:
             given["rows"] = rows
             width = rows.shape[2] if isinstance(rows, Tensor) and rows.dim() == 3 else 1
             expected["rows"] = torch.empty(self.n, 2, width, dtype=self.dtype, device="meta")
-        values.tensors("FeatureBank", given, expected, {} if rows is None else {"rows": values.UNIT}, cast=True)
+        values.tensors("FeatureBank", given, expected, cast=True)
+        values.bounded("FeatureBank", given, {} if rows is None else {"rows": ""})
         if rows is None and any(bool(mask.any()) for mask in given.values()):
             raise ValueError("the state of the bank has samples with features, but no rows; load an earlier state")
 
@@ -184,18 +186,14 @@ class FeatureBank:
 
         Raises:
             TypeError, ValueError: entries are missing, or are not those of a bank with ``n`` samples; values are not
-                those of normalised features. Nothing is changed in these cases.
+                finite. Nothing is changed in these cases.
         """
         self.check_state(state_dict)
         present, rows = accelerator.available(), state_dict["rows"]
         here = self.offload or present is None or state_dict["device"] != present.type
         device = torch.device("cpu" if here or present is None else present.type)
         rows = None if rows is None else rows.to(device, self.dtype, copy=True)
-        seen, offered = self._flags(state_dict).values()
+        seen, offered = state_dict["seen"], state_dict["offered"]
         self._copies.clear()
         self.rows, self.seen, self.offered = rows, seen.to(device, copy=True), offered.to("cpu", copy=True)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
-
-    def _flags(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return both flags of a state; states of early versions have no ``offered``."""
-        return {"seen": state_dict["seen"], "offered": state_dict.get("offered", state_dict["seen"])}

@@ -38,8 +38,6 @@ class BankOptions(TypedDict, total=False):
     dtype: torch.dtype
     offload: Offload | None
     process_group: ProcessGroup | None
-    background: bool | None
-    lead: float | None
 
 
 class BankSampler(Sampler[list[int]]):
@@ -63,7 +61,6 @@ class BankSampler(Sampler[list[int]]):
         offload: ``None``: the bank is on the device of the features; ``"cpu"``: in host memory.
         process_group: the ranks that share each global batch; ``None``: the default group, if ``torch.distributed`` is
             initialised.
-        background, lead: deprecated, without effect.
 
     Attributes:
         epoch: number of the current epoch.
@@ -72,7 +69,7 @@ class BankSampler(Sampler[list[int]]):
     Raises:
         ValueError: ``batch_size`` < 2 or > ``n`` or less than the number of ranks; ``tau`` <= 0; ``seed`` >= 2^63;
             invalid ``labels``, ``dtype`` or ``offload``.
-        TypeError: an argument has the wrong type, or both ``labels`` and ``group`` are given.
+        TypeError: an argument has the wrong type.
         RuntimeError: in an iteration, if another rank failed to compute its part of the plan. The next iteration tries
             again.
 
@@ -97,12 +94,7 @@ class BankSampler(Sampler[list[int]]):
         dtype: torch.dtype = torch.float16,
         offload: Offload | None = None,
         process_group: ProcessGroup | None = None,
-        background: bool | None = None,
-        lead: float | None = None,
     ) -> None:
-        if background is not None or lead is not None:
-            text = "background= and lead= have no effect: batches are formed when an epoch begins; leave them out"
-            warnings.warn(text, DeprecationWarning, stacklevel=4)
         self.n, self.batch_size = checks.count("n", n), checks.count("batch_size", batch_size)
         if not 2 <= self.batch_size <= self.n:
             raise ValueError(f"batch_size must be between 2 and n={n}, got {batch_size}; a batch needs negatives")
@@ -128,7 +120,7 @@ class BankSampler(Sampler[list[int]]):
         self._handed = self._seen = 0  # batches handed out; batches up to the last one observed
         self._follows = self._matched = False  # batches of the previous or this epoch were observed
         self._strangers = self._warned_of_strangers = False  # observed samples formed no batch of this epoch
-        # Epoch -> samples of all its batches, concatenated; states of version 0.2 also contain the next epoch.
+        # Epoch -> samples of all its batches, concatenated.
         self._plans: dict[int, Tensor] = {}
         self.metrics: dict[str, float] = {}
         self._warned_of_unseen = False
@@ -381,8 +373,8 @@ class BankSampler(Sampler[list[int]]):
             values.integer("the epoch of a plan", epoch, 0, values.MOST)
             size = next((size for size in sizes if getattr(plan, "shape", None) == (size,)), sizes[-1])
             expected = {"samples": torch.empty(size, dtype=torch.int64, device="meta")}
-            of_data = {"samples": values.Range(samples=True)}
-            values.tensors(f"plans[{epoch}]", {"samples": plan}, expected, of_data, self.n)
+            values.tensors(f"plans[{epoch}]", {"samples": plan}, expected)
+            values.bounded(f"plans[{epoch}]", {"samples": plan}, {"samples": ""}, self.n)
         self.bank.check_state(state_dict["bank"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

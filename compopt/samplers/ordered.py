@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from compopt import checks
-from compopt.checks import inputs, values
+from compopt.checks import values
 from compopt.estimator.options import takes_options
 from compopt.samplers.base import BankOptions, BankSampler, twins
 
@@ -49,8 +49,7 @@ class OrderedBatchSampler(BankSampler):
         keep: selected batches per epoch, ``q <= k``.
         tau: temperature of the loss.
         seed: seed of the candidates, together with the epoch.
-        group: former name of ``labels``.
-        **options: ``dtype``, ``offload``, ``process_group`` (and ``background``, ``lead``), see
+        **options: ``dtype``, ``offload``, ``process_group``, see
             :class:`~compopt.samplers.BankSampler`.
 
     State, communication, metrics: see :class:`~compopt.samplers.SpectralBatchSampler`; also ``coverage``,
@@ -82,13 +81,12 @@ class OrderedBatchSampler(BankSampler):
         tau: float = 0.1,
         seed: int = 0,
         labels: Tensor | None = None,
-        group: Tensor | None = None,
         **options: Unpack[BankOptions],
     ) -> None:
         self.candidates, self.keep = checks.count("candidates", candidates), checks.count("keep", keep)
         if self.keep > self.candidates:
             raise ValueError(f"keep must be at most candidates={candidates}, got {keep}")
-        super().__init__(n, batch_size, tau, seed, inputs.one_name(labels, group), **options)
+        super().__init__(n, batch_size, tau, seed, labels, **options)
         if self.keep > math.comb(self.n, self.batch_size):
             raise ValueError(
                 f"keep must be at most the {math.comb(self.n, self.batch_size)} batches of {batch_size} that n={n} "
@@ -142,7 +140,7 @@ class OrderedBatchSampler(BankSampler):
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         super().check_state(state_dict)
         values.entries("state_dict", state_dict, ("covered",))
-        values.tensors(type(self).__name__, {"covered": state_dict["covered"]}, {"covered": self._covered}, {})
+        values.tensors(type(self).__name__, {"covered": state_dict["covered"]}, {"covered": self._covered})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)

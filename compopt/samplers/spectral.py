@@ -13,7 +13,6 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from compopt import checks
-from compopt.checks import inputs
 from compopt.estimator.options import takes_options
 from compopt.samplers.base import BankOptions, BankSampler, twins
 
@@ -58,7 +57,7 @@ class SpectralBatchSampler(BankSampler):
 
     Args:
         n, batch_size: see :class:`~compopt.samplers.BankSampler`.
-        group: batches per group, ``k``; a tensor ``(n,)`` is interpreted as ``labels``, its former name.
+        group: batches per group, ``k``.
         tau: temperature of the weights.
         seed: seed of groups, k-means and the order of batches, together with the epoch.
         drop_last: omit ``n mod B`` random samples from each epoch; otherwise they form a smaller last batch, which
@@ -66,7 +65,7 @@ class SpectralBatchSampler(BankSampler):
         labels: ``(n,)`` integers; samples with equal labels are not each other's negatives: their pairs have weight
             zero, and they are distributed over different groups as far as possible.
         sharpness: factor of the weights in the affinity.
-        **options: ``dtype``, ``offload``, ``process_group`` (and ``background``, ``lead``), see
+        **options: ``dtype``, ``offload``, ``process_group``, see
             :class:`~compopt.samplers.BankSampler`.
 
     Iterating yields lists of data-set positions. Each rank gets a contiguous part of each global batch, of ``B / K``
@@ -107,7 +106,7 @@ class SpectralBatchSampler(BankSampler):
         self,
         n: int,
         batch_size: int,
-        group: int | Tensor = 40,
+        group: int = 40,
         tau: float = 0.1,
         seed: int = 0,
         drop_last: bool = False,
@@ -119,8 +118,6 @@ class SpectralBatchSampler(BankSampler):
         if missing:  # raise now rather than after the first epoch
             install = "pip install -e '.[samplers]' in the checkout of compopt"
             raise ImportError(f"spectral batches need {' and '.join(missing)}; {install}")
-        if isinstance(group, Tensor) and group.dim():  # former name of labels=
-            labels, group = inputs.one_name(labels, group), 40
         self.group = checks.count("group", group)
         checks.flag("drop_last", drop_last)
         checks.positive("sharpness", sharpness)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compopt.batch import COUNT
-from compopt.checks.values import FINITE, Range
+from compopt.checks import values
 
 ROW_ALIGNMENT = 16
 
@@ -30,8 +30,7 @@ class Column:
         reduce: reduction of several proposals for one row: ``"mean"``, ``"log_mean_exp"``, or ``"one"``, which selects
             the same proposal in all such columns.
         initial: name of the hyper-parameter that is read in place of the column before the first visit; ``None``: zero.
-        values: range of the values that a load accepts; ``None``: any finite values in a floating-point column, and
-            any values in an integer column. In rows that were never visited, zero is always accepted.
+        positions: the values are positions of samples, and a load refuses others.
     """
 
     name: str
@@ -39,7 +38,7 @@ class Column:
     dtype: torch.dtype = torch.float32
     reduce: str = "mean"
     initial: str | None = None
-    values: Range | None = None
+    positions: bool = False
 
     @property
     def blank(self) -> float | int:
@@ -109,11 +108,10 @@ class RowLayout:
         """
         never = columns[COUNT] == 0 if COUNT in columns else None
         for column in self.columns:
-            allowed = column.values or (FINITE if column.dtype.is_floating_point else None)
-            if allowed is None or column.name not in columns:
+            if column.name not in columns:
                 continue
-            value = columns[column.name]
-            outside = allowed.outside(value, n)
+            value, allowed = columns[column.name], (values.bound(column.name), n if column.positions else None)
+            outside = values.outside(value, *allowed)
             if outside is None:
                 continue
             if never is not None:
@@ -122,7 +120,7 @@ class RowLayout:
                 outside &= value != column.blank
             for row in outside.any(dim=1).nonzero().flatten()[:1].tolist():
                 raise ValueError(
-                    f"column {column.name!r} of the checkpoint must be {allowed.describe(column.dtype, n)}, row "
+                    f"column {column.name!r} of the checkpoint must be {values.described(column.dtype, *allowed)}, row "
                     f"{first + row} has {value[row].tolist()}"
                 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,9 +13,8 @@ from typing_extensions import Unpack
 from compopt import accelerator, checks
 from compopt import functional as F
 from compopt.batch import COUNT, Batch
-from compopt.checks.context import outside_of_graphs, refuse_transforms, warn
+from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
 from compopt.checks.inputs import check_values
-from compopt.checks.values import FINITE, Range
 from compopt.estimator.component import Call, Setting, Temperature, other_temperature
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.options import PlacementOptions, takes_options
@@ -36,9 +35,6 @@ Parametrization = Literal["linear", "log"]
 LOG_NAMES = {"exp_avg": "log_exp_avg", "exp_avg_sq": "log_exp_avg_sq"}
 OTHER = {**LOG_NAMES, **{log: name for name, log in LOG_NAMES.items()}}
 POWERS = {"exp_avg": 1, "exp_avg_sq": 2, "log_exp_avg": 1, "log_exp_avg_sq": 2}  # of the derivative in each moment
-# Ranges of saved values; tau is not checked against tau_min and tau_max, which may have changed since.
-VALUES = {"tau": Range(above=0), "exp_avg": FINITE, "exp_avg_sq": Range(least=0), "updates": Range(least=0)}
-VALUES |= {log: VALUES[name] for name, log in LOG_NAMES.items()}
 
 
 def _check_pair(name: str, value: Any) -> None:
@@ -256,16 +252,13 @@ class TemperatureDual(Temperature):
         if self.mode == "global":
             return []
         return [
-            Column("tau", directions, dtype, initial="tau_init", values=VALUES["tau"]),
-            *(Column(f"tau_{name}", directions, dtype, values=VALUES[name]) for name in self._moments),
+            Column("tau", directions, dtype, initial="tau_init"),
+            *(Column(f"tau_{name}", directions, dtype) for name in self._moments),
         ]
 
     def saved_state(self) -> dict[str, Tensor]:
         """Return the state in float64, also from a device without float64."""
         return {name: v if v.dtype == torch.float64 else v.cpu().double() for name, v in super().saved_state().items()}
-
-    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        return {name: VALUES[name] for name in names if name in VALUES}
 
     def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own = super().expected_state(state)
@@ -388,7 +381,7 @@ class TemperatureDual(Temperature):
 
         Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
         """
-        refuse_transforms()
+        refuse_derivatives()
         engine = self._engine
         with engine.handshake.guard():
             column = isinstance(gradient, Tensor) and gradient.dim() == 2

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from compopt import checks
+from compopt.checks import values
 from compopt.checks.inputs import check_tau
-from compopt.checks.values import Range
 from compopt.estimator.component import Temperature
 from compopt.estimator.groups import Hyper
 
@@ -27,7 +27,7 @@ class FixedTemperature(Temperature):
             ``rho = 0``).
         learn: make ``log(1/tau)`` a parameter, part of ``est.parameters()``, for the user's optimizer, as in CLIP.
             ``tau`` is clamped to at least 0.01 when used; gradients that increase ``tau`` still pass below this bound.
-            Use it with ``multiply_tau=False``, without which the gradient only increases ``tau`` (a call warns).
+            Use it with ``multiply_tau=False``, without which the gradient only increases ``tau``.
         dtype: dtype of that parameter.
 
     Hyper-parameters: ``tau``, if it is a number and not learned.
@@ -84,8 +84,11 @@ class FixedTemperature(Temperature):
             return {"tau": f"{max(math.exp(-self.log_inverse.item()), LEARNED_TAU_MIN):.6g} (learned)"}
         return {} if self.tensor is None else {"tau": f"{self.tensor.item():.6g} (a tensor)"}
 
-    def state_values(self, names: Iterable[str]) -> dict[str, Range]:
-        return {"log_inverse": Range(least=-80)} if self.learnable is not None else {}  # tau would be infinite
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        super().check_state(state)
+        if "log_inverse" in state:
+            tau = torch.exp(-state["log_inverse"])
+            values.bounded(type(self).__name__, {"tau of log_inverse": tau}, {"tau of log_inverse": ""})
 
     def check(self, group: Mapping[str, Any]) -> None:
         if "tau" in self.own_defaults:

@@ -46,7 +46,7 @@ class Reference:
         z2,
         index,
         index2=None,
-        group=None,
+        labels=None,
         train=True,
         encode=None,
         extra=None,
@@ -61,10 +61,10 @@ class Reference:
         """
         z = leaves = [z.detach().double().clone().requires_grad_() for z in (z1, z2)]
         extra = None if extra is None else extra.detach().double().clone().requires_grad_()
-        given = (index, index2, group, extra_index)
-        index, index2, group, extra_index = (None if x is None else [int(v) for v in x] for x in given)
+        given = (index, index2, labels, extra_index)
+        index, index2, labels, extra_index = (None if x is None else [int(v) for v in x] for x in given)
         rows = [index, index if index2 is None else index2]
-        found = find_anchors(z, index, self.mode, self.normalize, index2, group, extra, extra_index)
+        found = find_anchors(z, index, self.mode, self.normalize, index2, labels, extra, extra_index)
         self.within = within if within is None or isinstance(within, tuple) else (within,)
         if self.policy is not None:
             self.policy.apply(found, guide, self.within, self.normalize)
@@ -73,7 +73,7 @@ class Reference:
         self.train = train
         taus = [self.temperature.value(self, r, c) for r, c in zip(row, column, strict=True)]
         rhos = [self.hyper(r, "rho") if self.temperature.has_rho else 0.0 for r in row]
-        self.features, self.keys, self.encode = z, (index, index2, group), encode
+        self.features, self.keys, self.encode = z, (index, index2, labels), encode
         alphas, proposals = self.normalizer.alphas(self, found, taus, rows)
 
         shares = [1.0] * len(found)  # of the samples in the mean
