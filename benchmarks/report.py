@@ -5,6 +5,7 @@ The module imports neither accelerate nor matplotlib, so that memory benchmarks 
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import platform
@@ -171,10 +172,17 @@ def stored(name: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def _text(path: Path) -> str:
+    """Return the text of a file of runs, which may be compressed; nothing if there is no file."""
+    if not path.exists():
+        return ""
+    return gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+
+
 def read_runs(path: Path) -> list[dict[str, Any]]:
     """Return all finished runs, or none if there is no file; lines truncated by a kill are skipped."""
     runs = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in _text(path).splitlines():
         try:
             runs.append(json.loads(line))
         except json.JSONDecodeError:
@@ -185,6 +193,12 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
 def append_run(path: Path, run: dict[str, Any]) -> None:
     """Append a run on a new line, also after a truncated line, since a study can be stopped at any moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = path.read_bytes() if path.exists() else b""
-    with open(path, "a") as file:
-        file.write("\n" * (bool(text) and not text.endswith(b"\n")) + json.dumps(run) + "\n")
+    text = _text(path)
+    line = "\n" * (bool(text) and not text.endswith("\n")) + json.dumps(run) + "\n"
+    if path.suffix == ".gz":
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(gzip.compress((text + line).encode(), mtime=0))
+        partial.replace(path)
+    else:
+        with open(path, "a") as file:
+            file.write(line)

@@ -109,6 +109,14 @@ def test_chosen_batches_resume_in_the_middle_of_an_epoch(tasks, batches, prefetc
     assert bits(state(resumed)) == bits(state(whole))
 
 
+def test_compressed_records(tmp_path):
+    path = tmp_path / "records.jsonl.gz"
+    for number in range(3):
+        assert report.read_runs(path) == [{"run": n} for n in range(number)]
+        report.append_run(path, {"run": number})
+    assert path.read_bytes()[:2] == b"\x1f\x8b"
+
+
 def test_records_survive_a_kill(tmp_path):
     path = tmp_path / "runs" / "records.jsonl"
     assert report.read_runs(path) == []

@@ -237,7 +237,8 @@ class Tile(NamedTuple):
 
 
 # One tile for each precision and kernel, so that sums are added in the same order in every run. Wide tiles are for
-# kernels that compile for every target without spilled registers, narrow tiles for the others (benchmarks/fused.py).
+# kernels that compile for every target without spilled registers, narrow tiles for the others
+# (benchmarks/results/fused.md).
 WIDE = {"bf16": Tile(128, 128, 64, 8, 3), "tf32": Tile(128, 128, 32, 8, 3)}
 NARROW = {"bf16": Tile(128, 64, 64, 8, 3), "tf32": Tile(128, 64, 32, 8, 3)}
 SMALL = {"tf32x3": Tile(64, 64, 32, 4, 2), "ieee": Tile(32, 32, 32, 4, 2)}

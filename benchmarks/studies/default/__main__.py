@@ -8,8 +8,8 @@ FOLDER contains the files of WordNet 3.0, as in Debian's package wordnet-base, f
 Translation-en of Debian 12 (bookworm), which ``apt-get update -o Acquire::Languages=en`` downloads and
 ``/usr/lib/apt/apt-helper cat-file`` decompresses.  ``--arms`` takes patterns: ``"glyphs: *, 16"``.  ``recommended`` is
 :func:`compopt.recommended`, which is not tuned; its learning rate is ``1e-3 sqrt(samples per update)``, at most 0.016,
-or the multiple of it in the name of the arm.  Each finished run is a line of ``results/default.jsonl`` and is not run
-again.
+or the multiple of it in the name of the arm.  Each finished run is a line of ``results/default.jsonl.gz`` and is not
+run again.
 """
 
 from __future__ import annotations

@@ -269,4 +269,4 @@ def score(result: dict[str, Any]) -> float:
     return result["metrics"]["validation/recall"]
 
 
-STUDY = Search(ARMS, RESULTS / "default.jsonl", score)
+STUDY = Search(ARMS, RESULTS / "default.jsonl.gz", score)
