@@ -45,7 +45,6 @@ class Given:
             ``(b, g)`` each, ``within1`` and ``prior1``, ``(b,)``.
         of_extra: the same for the further candidates: ``guide``, ``(M, g)``, and ``within``, ``(M,)``.
         momentum: prepared features of a momentum encoder, ``(2, b, d)``, or ``None``.
-        sample_weight: ``(b,)``, or ``None``.
         named: ``index`` was passed.
         graph: autograd is enabled in the caller.
     """
@@ -62,7 +61,6 @@ class Given:
     values: dict[str, Tensor]
     of_extra: dict[str, Tensor]
     momentum: Tensor | None
-    sample_weight: Tensor | None
     named: bool
     graph: bool = field(default_factory=torch.is_grad_enabled)
 
@@ -156,13 +154,9 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
         _refuse_arguments(policy, asked, "labels" in keys, batch, more)
         values, of_extra = _check_asked(policy or NO_POLICY, est.normalize, asked, one, views, more)
         momentum = _check_momentum(est, asked["momentum_features"], one, views, policy)
-        weight = asked["sample_weight"]
-        if weight is not None:
-            weight = inputs.check_sample_weight(weight, batch, working_dtype(one.dtype))
-            weight = accelerator.to_device(weight, one.device)
     facts: dict[str, int] = {}
     if several:
-        given = {"named": asked["index"], "encode": encode, "momentum": momentum, "weighted": weight}
+        given = {"named": asked["index"], "encode": encode, "momentum": momentum}
         facts = {name: int(value is not None) for name, value in given.items()}
         facts |= {"extra": 0 if extra is None else 1 if positions is None else 2, **tau_facts(tau)}
         wants = tau.requires_grad if isinstance(tau, Tensor) else tau is None and est.temperature.wants_gradient
@@ -181,7 +175,7 @@ def check_call(est: Called, z1: Tensor, z2: Tensor | None, asked: Mapping[str, A
         further = None if extra is None else Features.of(extra, normalize=est.normalize)
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
-    named, checked = asked["index"] is not None, (policy, values, of_extra, momentum, weight)
+    named, checked = asked["index"] is not None, (policy, values, of_extra, momentum)
     return Given(keys, own, directions, tau, further, positions, encoder, facts, *checked, named)
 
 

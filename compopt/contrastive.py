@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Never
 
-from compopt import checks, curation
+from compopt import checks
 from compopt.arguments import (
     DIRECTIONS,
     Given,
@@ -22,7 +22,7 @@ from compopt.arguments import (
     check_policy,
     full_precision,
 )
-from compopt.batch import Batch, with_mean_one
+from compopt.batch import Batch
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_tangents, warn
 from compopt.checks.inputs import remedy_for
@@ -233,7 +233,6 @@ class ContrastiveEstimator(Estimator):
         prior: Tensor | None = None,
         pairs: PairPolicy | None = None,
         momentum_features: Sequence[Tensor] | None = None,
-        sample_weight: Tensor | None = None,
     ) -> Tensor:
         """Return the estimated objective of a batch in nats (times ``tau``, with ``multiply_tau``), for ``backward()``.
 
@@ -280,19 +279,6 @@ class ContrastiveEstimator(Estimator):
                 a slowly moving copy of the encoders (:class:`~compopt.MomentumEncoder`), ``(B, d)`` each; no graph.
                 They are the candidates and the positives of the anchors, and the memory stores them. The copy should
                 encode ``extra`` too.
-            sample_weight: weights ``v_i >= 0`` of the samples as anchors, ``(B,)`` floats, no graph; see below.
-
-        *Weights of samples.* The value is ``sum_i v_i l_i / sum_i v_i`` instead of the mean of ``l_i``, with sums
-        over the batches of all ranks; the weight of a sample applies to both of its directions (or to all its views).
-        Equal weights change nothing. All gradients are those of this value, including those of temperatures: a
-        :class:`~compopt.TemperatureDual` receives ``G(tau_i)`` times ``v_i`` over the mean weight, before ``max_grad``
-        clips it. A sample of weight 0 has no gradient as an anchor but remains a candidate of the others; to exclude it
-        there too, leave it out of the batch, or pass ``within=(sample_weight == 0).long()`` with
-        ``PairPolicy(within=True)``. The state of normalizers and scores (rows, networks, memories) and :attr:`metrics`
-        do not depend on weights. With gradient accumulation each call is divided by its own sum;
-        :func:`~compopt.gradient_cache` divides by the sum of the whole batch. Weights that are all 0 raise an error; on
-        a device such weights, and negative ones, make the loss NaN. Weights are gathered with the features: either all
-        ranks pass them, or none.
 
         *Anchors without negatives*, because keys or the policy exclude all candidates, contribute 0 to the value and to
         all gradients, count in the mean, and deposit nothing. If no anchor has a negative, the loss is 0, its gradients
@@ -342,7 +328,7 @@ class ContrastiveEstimator(Estimator):
         asked: dict[str, Any] = {"index": index, "index2": index2, "group": group, "labels": labels, "encode": encode}
         asked |= {"tau": tau, "extra": extra, "extra_index": extra_index, "anchors": anchors, "pairs": pairs}
         asked |= {"guide": guide, "within": within, "teacher": teacher, "prior": prior}
-        asked |= {"momentum_features": momentum_features, "sample_weight": sample_weight}
+        asked |= {"momentum_features": momentum_features}
         given = check_call(self, z1, z2, asked)
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
@@ -415,8 +401,6 @@ class ContrastiveEstimator(Estimator):
         values = {f"z{number}": z for number, z in enumerate(given.own.unit.unbind(), start=1)}
         if isinstance(given.tau, Tensor) and given.tau.dim():  # one per sample: gathered from all ranks
             values["tau"] = given.tau.detach().to(given.own.unit.device)
-        if given.sample_weight is not None:
-            values["sample_weight"] = given.sample_weight
         values |= given.values
         if given.momentum is not None:
             values |= zip(("k1", "k2"), given.momentum, strict=True)
@@ -427,8 +411,6 @@ class ContrastiveEstimator(Estimator):
             batch.bad = either(batch.bad, self._engine.async_checks.alike(shared))
         if self._engine.ranks.size == 1:
             batch.views = given.own.unit  # without a copy
-        if given.sample_weight is not None:
-            batch.sample_weight = with_mean_one(batch.values["sample_weight"])
         return batch
 
     def _temperature(self, batch: Batch, tau: Tensor | float | None, hyper: Hyper) -> float | Tensor:
@@ -575,10 +557,6 @@ class ContrastiveEstimator(Estimator):
         if encoder is not None and given.graph:
             found += [(z, gradient * objective.ranks) for z, gradient in encoder.gradients]
         return found
-
-    def weights(self, kind: curation.Kind = "robust", share: float | None = None) -> Tensor:
-        """Return a weight per sample, ``(n,)``, for ``sample_weight=``: see :func:`compopt.curation.weights`."""
-        return curation.weights(self, kind, share)
 
     @property
     def metrics(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-r"""Scores of samples from committed rows, to find wrong pairs, estimate their share and weight the samples.
+r"""Scores of samples from committed rows, to find wrong pairs and estimate their share.
 
 A row of ``reference="positive"`` or of a :class:`~compopt.ScoreKeeper` holds a running mean of
 
@@ -9,18 +9,16 @@ its own partner does, above all for pairs with a wrong caption. The same quantit
 model, is the s-CLIPLoss with which Wang et al. (2024) filter data sets.
 
 Logarithms are in nats. The functions read committed rows: with ``shard=True`` they are collective, otherwise they
-communicate nothing. The functions change no gradient; pass the result of :func:`weights` as ``sample_weight=`` of a
-call to change the objective.
+communicate nothing. The functions change no gradient.
 """
 
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +38,6 @@ from compopt.kernel.pairs import same_sample
 from compopt.stores.layout import Column
 
 READ_ROWS = 1 << 20  # rows per read
-Kind = Literal["robust"]
 RANK_ROWS = 512  # anchors per block of similarities
 ROUNDING = 8  # largest error of a cosine similarity, in units of the last place
 CHANCE = 0.5  # mean rank of a positive that is unrelated to its anchor
@@ -375,93 +372,6 @@ def _share(found: Scores, share: float | None) -> float:
     if not 0 <= checks.number("share", share) <= 1:
         raise ValueError(f"share must be in [0, 1], got {share!r}")
     return share
-
-
-def weights(est: Estimator | Scores, kind: Kind = "robust", share: float | None = None) -> Tensor:
-    r"""Return a weight per sample for ``sample_weight=``: the probability that the pair is right.
-
-    The running similarities :math:`x_i` of the positives are modelled as a mixture of two normal distributions, that of
-    the wrong pairs, with share :math:`q`, and that of the right pairs:
-
-    .. math::
-        v_i = \frac{(1 - q)\, \mathcal N(x_i; m_1, \sigma_1^2)}
-                   {q\, \mathcal N(x_i; m_0, \sigma_0^2) + (1 - q)\, \mathcal N(x_i; m_1, \sigma_1^2)}
-
-    with :math:`q` from :func:`wrong_share`. Towards low similarities the ratio would increase again, since the
-    distribution of the right pairs is the wider one; similarities below its minimum get the weight at the minimum, so
-    that the weight never decreases with the similarity. The parameters have a closed form: samples with a rank above
-    1/2 are taken as the lower half of the wrong pairs, as in :func:`wrong_share`. Their mean :math:`m` and variance
-    :math:`s^2` are those of a half-normal distribution, which gives
-
-    .. math::
-        \sigma_0^2 = \frac{s^2}{1 - 2 / \pi}, \qquad m_0 = m + \sigma_0 \sqrt{2 / \pi},
-
-    and :math:`m_1` and :math:`\sigma_1^2 \ge \sigma_0^2` follow from the mean and the variance of all samples. As the
-    share of :func:`wrong_share` is biased later in training, call this function after the first epochs, or pass the
-    share that was estimated then.
-
-    Args:
-        est: estimator with ``scores=ScoreKeeper(n)``, or the result of :func:`scores` for it.
-        kind: ``"robust"``, as above.
-        share: share of wrong pairs, in [0, 1); ``None``: :func:`wrong_share`.
-
-    Returns:
-        Weights, ``(n,)`` float32 in [0, 1] on the CPU. 1 for samples that were never visited, and for all samples if
-        the share of wrong pairs is 0 or fewer than two samples have a rank above 1/2; ``1 - q`` for all visited samples
-        if the similarities do not separate right from wrong pairs (:math:`m_1 \le m_0`), or all other weights are 0.
-
-    Raises:
-        ValueError: ranks or similarities are not recorded; ``share`` is outside [0, 1), or estimated to be 1 (for
-            example with an untrained model); or raised by :func:`scores`.
-
-    Communicates: as :func:`scores`. Reads all rows: call it at most a few times per epoch.
-
-    References:
-        Efron et al., Empirical Bayes analysis of a microarray experiment, JASA 2001 (two groups); Li et al., DivideMix,
-        ICLR 2020, and for pairs Huang et al., Learning with noisy correspondence for cross-modal matching, NeurIPS 2021
-        (weights are probabilities under a mixture; theirs is a mixture of losses, with a fitted share).
-
-    Example:
-        >>> import torch, compopt
-        >>> right, wrong = torch.linspace(0.4, 0.8, 80), torch.linspace(-0.2, 0.2, 20)
-        >>> rank = torch.cat([torch.zeros(80), torch.linspace(1, 0, 20)])
-        >>> x = torch.cat([right, wrong])
-        >>> found = compopt.curation.Scores(x, torch.ones(100, dtype=torch.int64), similarity=x, rank=rank)
-        >>> v = compopt.curation.weights(found, "robust")
-        >>> float(v[:80].mean()) > 0.9, float(v[80:].mean()) < 0.1
-        (True, True)
-    """
-    checks.one_of("kind", kind, get_args(Kind))
-    found = est if isinstance(est, Scores) else scores(est)
-    if found.similarity is None or found.rank is None:
-        raise ValueError("weights are made of similarities and ranks: keep them with scores=compopt.ScoreKeeper(n)")
-    share = _share(found, share)
-    if share == 1:
-        raise ValueError(
-            "the share of wrong pairs is 1, which leaves no pair a weight: give share= below 1, or, if it was "
-            "estimated, call later in training"
-        )
-    seen, result = found.visits > 0, torch.ones(len(found.score), dtype=torch.float32, device="cpu")
-    x, above = found.similarity[seen].double(), found.rank[seen] > CHANCE
-    if share and above.sum() > 1:
-        result[seen] = _right(x, x[above], share).float()
-    return result
-
-
-def _right(x: Tensor, lower_half: Tensor, share: float) -> Tensor:
-    """Return the probabilities that pairs are right, ``(m,)``; ``lower_half`` is that of the wrong pairs."""
-    var0 = (lower_half.var(correction=0) / (1 - 2 / math.pi)).clamp(min=1e-12)
-    m0 = lower_half.mean() + (2 / math.pi * var0).sqrt()
-    m1 = (x.mean() - share * m0) / (1 - share)
-    # second moment about m1: that of all samples minus the contribution of the wrong pairs
-    var1 = ((x - m1).square().mean() - share * (var0 + (m0 - m1).square())) / (1 - share)
-    if m1 <= m0:
-        return torch.full_like(x, 1 - share)
-    var1 = var1.clamp(min=var0)
-    x = x.clamp(min=(m0 * var1 - m1 * var0) / (var1 - var0))  # minimum of the ratio of the densities
-    logs = [-0.5 * (var.log() + (x - mean).square() / var) for mean, var in ((m0, var0), (m1, var1))]
-    right = torch.sigmoid(math.log1p(-share) - math.log(share) + logs[1] - logs[0])
-    return right if bool(right.float().any()) else torch.full_like(x, 1 - share)  # a share that is far too large
 
 
 def duplicates(features: Tensor, least: float = 0.95, chunk_size: int = 1024) -> Tensor:

@@ -147,7 +147,6 @@ POLICIES = {
     "guided": ({"false_negatives": 0.3, "guided": True}, {"guide": FEATURES.split(B)}),
     "targets": ({"targets": 0.5}, {"teacher": FEATURES.split(B)}),
     "mined": ({"hardness": ("mined", 3.0), "mises_fisher": 0.5}, {"extra": FURTHER}),
-    "weights": ({}, {"sample_weight": torch.linspace(0, 1, B)}),
     "also": ({"also": ("query_to_query", "document_to_every_document")}, {"extra": FURTHER}),
 }
 
@@ -166,12 +165,10 @@ def test_a_policy_whose_arguments_are_on_the_host(name):
 
 
 def test_a_share_on_the_device_that_is_none():
-    """Return a NaN loss for invalid shares and weights on the device, since their values are not read."""
+    """Return a NaN loss for invalid shares on the device, since their values are not read."""
     est = compopt.DCLEstimator(pairs=PairPolicy(prior="given"))
     shares = torch.linspace(0.1, 1.0, B).to(DEVICE)
     assert torch.isnan(est(*batch(0, DEVICE), prior=shares))
-    for weight in (torch.linspace(-0.1, 1.0, B), torch.zeros(B)):
-        assert torch.isnan(compopt.DCLEstimator()(*batch(0, DEVICE), sample_weight=weight.to(DEVICE)))
 
 
 @pytest.mark.parametrize(("kind", "offload"), four.PLACES)

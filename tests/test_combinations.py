@@ -25,7 +25,6 @@ G = generator(80)
 EXTRA = torch.randn(BATCH, DIM, generator=G, dtype=torch.float64)
 GUIDES = torch.randn(4, BATCH, 3, generator=G, dtype=torch.float64)  # of three views, and of further candidates
 SHARES = 0.02 + 0.1 * torch.rand(BATCH, generator=G, dtype=torch.float64)
-WEIGHTS = torch.rand(BATCH, generator=G, dtype=torch.float64)
 TAUS = 0.3 + 0.2 * torch.rand(BATCH, 1, generator=G, dtype=torch.float64)
 
 # Options of a policy, arguments of a call and options of an estimator by name, each with what it needs besides.
@@ -50,7 +49,6 @@ CALL = {
     "extra": {"extra": EXTRA},
     "extra_index": {"extra": EXTRA, "extra_index": torch.tensor([0, 9, 3, 1, 5, 8])},
     "anchors": {"anchors": 2},  # of three views
-    "sample_weight": {"sample_weight": WEIGHTS},
 }
 OPTIONS = {
     "normalize": {"normalize": False},
@@ -207,10 +205,8 @@ def follow_pair(kind, *names):
     except (ValueError, TypeError) as error:
         return str(error)
     terms = []
-    for a, t, log_g in dense(case, z, tau):
-        value = ZERO if log_g is None else t * log_g if est.multiply_tau else log_g
-        weight = case.given.get("sample_weight", torch.ones(BATCH))
-        terms.append(weight[a.position] / weight.mean() * value)
+    for _, t, log_g in dense(case, z, tau):
+        terms.append(ZERO if log_g is None else t * log_g if est.multiply_tau else log_g)
     same(loss, torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in terms]).mean(), leaves)
     return None
 

@@ -1,7 +1,6 @@
 """Scores of samples: rows kept with any loss, and results computed from them."""
 
 import csv
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from torch.nn.functional import normalize
 
 import compopt
 from compopt import curation
-from tests.helpers import batches, features, near, run, snapshot, whole
+from tests.helpers import batches, near, run, snapshot, whole
 from tests.pool import the_pool
 
 N, D, RATE = 13, 4, 0.3
@@ -166,62 +165,6 @@ def test_the_share_of_wrong_pairs_is_estimated_from_ranks(share):
     wrong = torch.rand(20_000, generator=g) < share
     rank = torch.where(wrong, torch.rand(20_000, generator=g), 0.2 * torch.rand(20_000, generator=g))
     assert curation.wrong_share(made(-rank, rank)) == pytest.approx(share, abs=0.02)
-
-
-def two_groups(share, n=40_000, seed=1):
-    """Return scores, a mask of wrong pairs, and similarities.
-
-    Similarities of right and wrong pairs are normal with different variances; ranks of wrong pairs follow from them."""
-    g = torch.Generator().manual_seed(seed)
-    wrong = torch.rand(n, generator=g) < share
-    x = torch.randn(n, generator=g, dtype=torch.float64)
-    rank = torch.where(wrong, 1 - torch.special.ndtr(x), 0.3 * torch.rand(n, generator=g, dtype=torch.float64))
-    x = torch.where(wrong, 0.1 * x + 0.05, 0.2 * x + 0.5)
-    return curation.Scores(x, torch.ones(n, dtype=torch.int64), similarity=x, rank=rank), wrong, x
-
-
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
-def test_robust_weights_are_the_probabilities_of_right_pairs(share):
-    found, wrong, x = two_groups(share)
-    v = curation.weights(found, "robust")
-    normal = torch.distributions.Normal
-    right = (1 - share) * normal(0.5, 0.2).log_prob(x).exp()
-    want = right / (right + share * normal(0.05, 0.1).log_prob(x).exp())
-    rising = x > (0.05 * 0.2**2 - 0.5 * 0.1**2) / (0.2**2 - 0.1**2)  # where the ratio of the densities increases
-    assert rising.double().mean() > 0.9
-    near(v[rising], want[rising], 0.05, atol=0.06)
-    for low, high in ((0.3, 0.6), (0.6, 0.8), (0.8, 0.95)):  # the weights are calibrated
-        some = rising & (v > low) & (v < high)
-        assert float(v[some].mean()) == pytest.approx(float((~wrong[some]).double().mean()), abs=0.05)
-    assert (v[x.argsort()].diff() >= 0).all() and v.dtype == torch.float32
-
-
-def test_robust_weights_of_clean_pairs_and_of_what_was_not_visited():
-    assert (curation.weights(two_groups(0.0)[0]) == 1).all()
-    found, _, _ = two_groups(0.2, n=1000)
-    found.visits[:10] = 0
-    given = curation.weights(found, share=0.1)
-    assert (given[:10] == 1).all() and curation.weights(found).mean() + 0.05 < given.mean() < 0.95
-    assert (curation.weights(found, share=0.0) == 1).all()
-    for bad, message in ({"share": 1.0}, "leaves no pair"), ({"share": 1.5}, "share must be"), ({"kind": "x"}, "kind"):
-        with pytest.raises(ValueError, match=message):
-            curation.weights(found, **bad)
-    with pytest.raises(ValueError, match="similarities and ranks"):
-        curation.weights(made([0.0, 1.0]))
-    inverted = replace(found, similarity=-found.similarity)
-    near(curation.weights(inverted, share=0.2)[10:], torch.full((990,), 0.8), 1e-6)
-
-
-def test_robust_weights_serve_a_call():
-    est = trained()
-    v = est.weights("robust")
-    assert torch.equal(v, curation.weights(curation.scores(est)))
-    assert v[:10].max() < 0.5 < v[10:].min()
-    index = torch.arange(8, 16)
-    z = features(8, 16, seed=1)
-    loss, g1, _ = run(est, *z, index, sample_weight=v[index])
-    plain = run(est, *z, index)
-    assert g1[0].norm() < plain[1][0].norm() and loss != plain[0]
 
 
 def test_rows_separate_shuffled_pairs():
@@ -620,12 +563,6 @@ def test_scores_of_another_temperature_are_refused():
     same = compopt.DCLEstimator(tau=0.5, scores=compopt.ScoreKeeper(8))
     same.scores.load_state_dict(state)
     assert torch.equal(curation.scores(same).score, curation.scores(est).score)
-
-
-def test_weights_are_never_all_zero():
-    x, rank = torch.tensor([0.0, 0, 1, 1]), torch.tensor([1.0, 1, 0, 0])
-    found = curation.Scores(x, torch.ones(4, dtype=torch.int64), similarity=x, rank=rank)
-    assert curation.weights(found, share=0.99).unique().tolist() == pytest.approx([0.01])
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])

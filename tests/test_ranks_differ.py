@@ -26,7 +26,7 @@ PLACEMENT = {
 # arguments of calls that may differ: why, and what of them is compared nevertheless
 OF_THE_SAMPLES = dict.fromkeys(
     ("z1", "z2", "index", "index2", "group", "labels", "extra", "extra_index", "guide", "within", "teacher", "prior")
-    + ("momentum_features", "sample_weight", "log_g", "previous", "g", "args", "gradient", "anchors of a network")
+    + ("momentum_features", "log_g", "previous", "g", "args", "gradient", "anchors of a network")
     + ("scores", "candidates", "losses", "relevance", "items"),
     "values of the rank's own samples; all ranks or none pass them, with the same dtype and shape per sample",
 )
@@ -340,7 +340,6 @@ DIFFERENT = {
         ),
         "pairs": (operation(compopt.DCLEstimator), BOTH, {}, {"pairs": GUIDED, "guide": Z}, "pairs by rank [0, "),
         "momentum_features": (operation(compopt.MemoryEstimator), BOTH, {}, {"momentum_features": Z}, GIVEN),
-        "sample_weight": (operation(compopt.DCLEstimator), BOTH, {}, {"sample_weight": ONES}, GIVEN),
     },
     compopt.compositional_loss: {
         "g": (COMPOSED, MEAN, {}, wide(MEAN, "g"), DTYPE),

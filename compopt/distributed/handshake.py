@@ -38,7 +38,6 @@ FACTS = {
     "anchors": "the number of views that are anchors",
     "extra": "extra= (0: none, 1: given, 2: with extra_index=)",
     "momentum": "momentum_features= (0: none, 1: given)",
-    "weighted": "sample_weight= (0: none, 1: given)",
     "sampler": "the options of the sampler, seed= for example",
     "policy": "pairs= of the call, or the dimensions of guide= or teacher= (0: no policy)",
     "values": "the tensors of the call: their names, dtypes and shapes per sample",

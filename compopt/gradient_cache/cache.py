@@ -49,7 +49,6 @@ def gradient_cache(
     prior: Tensor | None = None,
     pairs: PairPolicy | None = None,
     momentum_features: Sequence[Tensor] | None = None,
-    sample_weight: Tensor | None = None,
 ) -> Tensor:
     r"""Compute the gradients of ``est(*model(batch), index)`` in micro-batches, with the negatives of the whole batch.
 
@@ -92,7 +91,7 @@ def gradient_cache(
         index, index2, group, tau, labels, extra, extra_index, anchors, guide, within, teacher, prior, pairs: as in a
             call of ``est``, for the whole batch. Gradients of ``tau`` and ``extra`` are accumulated with the last
             micro-batch.
-        momentum_features, sample_weight: as in a call of ``est``, for the whole batch.
+        momentum_features: as in a call of ``est``, for the whole batch.
         micro_batch_size: samples per micro-batch. Or a function that returns the sizes of all micro-batches for given
             inputs, ``(inputs) -> [8, 8, 3]``, for example for a budget of tokens. For towers also a sequence with one
             of these per tower.
@@ -152,7 +151,7 @@ def gradient_cache(
     torch.clear_autocast_cache()  # weights that were cast without a graph would have none in the second pass
     call = functools.partial(est, z1, z2, index, index2, group, tau=tau, labels=labels, anchors=anchors)
     call = functools.partial(call, guide=guide, within=within, teacher=teacher, prior=prior, pairs=pairs)
-    call = functools.partial(call, momentum_features=momentum_features, sample_weight=sample_weight)
+    call = functools.partial(call, momentum_features=momentum_features)
     loss: Tensor = call(extra=extra, extra_index=extra_index)
     if torch.is_grad_enabled():
         others = [x for x in (tau, extra, *est.parameters()) if isinstance(x, Tensor)]
