@@ -26,7 +26,6 @@ from compopt.batch import Batch
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_tangents, warn
 from compopt.checks.inputs import remedy_for
-from compopt.curation import ScoreKeeper
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.base import Estimator
 from compopt.estimator.component import Call, Component, Normalizer, Setting, Temperature
@@ -88,8 +87,6 @@ class ContrastiveEstimator(Estimator):
             another index and other labels, with equal weights.
         sample_groups: one mapping per data set, ``{"n": ..., key: value, ...}``. The values override those of the
             parts; the sizes must equal those of the parts.
-        scores: a :class:`~compopt.ScoreKeeper`, which keeps a row per sample for :mod:`compopt.curation`; no gradient
-            depends on it.
         backend: ``"torch"``: plain torch computes the pairs. ``"triton"``: a fused kernel computes them if Triton is
             installed (extra ``triton``) and the kernel supports the call; otherwise plain torch, which the logger
             ``compopt.tiles.choice`` reports at debug level. ``"auto"``: ``"torch"``. The kernel multiplies in TF32 even
@@ -131,7 +128,7 @@ class ContrastiveEstimator(Estimator):
         [1, 0]
     """
 
-    _parts = ("normalizer", "temperature", "scores")
+    _parts = ("normalizer", "temperature")
     _fixed = (*Estimator._fixed, "directions", "normalize", "multiply_tau", "pairs", *_parts)
 
     def __init__(
@@ -149,7 +146,6 @@ class ContrastiveEstimator(Estimator):
         shard: bool = False,
         dtype: torch.dtype = torch.float32,
         sample_groups: GroupSpec | None = None,
-        scores: ScoreKeeper | None = None,
         pairs: PairPolicy | None = None,
         backend: Backend = "auto",
     ) -> None:
@@ -159,8 +155,7 @@ class ContrastiveEstimator(Estimator):
         checks.one_of("backend", backend, BACKENDS)
         self.backend = backend
         parts: dict[str, Component] = {"normalizer": normalizer, "temperature": temperature}
-        parts |= {} if scores is None else {"scores": scores}
-        for (role, part), kind in zip(parts.items(), (Normalizer, Temperature, ScoreKeeper), strict=False):
+        for (role, part), kind in zip(parts.items(), (Normalizer, Temperature), strict=True):
             if not isinstance(part, kind):
                 raise TypeError(f"{role} must be a {kind.__name__}, got {type(part).__name__}")
             part.check_free()
@@ -184,7 +179,7 @@ class ContrastiveEstimator(Estimator):
             row_keys=self._row_keys,
         )
         super().__init__(engine)
-        self.normalizer, self.temperature, self.scores = normalizer, temperature, scores
+        self.normalizer, self.temperature = normalizer, temperature
         for part in parts.values():
             part.joined(engine.groups, Setting(self, mode, dtype, normalize, engine.ranks, count))
         if pairs is not None:
@@ -351,6 +346,7 @@ class ContrastiveEstimator(Estimator):
                 if batch.depositing:
                     self._propose(call, hyper, objective)  # new rows and temperatures, until step()
                 gradients = self._gradients(objective, given, temperature)
+            self._run("call", batch, sums)  # last, so that a follower deposits nothing for a call that raises
             loss = with_gradients(batch.nan_if_bad(value), gradients)
             self._last, self._shown = Summary.of(objective), estimate.metrics
         return loss
@@ -532,13 +528,9 @@ class ContrastiveEstimator(Estimator):
             **self.normalizer.checked(objective.estimate.proposals, batch),
             **self.temperature.checked(moved, batch),
         }
-        if self.scores is not None:
-            scored = self.scores.proposals(replace(call, hyper=self._hyper("scores", batch)))
-            proposals |= self.scores.checked(scored, batch)
         valid: Tensor | None = None
         if pairs.may_lack_negatives and isinstance(pairs.count, Tensor):
-            # a keeper of scores has the batch's negatives alone
-            valid = pairs.count + (0 if self.scores is not None else outside) > 0
+            valid = pairs.count + outside > 0
             valid = valid.all(dim=1, keepdim=True) if call.unimodal else valid
         self._deposit(batch, proposals, valid)
 

@@ -59,7 +59,7 @@ FEATURES = {**POLICY, **CALL, **OPTIONS}
 # Covered by other tests: names of keys, what a policy requires, parts, and what does not change results.
 ELSEWHERE = {"z1", "z2", "index", "group", "pairs", "guide", "within", "teacher", "prior"}
 ELSEWHERE |= {"encode", "momentum_features"}  # test_mcmc, test_momentum: for samplers and memories only
-ELSEWHERE |= {"normalizer", "temperature", "mode", "directions", "scores", "sample_groups", "backend"}
+ELSEWHERE |= {"normalizer", "temperature", "mode", "directions", "sample_groups", "backend"}
 ELSEWHERE |= {"process_group", "offload", "offload_dir", "shard", "dtype"}
 
 

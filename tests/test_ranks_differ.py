@@ -48,7 +48,6 @@ VALUES = {
     "shard": (False, True),
     "dtype": (torch.float32, torch.float64),
     "sample_groups": ([{"n": N, "gamma": 0.5}], [{"n": N, "gamma": 0.75}]),
-    "scores": (lambda: None, lambda: compopt.ScoreKeeper(N)),
     "pairs": (None, compopt.PairPolicy(false_negatives=0.5)),
     "normalizer": (lambda: compopt.MovingAverageEstimator(N), lambda: compopt.MCMCNegativeSampler(N)),
     "temperature": (lambda: compopt.FixedTemperature(0.2), lambda: compopt.TemperatureDual(N, rho=0.1)),
@@ -109,7 +108,6 @@ SHOWN = {
     "learn_tau": "sample_groups[0].tau by rank [0.07, none]",
     "directions": "options.directions by rank [none, 'forward']",
     "pairs": "options.pairs by rank [none, 'PairPolicy(false_negatives=0.5)']",
-    "scores": "method.scores by rank [none, 'ScoreKeeper']",
     "normalizer": "method.normalizer by rank ['MovingAverageEstimator', 'MCMCNegativeSampler']",
     "temperature": "method.temperature by rank ['FixedTemperature', 'TemperatureDual']",
     "sample_groups": "sample_groups[0].gamma by rank [0.5, 0.75]",
@@ -170,7 +168,9 @@ def build(kind, group, alone=False, **given):
         return kind(**arguments, **in_group)
     part, batch, tau = kind(**arguments), compopt.BatchNormalizer(), compopt.FixedTemperature(0.2)
     if isinstance(part, compopt.ScoreKeeper):
-        return compopt.DCLEstimator(scores=part, **in_group)
+        est = compopt.DCLEstimator(**in_group)
+        part.attach(est)
+        return est
     own = (part, tau) if isinstance(part, compopt.Normalizer) else (batch, part)
     plain = not isinstance(part, compopt.SigmoidNormalizer)
     return compopt.ContrastiveEstimator(*own, multiply_tau=plain, **in_group)

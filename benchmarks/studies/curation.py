@@ -146,8 +146,14 @@ class Noisy:
         options = methods.METHODS["isogclr"].options(self.mode, {"reference": "positive"})
         return methods.build("isogclr", self.n, self.mode, options)
 
-    def default(self, keep_scores: bool = False) -> compopt.ContrastiveEstimator:
-        return compopt.recommended(self.data.dim, self.n, BATCH, mode=self.mode, keep_scores=keep_scores)
+    def default(self) -> compopt.ContrastiveEstimator:
+        return compopt.recommended(self.data.dim, self.n, BATCH, mode=self.mode)
+
+    def keeper(self, est: compopt.ContrastiveEstimator) -> compopt.ScoreKeeper:
+        """Return the keeper of an estimator's scores."""
+        keeper = compopt.ScoreKeeper(self.n)
+        keeper.attach(est)
+        return keeper
 
 
 def train(
@@ -204,15 +210,16 @@ class FirstRun:
 
     def __init__(self, task: Noisy, seed: int) -> None:
         self.wrong, self.rows = task.wrong, list[curation.Scores]()
-        self.est = task.default(keep_scores=True)
-        self.model = train(task, self.est, seed, Rest(task.n, NOTHING, seed, self._look))
+        est = task.default()
+        self.keeper = task.keeper(est)
+        self.model = train(task, est, seed, Rest(task.n, NOTHING, seed, self._look))
         self._look(EPOCHS)
         self.features = task.features(self.model)
         self.similarity = torch.linalg.vecdot(*self.features)
 
     def _look(self, number: int) -> None:
         if number:
-            self.rows.append(curation.scores(self.est))
+            self.rows.append(curation.scores(self.keeper))
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -252,7 +259,7 @@ def run(case: Case, arms: tuple[str, ...], wordnet: Path | None) -> None:
             drawn = {} if arm == "during" else {"drawn": DRAWN}
             if arm == REFERENCE:
                 drawn["reference"] = first.rows[-1]
-            sampler = ScoredSampler(est := task.default(keep_scores=True), WARM_UP, seed=seed, **drawn)
+            sampler = ScoredSampler(task.keeper(est := task.default()), WARM_UP, seed=seed, **drawn)
             model = train(task, est, seed, sampler)
             facts = _left_out(task, sampler.left_out)
         elif arm == TEMPERATURES:

@@ -26,6 +26,7 @@ FACTS = {
     "calls": "the number of calls that were committed or wait for it, since one raised on a rank; discard() before "
     "step(), or load a state, on all ranks",
     "configuration": "the configuration",
+    "followers": "the number of call hooks; attach a ScoreKeeper on all ranks",
     "named": "index= (0: none, 1: given)",
     "encode": "encode= (0: none, 1: given)",
     "tau_kind": "tau= (0: none, 1: a number, 2: one per sample, 3: two per sample; 4 more: it requires grad; 8 more: "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator, checks
-from compopt.batch import COUNT, Batch
+from compopt.batch import Batch
 from compopt.checks import values
 from compopt.checks.values import Range
 from compopt.distributed.ranks import ProcessGroup, Ranks
@@ -668,21 +668,6 @@ def _check_shape(name: str, value: Any, *shapes: Sequence[int]) -> None:
     if value.shape not in shapes:
         wanted = " or ".join(str(tuple(shape)) for shape in dict.fromkeys(map(tuple, shapes)))
         raise ValueError(f"{name} must have shape {wanted}, got {tuple(value.shape)}")
-
-
-def temperatures_beside(part: Component) -> dict[str, Any]:
-    """Return the committed temperatures of the estimator that contains a part, as its ``meaning()``."""
-    temperature = getattr(part.owner, "temperature", None)
-    return {"tau": temperature.constants()} if isinstance(temperature, Temperature) else {}
-
-
-def check_temperatures_beside(part: Component, state: Mapping[str, Any]) -> None:
-    """Refuse, with a ``ValueError``, the state of a part whose values were averaged at other temperatures."""
-    temperature = getattr(part.owner, "temperature", None)
-    if isinstance(temperature, Temperature) and "tau" in state.get("meaning", {}):
-        for tau in state["meaning"]["tau"] or ():
-            checks.positive("tau of the checkpoint", tau)
-        temperature.check_same(state["meaning"]["tau"], state["rows"][COUNT])
 
 
 def other_temperature(given: Sequence[float] | None, own: str) -> ValueError:

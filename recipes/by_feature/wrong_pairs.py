@@ -34,11 +34,13 @@ def main(argv=None):
     given = whose_text(len(train), args.wrong)
     train = TensorDataset(train.tensors[0], train.tensors[1][given])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    est = compopt.recommended(dim=128, n=len(train), batch_size=args.batch_size, keep_scores=True)
+    est = compopt.recommended(dim=128, n=len(train), batch_size=args.batch_size)
     est.attach(optimizer)  # rows are committed after each real optimizer.step()
-    sampler = compopt.samplers.ScoredSampler(est, WARM_UP)
+    keeper = compopt.ScoreKeeper(n=len(train))
+    keeper.attach(est)  # records the scores of each call
+    sampler = compopt.samplers.ScoredSampler(keeper, WARM_UP)
     loader = DataLoader(compopt.data.Indexed(train), args.batch_size, sampler=sampler, drop_last=True)
-    parts = {"model": model, "optimizer": optimizer, "sampler": sampler}
+    parts = {"model": model, "optimizer": optimizer, "keeper": keeper, "sampler": sampler}
     first = load(args.folder, est, parts) if args.resume else 0
     for epoch in range(first, args.epochs):
         torch.manual_seed(epoch)  # the order of an epoch is the same after a resume
@@ -50,7 +52,7 @@ def main(argv=None):
             optimizer.zero_grad()
         save(args.folder, epoch + 1, est, parts)
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}, recall {100 * recall(model, held_out):.1f} %")
-    found = compopt.curation.scores(est)
+    found = compopt.curation.scores(keeper)
     compopt.curation.export(found, args.folder / "scores.csv")
     names = names_of(args.limit)
     texts = [names[place] for place in given.tolist()]
