@@ -36,7 +36,7 @@ from compopt.checks.inputs import check_values
 from compopt.checks.values import Range
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator import state_dict as states
-from compopt.estimator.base import Estimator
+from compopt.estimator.base import Estimator, Hook
 from compopt.estimator.component import Component
 from compopt.estimator.engine import Alone, Engine
 from compopt.estimator.groups import GroupSpec, as_groups
@@ -149,9 +149,9 @@ class ScoreKeeper(Component):
         if self._handle is not None:
             self._handle.remove()
         self._handle = est.register_call_hook(self._record)
-        followed = {"step_post": self._follow, "discard": self._forget, "load_state_dict_post": self._forget}
-        for family, hook in followed.items():  # under the id of the handle, which removes them too
-            est._hooks[family][self._handle.id] = hook
+        follow: Hook = self._follow
+        for family, hook in (("step_post", follow), ("discard", self._forget), ("load_state_dict_post", self._forget)):
+            est._hooks[family][self._handle.id] = hook  # under the id of the handle, which removes it too
             self._handle.extra_dict_ref += (weakref.ref(est._hooks[family]),)
         return self._handle
 

@@ -27,8 +27,10 @@ from compopt.estimator.groups import Groups
 
 T = TypeVar("T")
 Hook = Callable[..., Any]
-FAMILIES = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
-FAMILIES += ("call", "discard")
+FAMILIES = (
+    *("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"),
+    *("call", "discard"),
+)
 
 
 class Estimator:

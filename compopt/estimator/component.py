@@ -177,7 +177,7 @@ class Component(Estimator, ABC):
 
     mode: str = "single"
     role = "part"
-    _fixed = ("dtype",)
+    _fixed: tuple[str, ...] = ("dtype",)
     learnable: torch.nn.Module | None = None
     state_grows = False  # True if tensors are added to `state` later; their names are then saved too
     _owner: ref[Estimator] | None = None
