@@ -88,16 +88,12 @@ def build(kind: type, folder: Path) -> Any:
     """Return a new object of a class; a part is returned inside of an estimator."""
     wanted = inspect.signature(kind).parameters
     if kind is compopt.ContrastiveEstimator:
-        return kind(
-            compopt.MovingAverageEstimator(N), compopt.TemperatureDual(N, rho=0.4), scores=compopt.ScoreKeeper(N)
-        )
+        return kind(compopt.MovingAverageEstimator(N), compopt.TemperatureDual(N, rho=0.4))
     given = arguments(folder)
     own = {name: given[name] for name in wanted if name in given}
     if "est" in wanted:
         scored = kind is compopt.samplers.ScoredSampler
-        own["est"] = (
-            compopt.DCLEstimator(scores=compopt.ScoreKeeper(N, rank=False)) if scored else compopt.SogCLREstimator(N)
-        )
+        own["est"] = build(compopt.ScoreKeeper, folder) if scored else compopt.SogCLREstimator(N)
         own |= {"share": 0.3} if scored else {}
     if "model" in wanted:
         own["model"] = Masked()
@@ -113,7 +109,8 @@ def build(kind: type, folder: Path) -> Any:
     if isinstance(made, compopt.estimator.component.Temperature):
         return compopt.ContrastiveEstimator(compopt.BatchNormalizer(), made)
     if isinstance(made, compopt.ScoreKeeper):
-        return compopt.DCLEstimator(scores=made)
+        made.est = compopt.DCLEstimator()  # which use() calls
+        made.attach(made.est)
     return made
 
 
@@ -137,6 +134,8 @@ def use(made: Any, seed: int) -> list[Tensor]:
         averages = made.update(z[0, :, 0], index)
         made.step()
         return [averages, *numbers(made)]
+    if isinstance(made, compopt.ScoreKeeper):
+        return [*use(made.est, seed), *numbers(made)]
     if isinstance(made, Estimator):  # a loss
         scores, labels = z[0, :, 0].requires_grad_(), torch.arange(BATCH) % 2
         ranking = "relevance" in inspect.signature(type(made).__call__).parameters

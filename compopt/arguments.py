@@ -43,7 +43,6 @@ class Given:
         values: tensors that the policy requires: ``guide1`` and ``guide2``, ``(b, g)``, and ``within1``, ``(b,)``.
         of_extra: the same for the further candidates: ``guide``, ``(M, g)``, and ``within``, ``(M,)``.
         momentum: prepared features of a momentum encoder, ``(2, b, d)``, or ``None``.
-        sample_weight: ``(b,)``, or ``None``.
         named: ``index`` was passed.
         graph: autograd is enabled in the caller.
     """
@@ -59,7 +58,6 @@ class Given:
     values: dict[str, Tensor]
     of_extra: dict[str, Tensor]
     momentum: Tensor | None
-    sample_weight: Tensor | None
     named: bool
     graph: bool = field(default_factory=torch.is_grad_enabled)
 
@@ -142,13 +140,9 @@ def check_call(est: Called, z1: Tensor, z2: Tensor, asked: Mapping[str, Any]) ->
         _refuse_arguments(policy, asked)
         values, of_extra = _check_asked(policy or NO_POLICY, est.normalize, asked, z1, more)
         momentum = _check_momentum(est, asked["momentum_features"], z1)
-        weight = asked["sample_weight"]
-        if weight is not None:
-            weight = inputs.check_sample_weight(weight, batch, working_dtype(z1.dtype))
-            weight = accelerator.to_device(weight, z1.device)
     facts: dict[str, int] = {}
     if several:
-        given = {"named": asked["index"], "encode": encode, "momentum": momentum, "weighted": weight}
+        given = {"named": asked["index"], "encode": encode, "momentum": momentum}
         facts = {name: int(value is not None) for name, value in given.items()}
         facts |= {"extra": 0 if extra is None else 1 if positions is None else 2, **tau_facts(tau)}
         wants = tau.requires_grad if isinstance(tau, Tensor) else tau is None and est.temperature.wants_gradient
@@ -167,7 +161,7 @@ def check_call(est: Called, z1: Tensor, z2: Tensor, asked: Mapping[str, Any]) ->
         further = None if extra is None else Features.of(extra, normalize=est.normalize)
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
-    named, checked = asked["index"] is not None, (policy, values, of_extra, momentum, weight)
+    named, checked = asked["index"] is not None, (policy, values, of_extra, momentum)
     return Given(keys, own, tau, further, positions, encoder, facts, *checked, named)
 
 

@@ -24,8 +24,8 @@ class Batch:
     Attributes:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(B,)`` int64, on the features' device.
         values: tensors of the call, by name, ``(B, ...)`` each: the features ``z1``, ``z2`` in the form that the
-            kernel expects, ``k1``, ``k2`` of a momentum copy, ``guide1`` etc. of a policy, and ``tau`` and
-            ``sample_weight`` if they are given per sample.
+            kernel expects, ``k1``, ``k2`` of a momentum copy, ``guide1`` etc. of a policy, and ``tau`` if it is given
+            per sample.
         sizes: number of samples of every rank.
         more: number of further candidates of every rank.
         own: slice of this rank's samples.
@@ -39,7 +39,6 @@ class Batch:
         bad: 0-d flag on the device: an index is out of range, or the batch is a single sample.
         dtype: working dtype of the call.
         depositing: the call is in training mode with gradients enabled.
-        sample_weight: weights of the samples as anchors, ``(B, 1)``, with mean one; ``None``: equal weights.
         named: ``index`` was passed; otherwise its numbers are those of this batch only.
         alike: it is known on the host that a key has one value for the whole batch.
     """
@@ -58,7 +57,6 @@ class Batch:
     dtype: torch.dtype
     depositing: bool
     blank: dict[str, Tensor] = field(default_factory=dict)
-    sample_weight: Tensor | None = None
     named: bool = True
     alike: bool = False
 
@@ -106,12 +104,3 @@ class Batch:
     def nan_if_bad(self, value: Tensor) -> Tensor:
         """Return a value, or NaN if the flag ``bad`` is set on the device."""
         return value if self.bad is None else torch.where(self.bad, torch.nan, value)
-
-
-def with_mean_one(weight: Tensor) -> Tensor:
-    """Divide sample weights, ``(B,)``, by their mean and return ``(B, 1)``; NaN on an accelerator if all are 0."""
-    largest = weight.max()
-    if weight.device.type == "cpu" and largest == 0:
-        raise ValueError("sample_weight is 0 for all samples of the batch, on all ranks; leave such a batch out")
-    weight = weight / largest  # so that the sum neither overflows nor underflows
-    return (weight * (len(weight) / weight.sum()))[:, None]

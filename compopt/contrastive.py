@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Never
 
-from compopt import checks, curation
+from compopt import checks
 from compopt.arguments import (
     DIRECTIONS,
     Given,
@@ -22,11 +22,10 @@ from compopt.arguments import (
     check_policy,
     full_precision,
 )
-from compopt.batch import Batch, with_mean_one
+from compopt.batch import Batch
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
 from compopt.checks.inputs import remedy_for
-from compopt.curation import ScoreKeeper
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.base import Estimator
 from compopt.estimator.component import Call, Component, Normalizer, Setting, Temperature
@@ -87,8 +86,6 @@ class ContrastiveEstimator(Estimator):
             another index and other labels, with equal weights.
         sample_groups: one mapping per data set, ``{"n": ..., key: value, ...}``. The values override those of the
             parts; the sizes must equal those of the parts.
-        scores: a :class:`~compopt.ScoreKeeper`, which keeps a row per sample for :mod:`compopt.curation`; no gradient
-            depends on it.
         backend: ``"torch"``: plain torch computes the pairs. ``"triton"``: a fused kernel computes them if Triton is
             installed (extra ``triton``) and the kernel supports the call; otherwise plain torch, which the logger
             ``compopt.tiles.choice`` reports at debug level. ``"auto"``: ``"torch"``. The kernel multiplies in TF32 even
@@ -130,7 +127,7 @@ class ContrastiveEstimator(Estimator):
         [1, 0]
     """
 
-    _parts = ("normalizer", "temperature", "scores")
+    _parts = ("normalizer", "temperature")
     _fixed = (*Estimator._fixed, "directions", "normalize", "multiply_tau", "pairs", *_parts)
 
     def __init__(
@@ -148,7 +145,6 @@ class ContrastiveEstimator(Estimator):
         shard: bool = False,
         dtype: torch.dtype = torch.float32,
         sample_groups: GroupSpec | None = None,
-        scores: ScoreKeeper | None = None,
         pairs: PairPolicy | None = None,
         backend: Backend = "auto",
     ) -> None:
@@ -158,8 +154,7 @@ class ContrastiveEstimator(Estimator):
         checks.one_of("backend", backend, BACKENDS)
         self.backend = backend
         parts: dict[str, Component] = {"normalizer": normalizer, "temperature": temperature}
-        parts |= {} if scores is None else {"scores": scores}
-        for (role, part), kind in zip(parts.items(), (Normalizer, Temperature, ScoreKeeper), strict=False):
+        for (role, part), kind in zip(parts.items(), (Normalizer, Temperature), strict=True):
             if not isinstance(part, kind):
                 raise TypeError(f"{role} must be a {kind.__name__}, got {type(part).__name__}")
             part.check_free()
@@ -183,7 +178,7 @@ class ContrastiveEstimator(Estimator):
             row_keys=self._row_keys,
         )
         super().__init__(engine)
-        self.normalizer, self.temperature, self.scores = normalizer, temperature, scores
+        self.normalizer, self.temperature = normalizer, temperature
         for part in parts.values():
             part.joined(engine.groups, Setting(self, mode, dtype, normalize, engine.ranks, count))
         self._anchors = count  # directions that have anchors; both views in unimodal mode
@@ -226,7 +221,6 @@ class ContrastiveEstimator(Estimator):
         within: Tensor | tuple[Tensor, Tensor] | None = None,
         pairs: PairPolicy | None = None,
         momentum_features: Sequence[Tensor] | None = None,
-        sample_weight: Tensor | None = None,
     ) -> Tensor:
         """Return the estimated objective of a batch in nats (times ``tau``, with ``multiply_tau``), for ``backward()``.
 
@@ -264,19 +258,6 @@ class ContrastiveEstimator(Estimator):
                 a slowly moving copy of the encoders (:class:`~compopt.MomentumEncoder`), ``(B, d)`` each; no graph.
                 They are the candidates and the positives of the anchors, and the memory stores them. The copy should
                 encode ``extra`` too.
-            sample_weight: weights ``v_i >= 0`` of the samples as anchors, ``(B,)`` floats, no graph; see below.
-
-        *Weights of samples.* The value is ``sum_i v_i l_i / sum_i v_i`` instead of the mean of ``l_i``, with sums
-        over the batches of all ranks; the weight of a sample applies to both of its directions (or to all its views).
-        Equal weights change nothing. All gradients are those of this value, including those of temperatures: a
-        :class:`~compopt.TemperatureDual` receives ``G(tau_i)`` times ``v_i`` over the mean weight, before ``max_grad``
-        clips it. A sample of weight 0 has no gradient as an anchor but remains a candidate of the others; to exclude it
-        there too, leave it out of the batch, or pass ``within=(sample_weight == 0).long()`` with
-        ``PairPolicy(within=True)``. The state of normalizers and scores (rows, networks, memories) and :attr:`metrics`
-        do not depend on weights. With gradient accumulation each call is divided by its own sum;
-        :func:`~compopt.gradient_cache` divides by the sum of the whole batch. Weights that are all 0 raise an error; on
-        a device such weights, and negative ones, make the loss NaN. Weights are gathered with the features: either all
-        ranks pass them, or none.
 
         *Anchors without negatives*, because keys or the policy exclude all candidates, contribute 0 to the value and to
         all gradients, count in the mean, and deposit nothing. If no anchor has a negative, the loss is 0, its gradients
@@ -319,7 +300,7 @@ class ContrastiveEstimator(Estimator):
         asked: dict[str, Any] = {"index": index, "index2": index2, "labels": labels, "encode": encode}
         asked |= {"tau": tau, "extra": extra, "extra_index": extra_index, "pairs": pairs}
         asked |= {"guide": guide, "within": within}
-        asked |= {"momentum_features": momentum_features, "sample_weight": sample_weight}
+        asked |= {"momentum_features": momentum_features}
         given = check_call(self, z1, z2, asked)
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
@@ -342,6 +323,7 @@ class ContrastiveEstimator(Estimator):
                 if batch.depositing:
                     self._propose(call, hyper, objective)  # new rows and temperatures, until step()
                 gradients = self._gradients(objective, given, temperature)
+            self._run("call", batch, sums)  # last, so that a follower deposits nothing for a call that raises
             loss = with_gradients(batch.nan_if_bad(value), gradients)
             self._last, self._shown = Summary.of(objective), estimate.metrics
         return loss
@@ -392,8 +374,6 @@ class ContrastiveEstimator(Estimator):
         values = {f"z{number}": z for number, z in enumerate(given.own.unit.unbind(), start=1)}
         if isinstance(given.tau, Tensor) and given.tau.dim():  # one per sample: gathered from all ranks
             values["tau"] = given.tau.detach().to(given.own.unit.device)
-        if given.sample_weight is not None:
-            values["sample_weight"] = given.sample_weight
         values |= given.values
         if given.momentum is not None:
             values |= zip(("k1", "k2"), given.momentum, strict=True)
@@ -404,8 +384,6 @@ class ContrastiveEstimator(Estimator):
             batch.bad = either(batch.bad, self._engine.async_checks.alike(shared))
         if self._engine.ranks.size == 1:
             batch.views = given.own.unit  # without a copy
-        if given.sample_weight is not None:
-            batch.sample_weight = with_mean_one(batch.values["sample_weight"])
         return batch
 
     def _temperature(self, batch: Batch, tau: Tensor | float | None, hyper: Hyper) -> float | Tensor:
@@ -521,13 +499,9 @@ class ContrastiveEstimator(Estimator):
             **self.normalizer.checked(objective.estimate.proposals, batch),
             **self.temperature.checked(moved, batch),
         }
-        if self.scores is not None:
-            scored = self.scores.proposals(replace(call, hyper=self._hyper("scores", batch)))
-            proposals |= self.scores.checked(scored, batch)
         valid: Tensor | None = None
         if pairs.may_lack_negatives and isinstance(pairs.count, Tensor):
-            # a keeper of scores has the batch's negatives alone
-            valid = pairs.count + (0 if self.scores is not None else outside) > 0
+            valid = pairs.count + outside > 0
             valid = valid.all(dim=1, keepdim=True) if call.unimodal else valid
         self._deposit(batch, proposals, valid)
 
@@ -546,10 +520,6 @@ class ContrastiveEstimator(Estimator):
         if encoder is not None and given.graph:
             found += [(z, gradient * objective.ranks) for z, gradient in encoder.gradients]
         return found
-
-    def weights(self, kind: curation.Kind = "robust", share: float | None = None) -> Tensor:
-        """Return a weight per sample, ``(n,)``, for ``sample_weight=``: see :func:`compopt.curation.weights`."""
-        return curation.weights(self, kind, share)
 
     @property
     def metrics(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-r"""Scores of samples from committed rows, to find wrong pairs, estimate their share and weight the samples.
+r"""Scores of samples from committed rows, to find wrong pairs and estimate their share.
 
 A row of ``reference="positive"`` or of a :class:`~compopt.ScoreKeeper` holds a running mean of
 
@@ -9,44 +9,50 @@ its own partner does, above all for pairs with a wrong caption. The same quantit
 model, is the s-CLIPLoss with which Wang et al. (2024) filter data sets.
 
 Logarithms are in nats. The functions read committed rows: with ``shard=True`` they are collective, otherwise they
-communicate nothing. The functions change no gradient; pass the result of :func:`weights` as ``sample_weight=`` of a
-call to change the objective.
+communicate nothing. The functions change no gradient.
 """
 
 from __future__ import annotations
 
 import csv
-import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
+from torch.utils.hooks import RemovableHandle
 
 from compopt import checks
-from compopt.batch import COUNT
+from compopt.batch import COUNT, Batch
+from compopt.checks import values
 from compopt.checks.context import warn
 from compopt.checks.inputs import check_values
-from compopt.distributed.ranks import Ranks
-from compopt.estimator.base import Estimator
-from compopt.estimator.component import Call, Component, check_temperatures_beside, temperatures_beside
+from compopt.contrastive import ContrastiveEstimator
+from compopt.estimator import state_dict as states
+from compopt.estimator.base import Estimator, Hook
+from compopt.estimator.component import Component
+from compopt.estimator.engine import Alone, Engine
 from compopt.estimator.groups import GroupSpec, as_groups
-from compopt.kernel.pairs import same_sample
+from compopt.estimator.reader import ROW_KEYS
+from compopt.kernel.pairs import PairStatistics, same_sample
 from compopt.stores.layout import Column
+from compopt.stores.table import Placement
 
 READ_ROWS = 1 << 20  # rows per read
-Kind = Literal["robust"]
+FORMS = (("bimodal", 2), ("bimodal", 1), ("unimodal", 1))  # modes, and directions with rows of their own
 RANK_ROWS = 512  # anchors per block of similarities
 ROUNDING = 8  # largest error of a cosine similarity, in units of the last place
 CHANCE = 0.5  # mean rank of a positive that is unrelated to its anchor
 
 
 class ScoreKeeper(Component):
-    r"""Component that records per sample, beside any loss, how the positive compares with the negatives.
+    r"""Rows that record per sample, beside any loss, how the positive compares with the negatives.
 
     The recorded values do not enter any gradient. With ``x_i`` one of the three observations below, at the ``c``-th
     visit of a sample:
@@ -75,24 +81,32 @@ class ScoreKeeper(Component):
     expectation, and ``rank`` is computed from all candidates with other keys. With ``momentum_features=`` candidates
     and positives are those of the momentum copy.
 
-    Communicates, with several ranks and ``rank=True``: one all-gather of 1 float per anchor; nothing otherwise.
+    The rows have the mode, the dtype and the placement of the estimator that :meth:`attach` is given. They are saved by
+    ``compopt.save(keeper, directory)``, and read ahead by ``est.prefetch(keeper.prefetch(loader))``.
+
+    Communicates, with several ranks and in each call that deposits: a message of up to 2 integers per sample and a few
+    more; one all-gather of the rows of this rank's samples and of 2 floats per anchor (with ``shard=True`` the rows
+    come from one all-reduce).
 
     Raises:
         ValueError: ``rate`` is outside (0, 1], or ``n`` < 1.
-        TypeError: ``n`` is neither an integer nor a list of sample groups.
+        TypeError: ``n`` is neither an integer nor a list of sample groups. At a call: it has no ``index``.
+        IndexError: at a call, an index is outside the data set.
 
     Example:
         >>> import torch, compopt
-        >>> keeper = compopt.ScoreKeeper(n=100)
-        >>> est = compopt.DCLEstimator(scores=keeper)
+        >>> est, keeper = compopt.DCLEstimator(), compopt.ScoreKeeper(n=100)
+        >>> handle = keeper.attach(est)
         >>> z1, z2 = torch.randn(2, 8, 4, requires_grad=True).unbind()
         >>> est(z1, z2, torch.arange(8)).backward()
         >>> est.step()
-        >>> est.read(torch.tensor([0, 50]))["count"].tolist()
+        >>> keeper.read(torch.tensor([0, 50]))["count"].tolist()
         [1, 0]
     """
 
     role = "scores"
+    _fixed = ()  # mode and dtype are those of the estimator
+    _handle: RemovableHandle | None = None
 
     def __init__(self, n: GroupSpec, rate: float = 0.2, rank: bool = True) -> None:
         checks.flag("rank", rank)
@@ -102,51 +116,125 @@ class ScoreKeeper(Component):
     def check(self, group: Mapping[str, Any]) -> None:
         checks.unit_interval("rate", group["rate"], "; it is the weight of the newest visit")
 
-    def meaning(self) -> dict[str, Any]:
-        return temperatures_beside(self)
-
-    def check_meaning(self, state: Mapping[str, Any]) -> None:
-        check_temperatures_beside(self, state)
-
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         moments = ["log_g", "log_g_var", "similarity", "similarity_var"]
         return [Column(name, directions, dtype) for name in (*moments, *(["rank"] if self.rank else []))]
 
-    def proposals(self, call: Call) -> dict[str, Tensor]:
+    def attach(self, est: ContrastiveEstimator) -> RemovableHandle:  # type: ignore[override]
+        """Record each call of an estimator that deposits, and commit and discard with it.
+
+        Attaching again replaces the previous estimator. Copies of the estimator or of the keeper are not attached. With
+        several ranks, attach on all of them.
+
+        Returns:
+            A handle with a method ``remove()``.
+
+        Raises:
+            TypeError: ``est`` is not a contrastive estimator.
+            ValueError: ``est`` has another ``n``; or this keeper has rows of another form, because it was attached to
+                or loaded for an estimator with another mode, dtype or placement.
+        """
+        if not isinstance(est, ContrastiveEstimator):
+            raise TypeError(f"est must be a contrastive estimator, got {type(est).__name__}")
+        if est.n not in (None, self.n):
+            raise ValueError(f"n differs: the ScoreKeeper has {self.n}, the estimator {est.n}; give both the same n")
+        engine = est._engine
+        self._take_form(engine.mode, engine.width, engine.dtype, engine.placement)
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = est.register_call_hook(self._record)
+        follow: Hook = self._follow
+        for family, hook in (("step_post", follow), ("discard", self._forget), ("load_state_dict_post", self._forget)):
+            est._hooks[family][self._handle.id] = hook  # under the id of the handle, which removes it too
+            self._handle.extra_dict_ref += (weakref.ref(est._hooks[family]),)
+        return self._handle
+
+    def _take_form(self, mode: str, width: int, dtype: torch.dtype, placement: Placement | None = None) -> None:
+        """Create rows of this form, unless there are such; refuse to replace those that were written."""
+        core, placement = self._core, placement or Placement()
+        if core is not None:
+            if (core.mode, core.width, core.dtype, core.placement) == (mode, width, dtype, placement):
+                return
+            if core.t:
+                raise ValueError(
+                    f"this ScoreKeeper has rows of another mode, dtype or placement than the estimator "
+                    f"({mode}, {dtype}, {placement}); attach it before it is loaded, or build a second one"
+                )
+            self.keep_edits()
+        self.mode, self.dtype = mode, dtype
+        form: dict[str, Any] = {"directions": width, "placement": placement, "row_keys": ROW_KEYS[:width]}
+        self._core = Engine(Alone(self), mode=mode, dtype=dtype, **form).open()
+
+    def _record(self, est: ContrastiveEstimator, batch: Batch, pairs: PairStatistics) -> None:
+        """Deposit the observations of a call."""
+        if not batch.depositing:
+            return
+        rows = (batch.rows if batch.host_rows is None else batch.host_rows)[batch.own]
+        keys = dict(zip(ROW_KEYS, rows.unbind(1), strict=False))
+        keys["index"] = self._index(keys["index"] if batch.named else None, len(rows))
+        values = {"similarity": pairs.positive[batch.own]}
+        values |= {"rank": _positive_ranks(batch, pairs, self.mode == "unimodal")} if self.rank else {}
+        own, engine = self._read(keys, values), self._engine
+        if own.depositing and engine.table is not None:
+            proposals, valid = self.checked(self._observed(own, pairs), own), None
+            if pairs.may_lack_negatives and isinstance(pairs.count, Tensor):
+                valid = pairs.count > 0
+                valid = valid.all(dim=1, keepdim=True) if self.mode == "unimodal" else valid
+            engine.table.deposit(own, proposals, valid)
+            engine.pending += 1
+
+    def _observed(self, own: Batch, pairs: PairStatistics) -> dict[str, Tensor]:
         """Return new values of the columns for the samples of a call, ``(B, D)`` each."""
-        pairs, rows, first = call.pairs, call.rows, call.unseen("log_g")
-        log_ghat = pairs.of_other_view(pairs.log_ghat) if call.unimodal else pairs.log_ghat
-        visits = torch.where(first, 0, call.count) + 1
-        rate = torch.clamp(1 / visits.to(log_ghat.dtype), min=call.hyper("rate")).to(log_ghat.dtype)
+        rows, first, unimodal = own.columns, own.unseen("log_g"), self.mode == "unimodal"
+        log_ghat = pairs.of_other_view(pairs.log_ghat) if unimodal else pairs.log_ghat
+        least = self._engine.groups.hyper(self.role, own.rows, own.dtype)("rate")
+        rate = torch.clamp(1 / (own.count + 1).to(log_ghat.dtype), min=least).to(log_ghat.dtype)
         new: dict[str, Tensor] = {}
         for name, value in (("log_g", log_ghat), ("similarity", pairs.positive)):
-            seen = value.mean(1, keepdim=True) if call.unimodal else value
+            seen = value.mean(1, keepdim=True) if unimodal else value
             change = torch.where(first, 0, seen - rows[name])
             new[name] = torch.where(first, seen, rows[name] + rate * change)
             new[f"{name}_var"] = torch.where(first, 0, (1 - rate) * (rows[f"{name}_var"] + rate * change.square()))
         if self.rank:
-            seen = _positive_ranks(call, self._facts.ranks)
+            seen = own.values["rank"].mean(1, keepdim=True) if unimodal else own.values["rank"]
             new["rank"] = torch.where(first, seen, rows["rank"] + rate * (seen - rows["rank"]))
         return new
 
+    def _follow(self, est: Estimator, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self._commit(kwargs.get("found_inf"))
 
-def _positive_ranks(call: Call, ranks: Ranks) -> Tensor:
-    """Return the share of negatives that are more similar to an anchor than its positive, ``(B, D)``.
+    def _forget(self, est: Estimator) -> None:
+        self.discard()
+
+    def _checked_state(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._handle is None:  # no estimator determines the form of the rows
+            values.entries("state_dict", state_dict, states.KEYS)
+            config = values.mapping("config", state_dict["config"])
+            column = values.mapping("columns", config.get("columns")).get("log_g")
+            for (mode, width), dtype in product(FORMS, (torch.float32, torch.float64)):
+                if (config.get("mode"), column) == (mode, [width, str(dtype)]):
+                    self._take_form(mode, width, dtype)
+        return super()._checked_state(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_handle": None}
+
+
+def _positive_ranks(batch: Batch, pairs: PairStatistics, unimodal: bool) -> Tensor:
+    """Return the share of negatives that are more similar to an anchor than its positive, of this rank, ``(b, A)``.
 
     Every rank compares its own anchors with the features of all ranks. The share is 0 for anchors without negatives.
     """
-    batch, z = call.batch, call.batch.features
+    z = batch.features
     k = batch.momentum or z  # candidates of the anchors
     keys = list(batch.keys.values())
     sides = list(zip(z, k[1:] + k[:1], strict=True))
     columns = []
-    for anchors, others in sides[: len(z) if call.unimodal else call.pairs.directions]:
-        candidates = k if call.unimodal else (others,)
+    for anchors, others in sides[: len(z) if unimodal else pairs.directions]:
+        candidates = k if unimodal else (others,)
         which = next(number for number, other in enumerate(candidates) if other is others)
         columns.append(_share_above(anchors[batch.own], candidates, which, keys, batch.own))
-    own = torch.stack(columns, dim=1)
-    (everyone,) = ranks.gather([own], batch.sizes)
-    return everyone.mean(1, keepdim=True) if call.unimodal else everyone
+    return torch.stack(columns, dim=1)
 
 
 def _share_above(
@@ -206,14 +294,14 @@ def scores(est: Estimator, since: Scores | None = None) -> Scores:
     """Return the score of every sample from committed rows.
 
     Args:
-        est: estimator with ``scores=ScoreKeeper(n)``, or with rows of ``reference="positive"`` (iSogCLR, FastCLIP).
+        est: a :class:`~compopt.ScoreKeeper`, or an estimator with rows of ``reference="positive"`` (iSogCLR, FastCLIP).
         since: earlier scores of the same estimator, subtracted to obtain ``trend``; the trend of samples that were
             added afterwards is NaN.
 
     Returns:
         The scores, 16 to 48 bytes per sample of host memory; the peak is about twice that. With ``index2=`` a row
-        contains the values of image ``i`` and of caption ``i``, which need not be a pair: read ``est.scores`` by
-        direction instead.
+        contains the values of image ``i`` and of caption ``i``, which need not be a pair: use ``keeper.read``,
+        by direction, instead.
 
     Raises:
         ValueError: the rows contain no log-normalizer relative to the positive (``reference="none"``), or ``since`` has
@@ -233,8 +321,7 @@ def scores(est: Estimator, since: Scores | None = None) -> Scores:
     check_rows(est)
     if since is not None and not isinstance(since, Scores):
         raise TypeError(f"since must be an earlier result of scores(), got {type(since).__name__}")
-    # read() of a part returns its own visits, read() of the estimator those of its rows
-    part: Any = getattr(est, "scores", None) or getattr(est, "normalizer", est)
+    part: Any = getattr(est, "normalizer", est)  # read() of a part returns its own visits
     value = _read(part)
     visits, kept = value.pop(COUNT), "log_g" in value
     uncertainty = None
@@ -259,8 +346,8 @@ def check_rows(est: Estimator) -> None:
     if "log_g" not in kept and not ("log_u" in kept and references == {"positive"}):
         raise ValueError(
             f"the rows of {type(est).__name__} ({', '.join(kept) or 'none'}) do not tell how an anchor's normalizer "
-            f"compares with its positive; build it with scores=compopt.ScoreKeeper(n) (compopt.recommended: "
-            f'keep_scores=True), or with reference="positive"'
+            f"compares with its positive; pass a compopt.ScoreKeeper(n) that is attached to it, or build it "
+            f'with reference="positive"'
         )
 
 
@@ -369,93 +456,6 @@ def _share(found: Scores, share: float | None) -> float:
     if not 0 <= checks.number("share", share) <= 1:
         raise ValueError(f"share must be in [0, 1], got {share!r}")
     return share
-
-
-def weights(est: Estimator | Scores, kind: Kind = "robust", share: float | None = None) -> Tensor:
-    r"""Return a weight per sample for ``sample_weight=``: the probability that the pair is right.
-
-    The running similarities :math:`x_i` of the positives are modelled as a mixture of two normal distributions, that of
-    the wrong pairs, with share :math:`q`, and that of the right pairs:
-
-    .. math::
-        v_i = \frac{(1 - q)\, \mathcal N(x_i; m_1, \sigma_1^2)}
-                   {q\, \mathcal N(x_i; m_0, \sigma_0^2) + (1 - q)\, \mathcal N(x_i; m_1, \sigma_1^2)}
-
-    with :math:`q` from :func:`wrong_share`. Towards low similarities the ratio would increase again, since the
-    distribution of the right pairs is the wider one; similarities below its minimum get the weight at the minimum, so
-    that the weight never decreases with the similarity. The parameters have a closed form: samples with a rank above
-    1/2 are taken as the lower half of the wrong pairs, as in :func:`wrong_share`. Their mean :math:`m` and variance
-    :math:`s^2` are those of a half-normal distribution, which gives
-
-    .. math::
-        \sigma_0^2 = \frac{s^2}{1 - 2 / \pi}, \qquad m_0 = m + \sigma_0 \sqrt{2 / \pi},
-
-    and :math:`m_1` and :math:`\sigma_1^2 \ge \sigma_0^2` follow from the mean and the variance of all samples. As the
-    share of :func:`wrong_share` is biased later in training, call this function after the first epochs, or pass the
-    share that was estimated then.
-
-    Args:
-        est: estimator with ``scores=ScoreKeeper(n)``, or the result of :func:`scores` for it.
-        kind: ``"robust"``, as above.
-        share: share of wrong pairs, in [0, 1); ``None``: :func:`wrong_share`.
-
-    Returns:
-        Weights, ``(n,)`` float32 in [0, 1] on the CPU. 1 for samples that were never visited, and for all samples if
-        the share of wrong pairs is 0 or fewer than two samples have a rank above 1/2; ``1 - q`` for all visited samples
-        if the similarities do not separate right from wrong pairs (:math:`m_1 \le m_0`), or all other weights are 0.
-
-    Raises:
-        ValueError: ranks or similarities are not recorded; ``share`` is outside [0, 1), or estimated to be 1 (for
-            example with an untrained model); or raised by :func:`scores`.
-
-    Communicates: as :func:`scores`. Reads all rows: call it at most a few times per epoch.
-
-    References:
-        Efron et al., Empirical Bayes analysis of a microarray experiment, JASA 2001 (two groups); Li et al., DivideMix,
-        ICLR 2020, and for pairs Huang et al., Learning with noisy correspondence for cross-modal matching, NeurIPS 2021
-        (weights are probabilities under a mixture; theirs is a mixture of losses, with a fitted share).
-
-    Example:
-        >>> import torch, compopt
-        >>> right, wrong = torch.linspace(0.4, 0.8, 80), torch.linspace(-0.2, 0.2, 20)
-        >>> rank = torch.cat([torch.zeros(80), torch.linspace(1, 0, 20)])
-        >>> x = torch.cat([right, wrong])
-        >>> found = compopt.curation.Scores(x, torch.ones(100, dtype=torch.int64), similarity=x, rank=rank)
-        >>> v = compopt.curation.weights(found, "robust")
-        >>> float(v[:80].mean()) > 0.9, float(v[80:].mean()) < 0.1
-        (True, True)
-    """
-    checks.one_of("kind", kind, get_args(Kind))
-    found = est if isinstance(est, Scores) else scores(est)
-    if found.similarity is None or found.rank is None:
-        raise ValueError("weights are made of similarities and ranks: keep them with scores=compopt.ScoreKeeper(n)")
-    share = _share(found, share)
-    if share == 1:
-        raise ValueError(
-            "the share of wrong pairs is 1, which leaves no pair a weight: give share= below 1, or, if it was "
-            "estimated, call later in training"
-        )
-    seen, result = found.visits > 0, torch.ones(len(found.score), dtype=torch.float32, device="cpu")
-    x, above = found.similarity[seen].double(), found.rank[seen] > CHANCE
-    if share and above.sum() > 1:
-        result[seen] = _right(x, x[above], share).float()
-    return result
-
-
-def _right(x: Tensor, lower_half: Tensor, share: float) -> Tensor:
-    """Return the probabilities that pairs are right, ``(m,)``; ``lower_half`` is that of the wrong pairs."""
-    var0 = (lower_half.var(correction=0) / (1 - 2 / math.pi)).clamp(min=1e-12)
-    m0 = lower_half.mean() + (2 / math.pi * var0).sqrt()
-    m1 = (x.mean() - share * m0) / (1 - share)
-    # second moment about m1: that of all samples minus the contribution of the wrong pairs
-    var1 = ((x - m1).square().mean() - share * (var0 + (m0 - m1).square())) / (1 - share)
-    if m1 <= m0:
-        return torch.full_like(x, 1 - share)
-    var1 = var1.clamp(min=var0)
-    x = x.clamp(min=(m0 * var1 - m1 * var0) / (var1 - var0))  # minimum of the ratio of the densities
-    logs = [-0.5 * (var.log() + (x - mean).square() / var) for mean, var in ((m0, var0), (m1, var1))]
-    right = torch.sigmoid(math.log1p(-share) - math.log(share) + logs[1] - logs[0])
-    return right if bool(right.float().any()) else torch.full_like(x, 1 - share)  # a share that is far too large
 
 
 def duplicates(features: Tensor, least: float = 0.95, chunk_size: int = 1024) -> Tensor:

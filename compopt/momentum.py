@@ -141,7 +141,7 @@ class MomentumEncoder:
                 f"est must be an estimator, whose commits the copy follows, got {type(est).__name__}; without one call "
                 f"encoder.update() after each optimizer step"
             )
-        if not est._engine.commits():  # raises for a part of another estimator
+        if not est._commits():  # raises for a part of another estimator
             raise ValueError(
                 f"{type(est).__name__} has no state, so that it has no commits that the copy could follow; call "
                 f"encoder.update() after each optimizer step"

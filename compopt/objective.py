@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from compopt.kernel.features import Features
 
 @dataclass
 class Objective:
-    r"""Mean of ``tau_i (alpha_i + rho_i)``, or of ``alpha_i``, over samples and directions, optionally weighted.
+    r"""Mean of ``tau_i (alpha_i + rho_i)``, or of ``alpha_i``, over samples and directions.
 
     Wrappers average gradients over ranks. Gradients of tensors of which every rank has a part (features, temperatures
     per sample) are therefore multiplied by the number of ranks; those of tensors that are equal on all ranks are not.
@@ -56,21 +55,16 @@ class Objective:
 
     def value(self) -> Tensor:
         """Return the objective, 0-d."""
-        return self._of_sample(self._real(self.tau * self._level if self.multiply_tau else self.alpha)).mean()
+        return self._real(self.tau * self._level if self.multiply_tau else self.alpha).mean()
 
     def _real(self, per_anchor: Tensor) -> Tensor:
         """Set values of anchors without negatives, in the batch or outside of it, to zero."""
         return self.pairs.real(per_anchor, self.estimate.outside_count)
 
-    def _of_sample(self, value: Any) -> Any:
-        """Multiply values per anchor by the weights of the samples; without weights return ``value`` itself."""
-        weight = self.batch.sample_weight
-        return value if weight is None else value * weight
-
     # -- gradients of temperatures -----------------------------------------------------------------------------
 
     def tau_gradients(self) -> Tensor:
-        """Return ``G(tau_i)`` of every anchor, times the weight of its sample, ``(B, A)``; needs pairs with moments.
+        """Return ``G(tau_i)`` of every anchor, ``(B, A)``; needs pairs with moments.
 
         With ``estimate.target`` the objective is NeuCLIP's ``exp(-alpha)(eps + g) + alpha - 1``. Since ``alpha`` is not
         its exact minimiser, the derivative has the additional term ``exp(-alpha)(eps + ghat) - 1``.
@@ -85,7 +79,7 @@ class Objective:
             sum_wh = sum_wh - (estimate.positive_weight - self._sum_weights) * pairs.positive
         if estimate.target is not None and self.multiply_tau:
             level = level + (estimate.target - estimate.alpha).expm1_()
-        return self._of_sample(self._real(F.temperature_gradient(level, 0.0, sum_wh, self.tau, self.multiply_tau)))
+        return self._real(F.temperature_gradient(level, 0.0, sum_wh, self.tau, self.multiply_tau))
 
     def temperature_gradient(self, tau: Tensor) -> tuple[Tensor, Tensor]:
         """Return a temperature with a graph, and its gradient: the mean of ``G``, summed to the temperature's shape.
@@ -127,15 +121,15 @@ class Objective:
         like = self.pairs.positive
         slope = (self.tau if self.multiply_tau else 1.0) / like.numel()
         slope = slope.to(like.dtype) if isinstance(slope, Tensor) else like.new_full((), slope)
-        return self._of_sample(self._real(slope.expand_as(like)))
+        return self._real(slope.expand_as(like))
 
     def _weighted(self) -> tuple[Tensor, Tensor | None]:
-        """Return ``sum_i (tau_i w_ij / A B) grad h_ij``, weighted, for this rank's features and further candidates."""
+        """Return ``sum_i (tau_i w_ij / A B) grad h_ij`` for this rank's features and further candidates."""
         alpha, dtype = self._weight_alpha, self.pairs.positive.dtype
         alpha = alpha if alpha.dtype == dtype else alpha.to(dtype)
         share = 1.0 / alpha.numel()
         # grad (h / tau) contributes a factor 1 / tau, which multiply_tau cancels
-        coefficient = self._of_sample(share if self.multiply_tau else share / self.tau)
+        coefficient = share if self.multiply_tau else share / self.tau
         if isinstance(coefficient, Tensor):
             coefficient = coefficient.to(dtype)
         if self.estimate.weights is not None:

@@ -141,10 +141,8 @@ def wrong_pairs(found: curation.Scores, pictures: Tensor, texts: Sequence[str], 
     middle.axhline(share * int(seen.sum()) / 40, color=COLOURS[5], label=f"wrong pairs: {share:.1%}")
     middle.set(xlabel="rank of the partner among the negatives", yscale="log")
     middle.legend()
-    similarity, weight = found.similarity[seen], curation.weights(found, share=min(share, 0.99))[seen]
-    order = similarity.argsort()
-    right.plot(similarity[order].numpy(), weight[order].numpy(), color=COLOURS[3])
-    right.set(xlabel="similarity of the pair", ylabel="robust weight", ylim=(0, 1.05))
+    right.hist(found.similarity[seen].numpy(), bins=60, color=COLOURS[4])
+    right.set(xlabel="similarity of the pair", yscale="log")
     below.suptitle(f"The {len(worst)} pairs with the lowest scores", fontsize=11, fontweight="bold", x=0.01, ha="left")
     for axis, place in zip(below.subplots(rows, 8, squeeze=False).flat, [*worst, *[None] * 7], strict=False):
         axis.axis("off")

@@ -145,7 +145,6 @@ POLICIES = {
     "within": ({"within": True}, {"within": torch.arange(B) // 6}),
     "guided": ({"false_negatives": 0.3, "guided": True}, {"guide": FEATURES.split(B)}),
     "hardness": ({"hardness": 3.0}, {"extra": FURTHER}),
-    "weights": ({}, {"sample_weight": torch.linspace(0, 1, B)}),
 }
 
 
@@ -162,10 +161,6 @@ def test_a_policy_whose_arguments_are_on_the_host(name):
     same(found, expected)
 
 
-def test_a_weight_on_the_device_that_is_none():
-    """Return a NaN loss for invalid weights on the device, since their values are not read."""
-    for weight in (torch.linspace(-0.1, 1.0, B), torch.zeros(B)):
-        assert torch.isnan(compopt.DCLEstimator()(*batch(0, DEVICE), sample_weight=weight.to(DEVICE)))
 
 
 @pytest.mark.parametrize(("kind", "offload"), four.PLACES)

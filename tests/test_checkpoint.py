@@ -64,7 +64,7 @@ def test_groups_that_differ_say_how_to_get_there(saved, own, tmp_path):
             attempt()
 
 
-@pytest.mark.parametrize("option", [{"n": 80}, {"momentum": True}, {"keep_scores": True}], ids=str)
+@pytest.mark.parametrize("option", [{"n": 80}, {"momentum": True}], ids=str)
 def test_options_that_differ_say_which_arguments_to_use(option):
     usual = {"dim": 4, "n": 64, "batch_size": 8}
     state = compopt.recommended(**usual).state_dict()

@@ -24,7 +24,6 @@ LABELS, KEY = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([0, 0, 0, 1, 1, 1])
 G = generator(80)
 EXTRA = torch.randn(BATCH, DIM, generator=G, dtype=torch.float64)
 GUIDES = torch.randn(3, BATCH, 3, generator=G, dtype=torch.float64)  # of both views, and of further candidates
-WEIGHTS = torch.rand(BATCH, generator=G, dtype=torch.float64)
 TAUS = 0.3 + 0.2 * torch.rand(BATCH, 1, generator=G, dtype=torch.float64)
 
 # Options of a policy, arguments of a call and options of an estimator by name, each with what it needs besides.
@@ -41,7 +40,6 @@ CALL = {
     "tau": {"tau": TAUS},
     "extra": {"extra": EXTRA},
     "extra_index": {"extra": EXTRA, "extra_index": torch.tensor([0, 9, 3, 1, 5, 8])},
-    "sample_weight": {"sample_weight": WEIGHTS},
 }
 OPTIONS = {
     "normalize": {"normalize": False},
@@ -52,7 +50,7 @@ FEATURES = {**POLICY, **CALL, **OPTIONS}
 # Covered by other tests: names of keys, what a policy requires, parts, and what does not change results.
 ELSEWHERE = {"z1", "z2", "index", "pairs", "guide", "within"}
 ELSEWHERE |= {"encode", "momentum_features"}  # test_mcmc, test_momentum: for samplers and memories only
-ELSEWHERE |= {"normalizer", "temperature", "mode", "directions", "scores", "sample_groups", "backend"}
+ELSEWHERE |= {"normalizer", "temperature", "mode", "directions", "sample_groups", "backend"}
 ELSEWHERE |= {"process_group", "offload", "offload_dir", "shard", "dtype"}
 
 
@@ -147,10 +145,8 @@ def follow_pair(kind, *names):
     except (ValueError, TypeError) as error:
         return str(error)
     terms = []
-    for a, t, log_g in dense(case, z, tau):
-        value = ZERO if log_g is None else t * log_g if est.multiply_tau else log_g
-        weight = case.given.get("sample_weight", torch.ones(BATCH))
-        terms.append(weight[a.position] / weight.mean() * value)
+    for _, t, log_g in dense(case, z, tau):
+        terms.append(ZERO if log_g is None else t * log_g if est.multiply_tau else log_g)
     same(loss, torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in terms]).mean(), leaves)
     return None
 

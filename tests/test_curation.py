@@ -1,7 +1,7 @@
 """Scores of samples: rows kept with any loss, and results computed from them."""
 
 import csv
-from dataclasses import replace
+import pickle
 
 import numpy as np
 import pytest
@@ -23,10 +23,21 @@ BUILDERS = {
 }
 
 
-def build(name, mode, scores=True, **options):
-    keeper = compopt.ScoreKeeper(N, rate=RATE) if scores else None
+def build(name, mode, **options):
     directions = {"mode": mode} if mode != "forward" else {"directions": "forward"}
-    return BUILDERS[name](**directions, dtype=torch.float64, scores=keeper, **options)
+    return BUILDERS[name](**directions, dtype=torch.float64, **options)
+
+
+def kept(est, n=N, **options):
+    """Return a keeper of an estimator's scores."""
+    keeper = compopt.ScoreKeeper(n, **options)
+    keeper.attach(est)
+    return keeper
+
+
+def with_scores(name, mode, **options):
+    est = build(name, mode, **options)
+    return est, kept(est, rate=RATE)
 
 
 class Moments:
@@ -67,7 +78,7 @@ def observed(z, index, tau, mode):
 
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal", "forward"])
 def test_running_moments_equal_their_definition(mode):
-    est = build("dcl", mode)
+    est, keeper = with_scores("dcl", mode)
     width = 2 if mode == "bimodal" else 1
     known = {name: [[Moments() for _ in range(width)] for _ in range(N)] for name in ("log_g", "similarity", "rank")}
     for z1, z2, index in batches(N, steps=12, seed=3, repeats=False):
@@ -77,7 +88,7 @@ def test_running_moments_equal_their_definition(mode):
             for row, value in zip(index.tolist(), values, strict=True):
                 for moments, x in zip(known[name][row], value, strict=True):
                     moments.see(x)
-    rows = est.read(torch.arange(N))
+    rows = keeper.read(torch.arange(N))
     for name, table in known.items():
         for row, sides in enumerate(table):
             for side, moments in enumerate(sides):
@@ -90,44 +101,42 @@ def test_running_moments_equal_their_definition(mode):
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
 @pytest.mark.parametrize("name", list(BUILDERS))
 def test_no_result_depends_on_scores(name, mode):
-    kept, plain = build(name, mode), build(name, mode, scores=False)
+    est, plain = with_scores(name, mode)[0], build(name, mode)
     for batch in batches(N, steps=4, seed=5):
-        assert all(torch.equal(a, b) for a, b in zip(run(kept, *batch), run(plain, *batch), strict=True))
-        kept.step(), plain.step()
+        assert all(torch.equal(a, b) for a, b in zip(run(est, *batch), run(plain, *batch), strict=True))
+        est.step(), plain.step()
 
 
 def test_a_row_takes_48_bytes():
-    est = compopt.recommended(D, n=N, keep_scores=True)
-    assert est._engine.table.layout.row_bytes == 48
+    assert kept(compopt.recommended(D))._engine.table.layout.row_bytes == 48
 
 
 @pytest.mark.parametrize("name", ["dcl", "isogclr"])
 def test_resumed_rows_are_the_same_bits(name, tmp_path):
     data = batches(N, steps=6, seed=7)
-    whole, first = build(name, "bimodal"), build(name, "bimodal")
+    whole, first, again = (with_scores(name, "bimodal") for _ in range(3))
     for number, batch in enumerate(data):
-        run(whole, *batch), whole.step()
+        run(whole[0], *batch), whole[0].step()
         if number < 3:
-            run(first, *batch), first.step()
-    compopt.save(first, tmp_path / "rows")
-    again = build(name, "bimodal")
-    compopt.load(again, tmp_path / "rows")
+            run(first[0], *batch), first[0].step()
+    for number in (0, 1):
+        compopt.save(first[number], tmp_path / f"{number}")
+        compopt.load(again[number], tmp_path / f"{number}")
     for batch in data[3:]:
-        run(again, *batch), again.step()
-    for key, value in snapshot(whole, N).items():
-        assert torch.equal(snapshot(again, N)[key], value), key
-    with pytest.raises(ValueError, match="scores"):
-        build(name, "bimodal", scores=False).load_state_dict(whole.state_dict())
+        run(again[0], *batch), again[0].step()
+    for one, other in zip(whole, again, strict=True):
+        for key, value in snapshot(one, N).items():
+            assert torch.equal(snapshot(other, N)[key], value), key
 
 
 def on_ranks(group, mode, shard):
-    est = build("dcl", mode, shard=shard, process_group=group)
+    est, keeper = with_scores("dcl", mode, shard=shard, process_group=group)
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size(group)
     for z1, z2, index in batches(N, steps=4, batch=8, seed=9):
         mine = torch.arange(8).tensor_split([1, 5, 6][: size - 1])[rank]
         run(est, z1[mine], z2[mine], index[mine])
         est.step()
-    return snapshot(est, N), curation.scores(est)
+    return snapshot(keeper, N), curation.scores(keeper)
 
 
 @pytest.mark.distributed
@@ -138,6 +147,97 @@ def test_ranks_keep_what_one_process_does(mode, shard):
         for name, value in wanted.items():
             near(answer[name].double(), value.double(), 1e-9, what=name)
         near(scores.score.nan_to_num(), found.score.nan_to_num(), 1e-9)
+
+
+def on_one_rank(group):
+    est = build("dcl", "bimodal", process_group=group)
+    if torch.distributed.get_rank(group) == 0:
+        kept(est)
+    with pytest.raises(ValueError, match=r"attach a ScoreKeeper on all ranks: by rank \[1, 0\]"):
+        run(est, *batches(N, steps=1)[0])
+
+
+@pytest.mark.distributed
+def test_a_keeper_on_one_rank_is_refused():
+    the_pool().run(on_one_rank, 2)
+
+
+@pytest.mark.parametrize("name", ["dcl", "isogclr"])
+def test_a_keeper_commits_and_discards_with_its_estimator(name):
+    first, second, third = batches(N, steps=3, seed=8, repeats=False)
+    est, keeper = with_scores(name, "bimodal")
+    seen = lambda: curation.scores(keeper).visits.nonzero().flatten().tolist()  # noqa: E731
+    run(est, *first), run(est, *second)
+    assert (est.pending, keeper.pending, seen()) == (2, 2, [])
+    est.step()
+    assert (est.t, keeper.t, seen()) == (1, 1, sorted({*first[2].tolist(), *second[2].tolist()}))
+    before = snapshot(keeper, N)
+    with torch.no_grad():
+        est(*third)
+    est.eval()
+    run(est, *third)
+    est.train()
+    assert keeper.pending == 0
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
+    est.attach(optimizer)
+    forget = [est.discard, lambda: est.load_state_dict(est.state_dict()), optimizer.step]
+    for act in forget:
+        run(est, *third)
+        optimizer.found_inf = torch.ones(1)  # as a GradScaler sets it on a fused optimizer
+        act()
+        assert (est.pending, keeper.pending, keeper.t) == (0, 0, 1)
+    for key, value in before.items():
+        assert torch.equal(snapshot(keeper, N)[key], value), key
+    run(est, *third)
+    optimizer.found_inf = torch.zeros(1)
+    optimizer.step()
+    assert keeper.t == est.t == 2 and set(third[2].tolist()) <= set(seen())
+
+
+def test_a_keeper_that_is_removed_or_attached_again_records_no_more():
+    batch, (est, keeper) = batches(N, steps=1)[0], with_scores("dcl", "bimodal")
+    other = build("dcl", "bimodal")
+    copy = pickle.loads(pickle.dumps((est, keeper)))
+    keeper.attach(other)
+    run(est, *batch), run(copy[0], *batch)
+    assert est.pending == copy[0].pending == keeper.pending == copy[1].pending == 0
+    handle = keeper.attach(other)
+    run(other, *batch)
+    assert other.pending == keeper.pending == 1
+    handle.remove()
+    run(other, *batch)
+    assert other.pending == keeper.pending == 1, "without followers DCL has nothing to commit"
+    keeper.step()
+    with pytest.raises(ValueError, match="rows of another mode, dtype or placement"):
+        keeper.attach(build("dcl", "unimodal"))
+
+
+def test_a_call_that_the_keeper_refuses_deposits_nothing():
+    est = compopt.SogCLREstimator([{"n": N}])
+    kept(est)
+    est.add_sample_group({"n": 3})
+    z = features(4, D, seed=0)
+    with pytest.raises(IndexError, match="index"):
+        est(*z, torch.arange(N - 2, N + 2))
+    assert est.pending == 0
+    est = compopt.DCLEstimator()
+    kept(est)
+    with pytest.raises(TypeError, match="index is None; pass data-set positions: ScoreKeeper has rows for n=13"):
+        est(*z)
+
+
+@pytest.mark.parametrize("options", [{"offload": "cpu"}, {"offload": "disk"}])
+def test_the_rows_have_the_placement_of_the_estimator(options, tmp_path):
+    if options["offload"] == "disk":
+        options = {**options, "offload_dir": tmp_path}
+    (est, keeper), (plain, wanted) = with_scores("dcl", "bimodal", **options), with_scores("dcl", "bimodal")
+    data = batches(N, steps=5, seed=4)
+    for ahead, batch in zip(est.prefetch(keeper.prefetch(data)), data, strict=True):
+        run(est, *ahead), run(plain, *batch)
+        est.step(), plain.step()
+    for key, value in snapshot(wanted, N).items():
+        assert torch.equal(snapshot(keeper, N)[key], value), key
 
 
 # -- results from rows ---------------------------------------------------------------------------------------------
@@ -168,62 +268,6 @@ def test_the_share_of_wrong_pairs_is_estimated_from_ranks(share):
     assert curation.wrong_share(made(-rank, rank)) == pytest.approx(share, abs=0.02)
 
 
-def two_groups(share, n=40_000, seed=1):
-    """Return scores, a mask of wrong pairs, and similarities.
-
-    Similarities of right and wrong pairs are normal with different variances; ranks of wrong pairs follow from them."""
-    g = torch.Generator().manual_seed(seed)
-    wrong = torch.rand(n, generator=g) < share
-    x = torch.randn(n, generator=g, dtype=torch.float64)
-    rank = torch.where(wrong, 1 - torch.special.ndtr(x), 0.3 * torch.rand(n, generator=g, dtype=torch.float64))
-    x = torch.where(wrong, 0.1 * x + 0.05, 0.2 * x + 0.5)
-    return curation.Scores(x, torch.ones(n, dtype=torch.int64), similarity=x, rank=rank), wrong, x
-
-
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
-def test_robust_weights_are_the_probabilities_of_right_pairs(share):
-    found, wrong, x = two_groups(share)
-    v = curation.weights(found, "robust")
-    normal = torch.distributions.Normal
-    right = (1 - share) * normal(0.5, 0.2).log_prob(x).exp()
-    want = right / (right + share * normal(0.05, 0.1).log_prob(x).exp())
-    rising = x > (0.05 * 0.2**2 - 0.5 * 0.1**2) / (0.2**2 - 0.1**2)  # where the ratio of the densities increases
-    assert rising.double().mean() > 0.9
-    near(v[rising], want[rising], 0.05, atol=0.06)
-    for low, high in ((0.3, 0.6), (0.6, 0.8), (0.8, 0.95)):  # the weights are calibrated
-        some = rising & (v > low) & (v < high)
-        assert float(v[some].mean()) == pytest.approx(float((~wrong[some]).double().mean()), abs=0.05)
-    assert (v[x.argsort()].diff() >= 0).all() and v.dtype == torch.float32
-
-
-def test_robust_weights_of_clean_pairs_and_of_what_was_not_visited():
-    assert (curation.weights(two_groups(0.0)[0]) == 1).all()
-    found, _, _ = two_groups(0.2, n=1000)
-    found.visits[:10] = 0
-    given = curation.weights(found, share=0.1)
-    assert (given[:10] == 1).all() and curation.weights(found).mean() + 0.05 < given.mean() < 0.95
-    assert (curation.weights(found, share=0.0) == 1).all()
-    for bad, message in ({"share": 1.0}, "leaves no pair"), ({"share": 1.5}, "share must be"), ({"kind": "x"}, "kind"):
-        with pytest.raises(ValueError, match=message):
-            curation.weights(found, **bad)
-    with pytest.raises(ValueError, match="similarities and ranks"):
-        curation.weights(made([0.0, 1.0]))
-    inverted = replace(found, similarity=-found.similarity)
-    near(curation.weights(inverted, share=0.2)[10:], torch.full((990,), 0.8), 1e-6)
-
-
-def test_robust_weights_serve_a_call():
-    est = trained()
-    v = est.weights("robust")
-    assert torch.equal(v, curation.weights(curation.scores(est)))
-    assert v[:10].max() < 0.5 < v[10:].min()
-    index = torch.arange(8, 16)
-    z = features(8, 16, seed=1)
-    loss, g1, _ = run(est, *z, index, sample_weight=v[index])
-    plain = run(est, *z, index)
-    assert g1[0].norm() < plain[1][0].norm() and loss != plain[0]
-
-
 def test_rows_separate_shuffled_pairs():
     """Test fixed pairs of noisy views, of which a fifth is shuffled."""
     g = torch.Generator().manual_seed(0)
@@ -231,31 +275,32 @@ def test_rows_separate_shuffled_pairs():
     z2 = z1 + 0.5 * torch.randn(200, 16, generator=g)
     wrong = torch.arange(200) < 40
     z2[:40] = z2[:40].roll(1, 0)
-    est = compopt.DCLEstimator(0.1, scores=compopt.ScoreKeeper(200))
+    est = compopt.DCLEstimator(0.1)
+    keeper = kept(est, 200)
     for _ in range(3):
         for index in torch.randperm(200, generator=g).split(50):
             run(est, z1[index], z2[index], index)
             est.step()
-    found = curation.scores(est)
+    found = curation.scores(keeper)
     assert curation.wrong_share(found) == pytest.approx(0.2, abs=0.05)
     assert wrong[curation.suspects(found, 0.2)].sum() >= 38  # some of the 40 wrong pairs are similar by chance
     assert (found.uncertainty > 0).all() and found.similarity[~wrong].mean() > found.similarity[wrong].mean() + 0.5
 
 
 def test_trend_is_the_change_since_earlier_scores():
-    est, data = build("dcl", "bimodal"), batches(N, steps=8, seed=2)
+    (est, keeper), data = with_scores("dcl", "bimodal"), batches(N, steps=8, seed=2)
     for batch in data[:4]:
         run(est, *batch), est.step()
-    before = curation.scores(est)
+    before = curation.scores(keeper)
     for batch in data[4:]:
         run(est, *batch), est.step()
-    est.add_sample_group({"n": 2})
-    after = curation.scores(est, since=before)
+    keeper.add_sample_group({"n": 2})
+    after = curation.scores(keeper, since=before)
     known = before.visits > 0
     near(after.trend[:N][known], (after.score[:N] - before.score)[known])
     assert after.trend[N:].isnan().all() and len(after.score) == N + 2
     with pytest.raises(ValueError, match="since= has 15"):
-        curation.scores(build("dcl", "bimodal"), since=after)
+        curation.scores(compopt.ScoreKeeper(N), since=after)
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".npy", ".parquet"])
@@ -284,13 +329,10 @@ def test_refusals(tmp_path):
         compopt.ScoreKeeper(N, rate=0.0)
     with pytest.raises(TypeError, match="rank"):
         compopt.ScoreKeeper(N, rank=1)
-    with pytest.raises(TypeError, match="scores must be a ScoreKeeper"):
-        compopt.DCLEstimator(scores=compopt.FixedTemperature(0.1))
-    with pytest.raises(ValueError, match="n=len"):
-        compopt.recommended(D, keep_scores=True)
-    with pytest.raises(ValueError, match="already part"):
-        keeper = compopt.ScoreKeeper(N)
-        compopt.DCLEstimator(scores=keeper), compopt.DCLEstimator(scores=keeper)
+    with pytest.raises(TypeError, match="est must be a contrastive estimator, got AdamW"):
+        compopt.ScoreKeeper(N).attach(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
+    with pytest.raises(ValueError, match="n differs: the ScoreKeeper has 13, the estimator 14"):
+        compopt.ScoreKeeper(N).attach(compopt.SogCLREstimator(N + 1))
     with pytest.raises(ValueError, match="must end with"):
         curation.export(made([0.0]), tmp_path / "scores.txt")
     with pytest.raises(ValueError, match="keys must have"):
@@ -298,33 +340,35 @@ def test_refusals(tmp_path):
 
 
 def test_a_keeper_that_joins_a_run_tells_what_it_has_met():
-    old, est = compopt.SogCLREstimator(N), compopt.SogCLREstimator(N, scores=compopt.ScoreKeeper(N))
+    est = compopt.SogCLREstimator(N)
     first, second = batches(N, steps=2, seed=6, repeats=False)
-    run(old, *first), old.step()
-    est.normalizer.load_state_dict(old.normalizer.state_dict())
-    assert curation.scores(est).score.isnan().all()
+    run(est, *first), est.step()
+    keeper = kept(est)
+    assert curation.scores(keeper).score.isnan().all()
     run(est, *second), est.step()
-    assert curation.scores(est).visits.nonzero().flatten().tolist() == sorted(second[2].tolist())
+    assert curation.scores(keeper).visits.nonzero().flatten().tolist() == sorted(second[2].tolist())
 
 
 def test_uncertainty_is_the_standard_error_of_the_score():
     """Scores of 2,048 samples seen five times with independent features have the standard deviation they report."""
-    est = compopt.DCLEstimator(0.5, directions="forward", scores=compopt.ScoreKeeper(2048, rank=False))
+    est = compopt.DCLEstimator(0.5, directions="forward")
+    keeper = kept(est, 2048, rank=False)
     g = torch.Generator().manual_seed(3)
     for _ in range(5):
         for index in torch.arange(2048).split(64):
             run(est, *torch.randn(2, 64, 4, generator=g), index)
             est.step()
-    found = curation.scores(est)
+    found = curation.scores(keeper)
     claimed = found.uncertainty.square().mean().sqrt()
     assert float(claimed) == pytest.approx(float(found.score.std()), rel=0.08)
 
 
 def test_equal_captions_tie():
-    est = compopt.DCLEstimator(0.2, scores=compopt.ScoreKeeper(N))
+    est = compopt.DCLEstimator(0.2)
+    keeper = kept(est)
     run(est, torch.randn(8, D), torch.randn(1, D).repeat(8, 1), torch.arange(8))
     est.step()
-    near(est.read(torch.arange(8))["rank"][:, 0], torch.full((8,), 0.5))
+    near(keeper.read(torch.arange(8))["rank"][:, 0], torch.full((8,), 0.5))
 
 
 # -- results from features -----------------------------------------------------------------------------------------
@@ -375,14 +419,15 @@ def test_features_that_tell_nothing():
 
 def test_directions_that_were_never_visited_do_not_count():
     """An anchor whose negatives a policy excludes is not visited in that direction."""
-    est = compopt.DCLEstimator(0.1, scores=compopt.ScoreKeeper(3), pairs=compopt.PairPolicy(false_negatives=0.0))
+    est = compopt.DCLEstimator(0.1, pairs=compopt.PairPolicy(false_negatives=0.0))
+    keeper = kept(est, 3)
     z1 = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.8, -0.6]])
     z2 = torch.tensor([[0.6, 0.8], [0.7, 0.7], [0.9, -0.3]])
     run(est, z1, z2, torch.arange(3))
     est.step()
-    count = est.scores._read_rows(torch.arange(3))[1]
+    count = keeper._read_rows(torch.arange(3))[1]
     assert (count == 0).any() and (count.amax(1) > 0).all()
-    found, rows = curation.scores(est), est.scores.read(torch.arange(3))
+    found, rows = curation.scores(keeper), keeper.read(torch.arange(3))
     for row, seen in enumerate(count > 0):
         assert found.similarity[row].item() == pytest.approx(rows["similarity"][row][seen].mean().item())
         assert found.score[row].item() == pytest.approx(-rows["log_g"][row][seen].mean().item())
@@ -397,20 +442,20 @@ def test_an_epoch_is_never_empty():
 
 
 def trained(n=40, wrong=10, **options):
-    """Return an estimator whose rows identify the first pairs as wrong."""
-    est = compopt.DCLEstimator(0.1, scores=compopt.ScoreKeeper(n), **options)
+    """Return a keeper whose rows identify the first pairs as wrong."""
+    est = compopt.DCLEstimator(0.1, **options)
+    keeper = kept(est, n)
     z1 = normalize(torch.randn(n, 16, generator=torch.Generator().manual_seed(4)), dim=1)
     z2 = z1.clone()
     z2[:wrong] = z1[:wrong].roll(1, 0)
     for _ in range(3):
         run(est, z1, z2, torch.arange(n))
         est.step()
-    return est
+    return keeper
 
 
 def test_the_sampler_leaves_suspects_out_after_the_warm_up():
-    est = trained()
-    sampler = compopt.samplers.ScoredSampler(est, warm_up=1, returning=0.2, share=0.25)
+    sampler = compopt.samplers.ScoredSampler(trained(), warm_up=1, returning=0.2, share=0.25)
     first, second, third = list(sampler), list(sampler), list(sampler)
     assert sorted(first) == list(range(40)) and first != list(range(40))
     assert len(second) == len(sampler) == 32 and set(range(10, 40)) < set(second)
@@ -432,8 +477,8 @@ def test_a_loaded_sampler_repeats_its_epoch(drawn):
 
 def divided(group, shard, drawn):
     torch.manual_seed(0)
-    est = trained(process_group=group, shard=shard)
-    sampler = compopt.samplers.ScoredSampler(est, warm_up=0, share=0.2, process_group=group, drawn=drawn)
+    keeper = trained(process_group=group, shard=shard)
+    sampler = compopt.samplers.ScoredSampler(keeper, warm_up=0, share=0.2, process_group=group, drawn=drawn)
     return list(sampler), sampler.left_out
 
 
@@ -457,8 +502,8 @@ def scored(score, rank=0.2, visits=1):
 def draws(monkeypatch, found, epochs, **options):
     """Return the drawn samples of each epoch, ``(epochs, n)`` bool, of a sampler that reads these scores."""
     monkeypatch.setattr(curation, "scores", lambda est: found)
-    est = compopt.DCLEstimator(scores=compopt.ScoreKeeper(len(found.score)))
-    sampler = compopt.samplers.ScoredSampler(est, warm_up=0, share=0.0, **options)
+    keeper = compopt.ScoreKeeper(len(found.score))
+    sampler = compopt.samplers.ScoredSampler(keeper, warm_up=0, share=0.0, **options)
     drawn = torch.zeros(epochs, len(found.score), dtype=torch.bool)
     for row in drawn:
         row[list(sampler)] = True
@@ -493,8 +538,7 @@ def test_the_sampler_draws_samples_without_a_score_first_and_suspects_never(monk
     found = scored(score)
     found.visits[30:] = 0
     monkeypatch.setattr(curation, "scores", lambda est: found)
-    est = compopt.DCLEstimator(scores=compopt.ScoreKeeper(40))
-    sampler = compopt.samplers.ScoredSampler(est, warm_up=0, share=0.2, returning=0.0, drawn=0.5)
+    sampler = compopt.samplers.ScoredSampler(compopt.ScoreKeeper(40), warm_up=0, share=0.2, returning=0.0, drawn=0.5)
     for _ in range(20):
         drawn = set(sampler)
         assert set(range(30, 40)) < drawn and not drawn & set(range(6)), "a fifth of the visited samples is suspect"
@@ -525,10 +569,11 @@ def test_the_sampler_refuses():
 
 
 def visited(**options):
-    """Return an estimator with a score of every sample, and a sampler of it."""
-    est = compopt.recommended(4, n=40, keep_scores=True)
+    """Return an estimator, the keeper of a score of every sample, and a sampler of it."""
+    est = compopt.recommended(4, n=40)
+    keeper = kept(est, 40)
     visit(est, 40, seed=0)
-    return est, compopt.samplers.ScoredSampler(est, **options)
+    return est, keeper, compopt.samplers.ScoredSampler(keeper, **options)
 
 
 def visit(est, n, seed, right=False):
@@ -541,12 +586,12 @@ def visit(est, n, seed, right=False):
 @pytest.mark.parametrize("saved_again", [False, True])
 def test_a_sampler_that_is_saved_right_after_its_load_repeats_its_epoch(saved_again):
     options = {"warm_up": 0, "share": 0.2, "drawn": 0.5}
-    est, sampler = visited(**options)
+    est, keeper, sampler = visited(**options)
     order = list(sampler)
     visit(est, 40, seed=1)
     state = sampler.state_dict()
     for _ in range(1 + saved_again):
-        sampler = compopt.samplers.ScoredSampler(est, **options)
+        sampler = compopt.samplers.ScoredSampler(keeper, **options)
         sampler.load_state_dict(state)
         visit(est, 40, seed=2)
         state = sampler.state_dict()
@@ -554,8 +599,8 @@ def test_a_sampler_that_is_saved_right_after_its_load_repeats_its_epoch(saved_ag
 
 
 def test_a_refused_estimate_of_the_share_is_not_kept():
-    est = compopt.recommended(4, n=8, keep_scores=True)
-    sampler = compopt.samplers.ScoredSampler(est, warm_up=1)
+    est = compopt.recommended(4, n=8)
+    sampler = compopt.samplers.ScoredSampler(kept(est, 8), warm_up=1)
     sampler.set_epoch(1)
     with pytest.raises(RuntimeError, match="no sample has been visited"):
         list(sampler)
@@ -571,13 +616,14 @@ def test_a_refused_estimate_of_the_share_is_not_kept():
 
 
 def test_an_epoch_has_at_least_one_sample():
-    est = compopt.recommended(4, n=8, keep_scores=True)
+    est = compopt.recommended(4, n=8)
+    keeper = kept(est, 8)
     visit(est, 8, seed=0)
-    assert len(list(compopt.samplers.ScoredSampler(est, warm_up=0, share=0.95, returning=0.0))) == 1
+    assert len(list(compopt.samplers.ScoredSampler(keeper, warm_up=0, share=0.95, returning=0.0))) == 1
 
 
 def test_states_that_no_sampler_writes_are_refused():
-    _, sampler = visited(warm_up=0, share=0.2)
+    *_, sampler = visited(warm_up=0, share=0.2)
     state = sampler.state_dict()
     with pytest.raises(ValueError, match="lacks n, seed"):
         sampler.load_state_dict({})
@@ -603,29 +649,12 @@ def test_states_that_no_sampler_writes_are_refused():
 
 
 def test_negative_variances_are_refused():
-    est, _ = visited(warm_up=0, share=0.2)
-    state, before = est.state_dict(), whole(est)
+    _, keeper, _ = visited(warm_up=0, share=0.2)
+    state, before = keeper.state_dict(), whole(keeper)
     state["rows"]["similarity_var"][3] = -1
     with pytest.raises(ValueError, match="column 'similarity_var' of the checkpoint must be finite and >= 0, row 3"):
-        est.load_state_dict(state)
-    assert whole(est) == before
-
-
-def test_scores_of_another_temperature_are_refused():
-    est, other = (compopt.DCLEstimator(tau=tau, scores=compopt.ScoreKeeper(8)) for tau in (0.5, 0.05))
-    visit(est, 8, seed=0)
-    state = est.scores.state_dict()
-    with pytest.raises(ValueError, match="temperature differs"):
-        other.scores.load_state_dict(state)
-    same = compopt.DCLEstimator(tau=0.5, scores=compopt.ScoreKeeper(8))
-    same.scores.load_state_dict(state)
-    assert torch.equal(curation.scores(same).score, curation.scores(est).score)
-
-
-def test_weights_are_never_all_zero():
-    x, rank = torch.tensor([0.0, 0, 1, 1]), torch.tensor([1.0, 1, 0, 0])
-    found = curation.Scores(x, torch.ones(4, dtype=torch.int64), similarity=x, rank=rank)
-    assert curation.weights(found, share=0.99).unique().tolist() == pytest.approx([0.01])
+        keeper.load_state_dict(state)
+    assert whole(keeper) == before
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
@@ -640,9 +669,9 @@ def test_features_of_any_length_have_their_duplicates(scale):
     (lambda: curation.scores(5), "est must be an estimator"),
     (lambda: curation.suspects(None), "est must be an estimator"),
     (lambda: compopt.samplers.ScoredSampler(None), "est must be an estimator"),
-    (lambda: curation.wrong_share(visited()[0]), "found must be the result of scores"),
-    (lambda: curation.scores(visited()[0], since=torch.zeros(40)), "since must be an earlier result"),
-    (lambda: curation.export(visited()[0], "scores.csv"), "found must be the result of scores"),
+    (lambda: curation.wrong_share(visited()[1]), "found must be the result of scores"),
+    (lambda: curation.scores(visited()[1], since=torch.zeros(40)), "since must be an earlier result"),
+    (lambda: curation.export(visited()[1], "scores.csv"), "found must be the result of scores"),
 ])  # fmt: skip
 def test_arguments_of_other_types_are_refused(call, message):
     with pytest.raises(TypeError, match=message):
@@ -650,8 +679,8 @@ def test_arguments_of_other_types_are_refused(call, message):
 
 
 def test_the_share_of_a_run_without_a_commit_is_unknown():
-    found = curation.scores(compopt.recommended(4, n=8, keep_scores=True))
+    found = curation.scores(compopt.ScoreKeeper(8))
     with pytest.warns(UserWarning, match="no sample has been visited"):
         assert curation.wrong_share(found) == 0
-    with pytest.raises(ValueError, match="keep_scores=True"):
+    with pytest.raises(ValueError, match="ScoreKeeper"):
         curation.scores(compopt.recommended(4, n=8))

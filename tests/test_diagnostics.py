@@ -183,7 +183,7 @@ def test_rows_that_only_another_part_has_visited_are_left_out():
 
 
 @pytest.mark.parametrize("make", [
-    lambda: compopt.MemoryEstimator(4, 16, scores=compopt.ScoreKeeper(10)),
+    lambda: compopt.ContrastiveEstimator(compopt.MemoryNormalizer(4, 16), compopt.TemperatureDual(10, rho=0.5)),
     lambda: compopt.ContrastiveEstimator(compopt.NeuralNormalizer(4, 8), compopt.TemperatureDual(10, rho=0.5)),
 ])  # fmt: skip
 def test_the_error_of_a_normalizer_beside_rows_of_other_parts(make):

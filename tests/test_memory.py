@@ -367,10 +367,11 @@ def test_every_integer_is_a_key(name, first):
 
 def test_a_keeper_of_scores_has_the_negatives_of_the_batch_alone():
     """An anchor whose only negatives are in the memory has a loss, and no place among the negatives of its batch."""
-    est = compopt.recommended(4, n=24, batch_size=4, keep_scores=True)
+    est, keeper = compopt.recommended(4, n=24, batch_size=4), compopt.ScoreKeeper(24)
+    keeper.attach(est)
     for step, labels in enumerate(([0, 1, 2, 3], [5, 5, 5, 5], [5, 5, 5, 6])):
         z1, z2, _ = batches(24, 1, batch=4, seed=step)[0]
         est(z1.requires_grad_(), z2, torch.arange(4) + 4 * step, labels=torch.tensor(labels)).backward()
         assert z1.grad.count_nonzero()
         est.step()
-    assert est.read(torch.arange(12))["count"].tolist() == [1] * 4 + [0] * 4 + [1] * 4
+    assert keeper.read(torch.arange(12))["count"].tolist() == [1] * 4 + [0] * 4 + [1] * 4

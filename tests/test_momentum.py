@@ -142,7 +142,8 @@ def test_weights_that_overflow_nothing(mode):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_of_the_copy_s_candidates(kind):
-    est = build(kind, scores=compopt.ScoreKeeper(B))
+    est, keeper = build(kind), compopt.ScoreKeeper(B)
+    keeper.attach(est)
     z, k = features(B, D, 1), features(B, D, 2)
     index = torch.arange(B)
     est(*z, index, momentum_features=k)
@@ -154,7 +155,7 @@ def test_scores_are_of_the_copy_s_candidates(kind):
         others = torch.cat([(anchors @ side.T)[~torch.eye(B, dtype=torch.bool)].view(B, -1) for side in candidates], 1)
         ranks.append((others > positive[:, None]).double().mean(1))
         similar.append(positive)
-    found = est.read(index)
+    found = keeper.read(index)
     if kind == "unimodal":
         near(found["rank"][:, 0], (ranks[0] + ranks[1]) / 2)
     else:

@@ -449,7 +449,9 @@ def test_an_estimator_without_commits_is_refused():
     encoder = compopt.MomentumEncoder(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="DCLEstimator has no state"):
         encoder.attach(compopt.DCLEstimator())
-    encoder.attach(compopt.DCLEstimator(scores=compopt.ScoreKeeper(4)))
+    est = compopt.DCLEstimator()
+    compopt.ScoreKeeper(4).attach(est)
+    encoder.attach(est)
 
 
 def test_weights_loaded_into_a_copy_in_half_precision_are_averaged_from_then_on():

@@ -19,6 +19,8 @@ CASES = [(version, name) for version, names in EXPECTED.items() for name in name
 def assert_expected(est, version, name):
     """Compare rows and steps bit for bit, losses and metrics approximately: later versions may round differently."""
     found, expected = known(est), EXPECTED[version][name]
+    if name == "scores":  # whose rows are those of a keeper now
+        expected = {key: expected[key] for key in ("t", "loss", "metrics")}
     for key, value in expected.items():
         if key == "metrics":
             value = {metric: number for metric, number in value.items() if (name, metric) not in REDEFINED}
@@ -29,6 +31,7 @@ def assert_expected(est, version, name):
             assert torch.equal(torch.tensor(found[key]), torch.tensor(value)), key
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint has scores")
 @pytest.mark.parametrize(("version", "name"), CASES)
 def test_state_dict(version, name):
     est = ESTIMATORS[name]()
@@ -38,12 +41,41 @@ def test_state_dict(version, name):
     assert_expected(est, version, name)
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint has scores")
 @pytest.mark.parametrize(("version", "name"), CASES)
 def test_directory(version, name):
     est = ESTIMATORS[name]()
     loaded = compopt.load(est, HERE / version / name)
     assert json.loads((loaded / "manifest.json").read_text())["version"] == FORMATS[version]
     assert_expected(est, version, name)
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint has scores")
+@pytest.mark.parametrize("attached", [True, False])
+def test_scores_that_an_estimator_kept(attached):
+    state, path = (HERE / "0.3.0" / name for name in ("scores.pt", "scores"))
+    state = torch.load(state, weights_only=True)
+    keepers = [compopt.ScoreKeeper(N) for _ in range(1 + attached)]
+    keepers[0].load_state_dict(state)
+    if attached:
+        est = ESTIMATORS["scores"]()
+        keepers[1].attach(est)
+        compopt.load(keepers[1], path)
+    for keeper in keepers:
+        found = keeper.read(torch.arange(N))
+        for name, column in state["rows"].items():
+            value = column if name != "count" else column.amax(1)
+            assert torch.equal(found[name], value.to(found[name].dtype)), name
+        assert keeper.t == state["t"] == 3
+
+
+def test_an_estimator_leaves_scores_out_and_names_their_keeper():
+    for load in (
+        lambda est: est.load_state_dict(torch.load(HERE / "0.3.0" / "scores.pt", weights_only=True)),
+        lambda est: compopt.load(est, HERE / "0.3.0" / "scores"),
+    ):
+        with pytest.warns(UserWarning, match=r"has scores, .*: attach a compopt.ScoreKeeper\(n\)"):
+            load(ESTIMATORS["scores"]())
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "momentum"])

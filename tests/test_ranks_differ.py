@@ -26,7 +26,7 @@ PLACEMENT = {
 # arguments of calls that may differ: why, and what of them is compared nevertheless
 OF_THE_SAMPLES = dict.fromkeys(
     ("z1", "z2", "index", "index2", "labels", "extra", "extra_index", "guide", "within")
-    + ("momentum_features", "sample_weight", "log_g", "previous", "g", "args", "gradient", "anchors of a network")
+    + ("momentum_features", "log_g", "previous", "g", "args", "gradient", "anchors of a network")
     + ("value", "scores", "candidates", "losses", "relevance", "items"),
     "values of the rank's own samples; all ranks or none pass them, with the same dtype and shape per sample",
 )
@@ -48,7 +48,6 @@ VALUES = {
     "shard": (False, True),
     "dtype": (torch.float32, torch.float64),
     "sample_groups": ([{"n": N, "gamma": 0.5}], [{"n": N, "gamma": 0.75}]),
-    "scores": (lambda: None, lambda: compopt.ScoreKeeper(N)),
     "pairs": (None, compopt.PairPolicy(false_negatives=0.5)),
     "normalizer": (lambda: compopt.MovingAverageEstimator(N), lambda: compopt.MCMCNegativeSampler(N)),
     "temperature": (lambda: compopt.FixedTemperature(0.2), lambda: compopt.TemperatureDual(N, rho=0.1)),
@@ -107,7 +106,6 @@ SHOWN = {
     "learn_tau": "sample_groups[0].tau by rank [0.07, none]",
     "directions": "options.directions by rank [none, 'forward']",
     "pairs": "options.pairs by rank [none, 'PairPolicy(false_negatives=0.5)']",
-    "scores": "method.scores by rank [none, 'ScoreKeeper']",
     "normalizer": "method.normalizer by rank ['MovingAverageEstimator', 'MCMCNegativeSampler']",
     "temperature": "method.temperature by rank ['FixedTemperature', 'TemperatureDual']",
     "sample_groups": "sample_groups[0].gamma by rank [0.5, 0.75]",
@@ -169,7 +167,9 @@ def build(kind, group, alone=False, **given):
         return kind(**arguments, **in_group)
     part, batch, tau = kind(**arguments), compopt.BatchNormalizer(), compopt.FixedTemperature(0.2)
     if isinstance(part, compopt.ScoreKeeper):
-        return compopt.DCLEstimator(scores=part, **in_group)
+        est = compopt.DCLEstimator(**in_group)
+        part.attach(est)
+        return est
     own = (part, tau) if isinstance(part, compopt.Normalizer) else (batch, part)
     plain = not isinstance(part, compopt.SigmoidNormalizer)
     return compopt.ContrastiveEstimator(*own, multiply_tau=plain, **in_group)
@@ -327,7 +327,6 @@ DIFFERENT = {
         "within": (operation(compopt.DCLEstimator, pairs=compopt.PairPolicy(within=True)), BOTH, {"within": I}, {}, ""),
         "pairs": (operation(compopt.DCLEstimator), BOTH, {}, {"pairs": GUIDED, "guide": Z}, "pairs by rank [0, "),
         "momentum_features": (operation(compopt.MemoryEstimator), BOTH, {}, {"momentum_features": Z}, GIVEN),
-        "sample_weight": (operation(compopt.DCLEstimator), BOTH, {}, {"sample_weight": ONES}, GIVEN),
     },
     compopt.compositional_loss: {
         "g": (COMPOSED, MEAN, {}, wide(MEAN, "g"), DTYPE),

@@ -75,7 +75,7 @@ def test_temperatures_and_biases_of_samples():
     z = [x.requires_grad_() for x in features(BATCH, DIM, seed=93)]
     tau = torch.linspace(0.1, 0.5, BATCH, dtype=torch.float64).requires_grad_()
     parts = compopt.SigmoidNormalizer(-1.0), compopt.FixedTemperature(0.1)
-    groups = {"sample_groups": [{"n": 3, "bias": -2.0}, {"n": 4}], "scores": compopt.ScoreKeeper([{"n": 3}, {"n": 4}])}
+    groups = {"sample_groups": [{"n": 3, "bias": -2.0}, {"n": 4}]}
     est = compopt.ContrastiveEstimator(*parts, multiply_tau=False, **groups)
     loss, bias = est(*z, torch.arange(BATCH), tau=tau), torch.tensor([-2.0] * 3 + [-1.0] * 4)[:, None]
     s = torch.nn.functional.normalize(z[0], dim=1) @ torch.nn.functional.normalize(z[1], dim=1).T

@@ -134,7 +134,9 @@ def holders():
     """Yield objects that hold estimators or other state; data sets and collate functions may hold these."""
     est = placed(offload="cpu")
     est.prefetch(torch.arange(4))
-    scored = in_state(compopt.recommended(4, n=N, batch_size=6, keep_scores=True), "pending")
+    est_of_scores, scored = compopt.recommended(4, n=N, batch_size=6), compopt.ScoreKeeper(N)
+    scored.attach(est_of_scores)
+    in_state(est_of_scores, "pending")
     learned = compopt.InfoNCEEstimator(tau=0.1, learn_tau=True, multiply_tau=False)
     items = compopt.data.Indexed(TensorDataset(torch.randn(N, 3)))
     yield from (est, scored, items, compopt.samplers.ScoredSampler(scored), compopt.schedules.CosineGamma(est, 10))

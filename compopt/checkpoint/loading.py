@@ -107,14 +107,16 @@ def _verify(est: Estimator, source: Checkpoint) -> tuple[dict[str, Any], list[Fi
     ranks, table, path = est._engine.ranks, est._engine.table, source.path / MANIFEST
     content, found = manifest.read(source)
     with _named(path):
+        written, content = content, {**states.of_parts(est._engine, content)}
         states.compare(est._engine, content["config"])
+    more = written["config"] != content["config"]  # columns and state that another object takes
     check_data(est, str(path), content.get("data_fingerprint"))
     state = next(file for file in found if file.name == STATE)
-    rows = [file for file in found if file.name != STATE]
-    _check_spans(path, rows, table)
-    extra = _read_state(est, source.path / STATE, state)
+    rows = [file for file in found if file.name != STATE and (table is not None or not more)]
+    _check_spans(path, rows, table, more)
+    extra = _read_state(est, source.path / STATE, state, more)
     for file in rows[ranks.rank :: ranks.size]:
-        _check_rows(source.path / file.name, file, table)
+        _check_rows(source.path / file.name, file, table, more)
     return content, rows, extra
 
 
@@ -183,8 +185,8 @@ def check_data(est: Estimator, where: str, saved: str | None) -> None:
         )
 
 
-def _check_spans(path: Path, found: list[File], table: RowTable | None) -> None:
-    """Refuse files with rows that this estimator does not have, or with more bytes than their rows need."""
+def _check_spans(path: Path, found: list[File], table: RowTable | None, more: bool) -> None:
+    """Refuse files with rows that this estimator does not have, or (without ``more``) with bytes for other columns."""
     n, row_bytes = (0, 0) if table is None else (table.n, table.layout.row_bytes)
     for file in found:
         if not 0 <= file.first < file.stride == found[0].stride:
@@ -197,7 +199,7 @@ def _check_spans(path: Path, found: list[File], table: RowTable | None) -> None:
                     f"{file.stride}, which has {count}; this estimator has n={n}"
                 )
             end = stop
-        if file.bytes > 8 + _HEADER + file.rows * row_bytes:
+        if not more and file.bytes > 8 + _HEADER + file.rows * row_bytes:
             raise ValueError(f"{path} is damaged: {file.name} has {file.bytes} bytes for {file.rows} rows")
 
 
@@ -218,15 +220,15 @@ def _same(path: Path, what: str, found: object, wanted: object) -> None:
         )
 
 
-def _check_rows(path: Path, file: File, table: RowTable | None) -> None:
-    """Refuse a file with another size or checksum than in the manifest, or with other columns than this table."""
+def _check_rows(path: Path, file: File, table: RowTable | None, more: bool) -> None:
+    """Refuse a file with another size or checksum than in the manifest, or with other (``more``: fewer) columns."""
     _check_size(path, file)
     _check_sum(path, file)
     if table is None:
         return
     forms = {name: (*form.shape, form.dtype) for name, form in _forms(path).items()}
     needed = {c.name: (file.rows, c.width, c.dtype) for c in table.layout.columns}
-    for name in {**needed, **forms}:
+    for name in needed if more else {**needed, **forms}:
         if forms.get(name) != needed.get(name):
             raise ValueError(
                 f"{path}: column {name!r} is {forms.get(name)}, this estimator needs {needed.get(name)}; load another "
@@ -250,10 +252,12 @@ def _forms(path: Path) -> dict[str, Tensor]:
     return forms
 
 
-def _read_state(est: Estimator, path: Path, file: File) -> _State:
+def _read_state(est: Estimator, path: Path, file: File, more: bool) -> _State:
     """Return state that is not rows by role, with the checks of ``load_state_dict``; sizes are checked before."""
     _check_size(path, file)
     engine, forms = est._engine, _forms(path)
+    if more:
+        forms = {name: form for name, form in forms.items() if name.partition(".")[0] in engine.parts}
     with _named(path):
         for role, own in states.by_role(engine, forms).items():
             engine.parts[role].check_form(own)

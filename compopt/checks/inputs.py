@@ -196,12 +196,6 @@ def _check_matrices(name: str, given: Any, sizes: list[int], wanted: str, width:
     return list(given)
 
 
-def check_sample_weight(weight: Any, batch: int, dtype: torch.dtype) -> Tensor:
-    """Return weights of the samples, ``(B,)``, in ``dtype``; bad weights on a device become NaN."""
-    if isinstance(weight, Tensor) and weight.requires_grad:
-        raise ValueError("sample_weight requires a gradient, which it does not get; pass sample_weight.detach()")
-    weight = _check_per_sample("sample_weight", weight, batch, dtype)
-    return _valid(weight, (weight >= 0) & weight.isfinite(), "sample_weight must be finite and >= 0, got {}")
 
 
 def _check_per_sample(name: str, value: Any, batch: int, dtype: torch.dtype) -> Tensor:

@@ -61,11 +61,12 @@ def dense(what: str, value: Any, like: Tensor | None = None) -> None:
         raise ValueError(f"{what} must be a plain tensor, got {type(value).__name__}; give what it holds")
 
 
-def mapping(what: str, value: Any) -> None:
-    """Refuse a value that is not a mapping, with a ``TypeError``."""
+def mapping(what: str, value: Any) -> Mapping[str, Any]:
+    """Return a mapping; refuse any other value with a ``TypeError``."""
     if not isinstance(value, Mapping):
         found = f"{str(value)[:80]!r} of type {type(value).__name__}"
         raise TypeError(f"{what} of the checkpoint must be a dict, got {found}")
+    return value
 
 
 def equal(expected: Any, given: Any) -> bool:

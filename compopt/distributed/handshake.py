@@ -26,6 +26,7 @@ FACTS = {
     "calls": "the number of calls that were committed or wait for it, since one raised on a rank; discard() before "
     "step(), or load a state, on all ranks",
     "configuration": "the configuration",
+    "followers": "the number of call hooks; attach a ScoreKeeper on all ranks",
     "named": "index= (0: none, 1: given)",
     "encode": "encode= (0: none, 1: given)",
     "tau_kind": "tau= (0: none, 1: a number, 2: one per sample, 3: two per sample; 4 more: it requires grad; 8 more: "
@@ -36,7 +37,6 @@ FACTS = {
     "parameters": "learned parameters, or tau; load the same state on all ranks, and change it on all",
     "extra": "extra= (0: none, 1: given, 2: with extra_index=)",
     "momentum": "momentum_features= (0: none, 1: given)",
-    "weighted": "sample_weight= (0: none, 1: given)",
     "sampler": "the options of the sampler, seed= for example",
     "policy": "pairs= of the call, or the dimensions of guide= (0: no policy)",
     "values": "the tensors of the call: their names, dtypes and shapes per sample",

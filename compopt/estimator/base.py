@@ -27,7 +27,10 @@ from compopt.estimator.groups import Groups
 
 T = TypeVar("T")
 Hook = Callable[..., Any]
-FAMILIES = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+FAMILIES = (
+    *("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"),
+    *("call", "discard"),
+)
 
 
 class Estimator:
@@ -217,7 +220,7 @@ class Estimator:
                 if engine.attachments.unsure_of_positions:
                     engine.attachments.positions(keys["index"], self.n, self._remembers_index)
         progress = {"depositing": int(depositing), "t": engine.t, "pending": engine.pending}
-        progress |= {"calls": engine.committed + engine.pending, **(facts or {})}
+        progress |= {"calls": engine.committed + engine.pending, "followers": len(self._hooks["call"]), **(facts or {})}
         batch = engine.reader.read(keys, values, depositing, progress, self._identity, least, more)
         if depositing:
             for part in engine.parts.values():
@@ -276,7 +279,8 @@ class Estimator:
 
     def _read_rows(self, index: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Return the columns of :meth:`read` and the visits of each direction, ``(B, D)``."""
-        engine, role = self._facts.open(), self._role
+        engine = self._facts.open()
+        role = self._role or (next(iter(engine.parts)) if len(engine.parts) == 1 else None)
         own = None if role is None else [column.name for column in engine.columns()[role]]
         if engine.table is None or own == []:
             raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
@@ -344,10 +348,16 @@ class Estimator:
         engine = self._engine
         if engine.table is not None:
             engine.table.deposit(batch, proposals, valid)
-        elif not any(part.has_pending_state for part in engine.parts.values()):
-            return  # a stateless estimator has nothing to commit
+        elif not (self._hooks["call"] or any(part.has_pending_state for part in engine.parts.values())):
+            return  # neither this estimator nor a follower has anything to commit
         engine.pending += 1
         engine.attachments.pending(engine.pending)
+
+    def _commits(self) -> bool:
+        """Return whether a call has anything to commit: rows, other state, or those of a follower."""
+        engine = self._engine
+        own = (*engine.columns().values(), *(part.has_state for part in engine.parts.values()))
+        return bool(self._hooks["call"]) or any(own)
 
     def _begin_saving(self) -> None:
         engine = self._facts
@@ -392,7 +402,7 @@ class Estimator:
             engine.attachments.committed(engine.pending)
             engine.committed, engine.pending = engine.committed + engine.pending, 0
             engine.t += 1
-        self._run("step_post", (), {})
+        self._run("step_post", (), {} if found_inf is None else {"found_inf": found_inf})
 
     def _drop_skipped(self) -> None:
         """Drop what is pending if an attached engine has skipped the update."""
@@ -403,6 +413,7 @@ class Estimator:
     def discard(self) -> None:
         """Drop all pending proposals, for example after a skipped update. Communicates nothing."""
         self._engine.discard()
+        self._run("discard")
 
     def attach(self, optimizer: torch.optim.Optimizer | HasOptimizer, *, checkpoint: bool = False) -> RemovableHandle:
         """Run :meth:`step` after each real ``optimizer.step()``, and :meth:`discard` after a step skipped for overflow.
@@ -570,9 +581,8 @@ class Estimator:
             state_dict = self._run("load_state_dict_pre", dict(state_dict))
         with doing("load_state_dict()", self.t):
             if role is None:
-                states.check_all(engine, state_dict)
-            else:
-                states.check_part(engine, role, state_dict)
+                return states.check_all(engine, state_dict)
+            states.check_part(engine, role, state_dict)
         return state_dict
 
     def _load_checked(self, state: Mapping[str, Any]) -> None:
@@ -609,8 +619,23 @@ class Estimator:
         return self._register("step_pre", hook)
 
     def register_step_post_hook(self, hook: Hook) -> RemovableHandle:
-        """Call ``hook(estimator, args, kwargs)`` after each commit."""
+        """Call ``hook(estimator, args, kwargs)`` after each commit.
+
+        ``kwargs`` has ``found_inf`` if a ``GradScaler`` gave it: where it is positive, the commit changed nothing.
+        """
         return self._register("step_post", hook)
+
+    def register_call_hook(self, hook: Hook) -> RemovableHandle:
+        """Call ``hook(estimator, batch, pairs)`` at the end of each call of a contrastive estimator.
+
+        ``batch`` contains the samples of all ranks, and ``pairs`` the statistics of their pairs, which must not be
+        changed. With such a hook, :meth:`step` also commits calls of an estimator without state.
+        """
+        return self._register("call", hook)
+
+    def register_discard_hook(self, hook: Hook) -> RemovableHandle:
+        """Call ``hook(estimator)`` after each :meth:`discard`."""
+        return self._register("discard", hook)
 
     def register_state_dict_pre_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
         """Call ``hook(estimator)`` before :meth:`state_dict`; with ``prepend``, before all other hooks."""

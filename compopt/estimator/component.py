@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator, checks
-from compopt.batch import COUNT, Batch
+from compopt.batch import Batch
 from compopt.checks import values
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator.base import Estimator
@@ -175,7 +175,7 @@ class Component(Estimator, ABC):
 
     mode: str = "single"
     role = "part"
-    _fixed = ("dtype",)
+    _fixed: tuple[str, ...] = ("dtype",)
     learnable: torch.nn.Module | None = None
     state_grows = False  # True if tensors are added to `state` later; their names are then saved too
     _owner: ref[Estimator] | None = None
@@ -648,21 +648,6 @@ def _check_shape(name: str, value: Any, *shapes: Sequence[int]) -> None:
     if value.shape not in shapes:
         wanted = " or ".join(str(tuple(shape)) for shape in dict.fromkeys(map(tuple, shapes)))
         raise ValueError(f"{name} must have shape {wanted}, got {tuple(value.shape)}")
-
-
-def temperatures_beside(part: Component) -> dict[str, Any]:
-    """Return the committed temperatures of the estimator that contains a part, as its ``meaning()``."""
-    temperature = getattr(part.owner, "temperature", None)
-    return {"tau": temperature.constants()} if isinstance(temperature, Temperature) else {}
-
-
-def check_temperatures_beside(part: Component, state: Mapping[str, Any]) -> None:
-    """Refuse, with a ``ValueError``, the state of a part whose values were averaged at other temperatures."""
-    temperature = getattr(part.owner, "temperature", None)
-    if isinstance(temperature, Temperature) and "tau" in state.get("meaning", {}):
-        for tau in state["meaning"]["tau"] or ():
-            checks.positive("tau of the checkpoint", tau)
-        temperature.check_same(state["meaning"]["tau"], state["rows"][COUNT])
 
 
 def other_temperature(given: Sequence[float] | None, own: str) -> ValueError:

@@ -130,10 +130,6 @@ class Engine:
         """Return the columns of each part, by role."""
         return {role: part.columns(self.width, self.dtype) for role, part in self.parts.items()}
 
-    def commits(self) -> bool:
-        """Return whether a call has anything to commit: rows, or other state."""
-        return any(self.columns().values()) or any(part.has_state for part in self.parts.values())
-
     def forget_prefetched(self) -> None:
         """Drop prefetched rows."""
         if self._reader is not None and self._reader.prefetcher is not None:

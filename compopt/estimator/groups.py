@@ -187,7 +187,8 @@ class SampleGroups:
 
     def _merge(self, given: Groups | None) -> Groups:
         own = {role: part.own_groups for role, part in self._components.items() if part.own_groups}
-        first, reference = next(((role, [g["n"] for g in groups]) for role, groups in own.items()), ("", []))
+        alone = ("", [group["n"] for group in given or ()])  # parts without rows have the sizes that are given
+        first, reference = next(((role, [g["n"] for g in groups]) for role, groups in own.items()), alone)
         for role, groups in own.items():
             size = [g["n"] for g in groups]
             if size != reference:

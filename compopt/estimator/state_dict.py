@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from compopt.batch import COUNT
 from compopt.checks import values
+from compopt.checks.context import warn
 from compopt.estimator.engine import Engine
 
 FORMAT_VERSION = 1
@@ -73,8 +74,46 @@ def by_role(engine: Engine, tensors: Mapping[str, Tensor]) -> dict[str, dict[str
     return found
 
 
-def check_all(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Refuse a whole state that :func:`load` cannot load."""
+def of_parts(engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what belongs to the parts of this engine in a state, or in a manifest, of 0.3.
+
+    Estimators of 0.3 kept scores as a third part, with columns in their rows. A :class:`~compopt.ScoreKeeper` takes
+    these, and an estimator the others, with a warning.
+    """
+    config = values.mapping("config", state["config"])
+    method = values.mapping("method", config.get("method"))
+    if "scores" not in method or list(method) == list(engine.parts):
+        return state
+    if "scores" not in engine.parts:
+        warn(
+            "the checkpoint has scores, which are rows of a keeper now: attach a compopt.ScoreKeeper(n) to the "
+            "estimator, and pass the checkpoint to keeper.load_state_dict() or compopt.load(keeper, directory)"
+        )
+    columns = {column.name for own in engine.columns().values() for column in own}
+    columns |= {COUNT} if columns else set()
+    keys = {name for names in engine.groups.names.values() for name in names.values()}
+    keys |= set() if engine.groups.n is None else {"n"}
+
+    def own(what: str, entries: Any, names: Collection[str]) -> dict[str, Any]:
+        return {name: value for name, value in values.mapping(what, entries).items() if name in names}
+
+    config = {
+        **config,
+        "method": own("method", method, engine.parts),
+        "options": own("options", config.get("options"), {*engine.options, *engine.parts}),
+        "columns": own("columns", config.get("columns"), columns),
+        "n": config.get("n") if "n" in keys else [None],
+    }
+    groups = [own("sample_groups", group, keys) for group in state["sample_groups"]]
+    kept = {"rows": columns, "extra": engine.parts}  # a manifest has neither
+    parts = {key: own(key, state[key], names) for key, names in kept.items() if key in state}
+    return {**state, "config": config, "sample_groups": groups, **parts}
+
+
+def check_all(engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a whole state for :func:`load`; refuse one that it cannot load."""
+    _check_keys(state)
+    state = of_parts(engine, state)
     check(engine, state)
     rows, table = state["rows"], engine.table
     values.mapping("rows", rows)
@@ -83,6 +122,7 @@ def check_all(engine: Engine, state: Mapping[str, Any]) -> None:
     elif rows:
         raise ValueError(f"the checkpoint has the columns {sorted(rows)}, this estimator keeps nothing per sample")
     engine.groups.checked_as(state["sample_groups"])
+    return state
 
 
 def load(engine: Engine, state: Mapping[str, Any]) -> None:

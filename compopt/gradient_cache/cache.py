@@ -45,7 +45,6 @@ def gradient_cache(
     within: Tensor | tuple[Tensor, Tensor] | None = None,
     pairs: PairPolicy | None = None,
     momentum_features: Sequence[Tensor] | None = None,
-    sample_weight: Tensor | None = None,
 ) -> Tensor:
     r"""Compute the gradients of ``est(*model(batch), index)`` in micro-batches, with the negatives of the whole batch.
 
@@ -87,7 +86,7 @@ def gradient_cache(
             (numbers, strings, 0-d tensors, ``None``) are passed to every micro-batch.
         index, index2, tau, labels, extra, extra_index, guide, within, pairs: as in a call of ``est``, for the
             whole batch. Gradients of ``tau`` and ``extra`` are accumulated with the last micro-batch.
-        momentum_features, sample_weight: as in a call of ``est``, for the whole batch.
+        momentum_features: as in a call of ``est``, for the whole batch.
         micro_batch_size: samples per micro-batch. Or a function that returns the sizes of all micro-batches for given
             inputs, ``(inputs) -> [8, 8, 3]``, for example for a budget of tokens. For towers also a sequence with one
             of these per tower.
@@ -147,7 +146,7 @@ def gradient_cache(
     torch.clear_autocast_cache()  # weights that were cast without a graph would have none in the second pass
     call = functools.partial(est, z1, z2, index, index2, tau=tau, labels=labels)
     call = functools.partial(call, guide=guide, within=within, pairs=pairs)
-    call = functools.partial(call, momentum_features=momentum_features, sample_weight=sample_weight)
+    call = functools.partial(call, momentum_features=momentum_features)
     loss: Tensor = call(extra=extra, extra_index=extra_index)
     if torch.is_grad_enabled():
         others = [x for x in (tau, extra, *est.parameters()) if isinstance(x, Tensor)]

@@ -11,17 +11,11 @@ from typing_extensions import Unpack
 
 from compopt import checks
 from compopt import functional as F
-from compopt.batch import Batch
+from compopt.batch import COUNT, Batch
 from compopt.checks.context import outside_of_graphs, refuse_derivatives
 from compopt.checks.inputs import check_values, check_vector
 from compopt.checks.values import equal
-from compopt.estimator.component import (
-    Call,
-    Estimate,
-    Normalizer,
-    check_temperatures_beside,
-    temperatures_beside,
-)
+from compopt.estimator.component import Call, Estimate, Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
@@ -115,7 +109,8 @@ class MovingAverageEstimator(Normalizer):
         checks.one_of("reference", group["reference"], REFERENCES)
 
     def meaning(self) -> dict[str, Any]:
-        return temperatures_beside(self)
+        temperature = getattr(self.owner, "temperature", None)
+        return {} if temperature is None else {"tau": temperature.constants()}
 
     def check_meaning(self, state: Mapping[str, Any]) -> None:
         own = [group["reference"] for group in self.sample_groups]
@@ -125,7 +120,11 @@ class MovingAverageEstimator(Normalizer):
                 f"reference differs: the rows are of {given}, this estimator has {own}, whose log_u is another "
                 f"quantity; build it with reference={given[0]!r}"
             )
-        check_temperatures_beside(self, state)
+        temperature = getattr(self.owner, "temperature", None)
+        if temperature is not None and "tau" in state.get("meaning", {}):
+            for tau in state["meaning"]["tau"] or ():
+                checks.positive("tau of the checkpoint", tau)
+            temperature.check_same(state["meaning"]["tau"], state["rows"][COUNT])
 
     def check_pairs(self, policy: PairPolicy) -> None:
         """Accept every policy."""

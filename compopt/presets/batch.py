@@ -10,7 +10,6 @@ from typing_extensions import Unpack
 
 from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
-from compopt.curation import ScoreKeeper
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.options import takes_options
 from compopt.normalizers import BatchNormalizer, MemoryNormalizer, SigmoidNormalizer
@@ -196,7 +195,6 @@ def recommended(
     directions: Literal["both", "forward"] = "both",
     chunk_size: int | None = None,
     process_group: ProcessGroup | None = None,
-    keep_scores: bool = False,
     pairs: PairPolicy | None = None,
     momentum: bool = False,
     backend: Backend = "auto",
@@ -207,8 +205,8 @@ def recommended(
     """Return the recommended estimator, which has no hyper-parameters to tune apart from the learning rate.
 
     A :class:`~compopt.MemoryEstimator` of 128 samples at temperature 0.07; for calls of 1,024 samples or more, and
-    with ``directions="forward"``, a :class:`~compopt.DCLEstimator`. Nothing is kept per sample without ``keep_scores``.
-    ``docs/which.md`` gives the reasons. These losses are for encoders that are trained from scratch. Pass
+    with ``directions="forward"``, a :class:`~compopt.DCLEstimator`. Nothing is kept per sample. ``docs/which.md``
+    gives the reasons. These losses are for encoders that are trained from scratch. Pass
     ``candidates=500`` to fine-tune a pretrained encoder: without the positive in the denominator the weights of an
     anchor sum to one however well it is solved, and the loss goes on to push apart what the encoder has separated.
 
@@ -225,9 +223,6 @@ def recommended(
         mode: ``"bimodal"`` or ``"unimodal"``.
         directions, chunk_size, process_group, pairs, backend, multiply_tau: see
             :class:`~compopt.ContrastiveEstimator`.
-        keep_scores: keep a row of 48 bytes per sample in addition to the loss (:class:`~compopt.ScoreKeeper`), from
-            which :mod:`compopt.curation` finds wrong pairs; needs ``n``, and ``index`` in every call. No gradient
-            changes.
         momentum: require ``momentum_features=`` from a :class:`~compopt.MomentumEncoder` in every call; a call without
             them raises a ``ValueError``. The default ``decay`` of that encoder is meant for it. Not supported with
             ``directions="forward"``, where the encoder of the candidates would not be trained.
@@ -239,8 +234,8 @@ def recommended(
         The estimator. This function communicates nothing; for the calls see the class of the estimator.
 
     Raises:
-        ValueError: dim, n or batch_size < 1, an unknown mode, ``keep_scores`` without ``n``, ``momentum`` with
-            ``directions="forward"``, a policy of pairs that the estimator refuses.
+        ValueError: dim, n or batch_size < 1, an unknown mode, ``momentum`` with ``directions="forward"``, a policy of
+            pairs that the estimator refuses.
         TypeError: dim, n or batch_size is not an integer.
 
     Example:
@@ -255,20 +250,16 @@ def recommended(
     length = MOMENTUM_LENGTH if momentum else LENGTH
     length = length if n is None else max(1, min(length, checks.count("n", n) // 4))
     large = batch_size is not None and checks.count("batch_size", batch_size) >= LARGE
-    checks.flag("keep_scores", keep_scores)
     if momentum and directions == "forward":
         raise ValueError(
             'momentum=True with directions="forward" would train the encoder of z1 alone; leave directions out, or '
             "build compopt.MemoryEstimator if z1 and z2 come from one encoder"
         )
-    if keep_scores and n is None:
-        raise ValueError("keep_scores=True keeps a row per training sample: give their number, n=len(dataset)")
     options: Options = {
         "mode": mode,
         "directions": directions,
         "chunk_size": chunk_size,
         "process_group": process_group,
-        "scores": ScoreKeeper(n) if keep_scores and n is not None else None,
         "pairs": pairs,
         "backend": backend,
         "multiply_tau": multiply_tau,

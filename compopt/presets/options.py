@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from compopt.checks import Directions, Mode
-from compopt.curation import ScoreKeeper
 from compopt.estimator.options import PlacementOptions
 from compopt.pairs import PairPolicy
 from compopt.tiles.choice import Backend
@@ -16,7 +15,6 @@ class CommonOptions(PlacementOptions, total=False):
     directions: Directions
     normalize: bool
     chunk_size: int | None
-    scores: ScoreKeeper | None
     pairs: PairPolicy | None
     backend: Backend
 

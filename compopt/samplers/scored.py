@@ -38,7 +38,8 @@ class ScoredSampler(Sampler[int]):
     preferred.
 
     Args:
-        est: estimator with ``scores=ScoreKeeper(n)``, or with rows of ``reference="positive"`` (then with ``share``).
+        est: a :class:`~compopt.ScoreKeeper`, or an estimator with rows of ``reference="positive"`` (then with
+            ``share``).
         warm_up: epochs with all samples. After one epoch the share of wrong pairs cannot be estimated from the rows
             yet, and after many epochs a model has memorised wrong pairs (``benchmarks/results/curation.md``).
         share: share of the visited samples to omit, in [0, 1); ``None``: :func:`compopt.curation.wrong_share` at the
@@ -82,8 +83,9 @@ class ScoredSampler(Sampler[int]):
 
     Example:
         >>> import compopt
-        >>> est = compopt.recommended(16, n=100, keep_scores=True)
-        >>> sampler = compopt.samplers.ScoredSampler(est)
+        >>> est, keeper = compopt.recommended(16, n=100), compopt.ScoreKeeper(n=100)
+        >>> handle = keeper.attach(est)
+        >>> sampler = compopt.samplers.ScoredSampler(keeper)
         >>> len(list(sampler)), sampler.epoch
         (100, 1)
     """
@@ -122,11 +124,10 @@ class ScoredSampler(Sampler[int]):
 
     def _check_estimate(self) -> None:
         """Raise if the share could not be estimated at the end of the warm-up."""
-        keeper = getattr(self.est, "scores", None)
-        if keeper is None or not keeper.rank:
+        if not getattr(self.est, "rank", False):
             raise ValueError(
-                "share=None is estimated from ranks, which these rows do not hold: give share=, or build the estimator "
-                "with scores=compopt.ScoreKeeper(n)"
+                "share=None is estimated from ranks, which these rows do not hold: give share=, or pass a "
+                "compopt.ScoreKeeper(n)"
             )
         if not self.warm_up:
             raise ValueError("warm_up=0 leaves no epoch to estimate the share from: give share=, or warm_up >= 1")

@@ -1,4 +1,4 @@
-"""The minimal recipe with scores per pair: wrong pairs get smaller weights, and a picture shows the worst pairs.
+"""The minimal recipe with scores per pair: suspects are left out, and a picture shows the worst pairs.
 
 python -m recipes.by_feature.wrong_pairs --epochs 4 --wrong 0.2   # a fifth of the names is shuffled
 """
@@ -10,7 +10,7 @@ import compopt
 from recipes import glyphs, pictures
 from recipes.minimal import arguments, data_and_model, load, recall, save
 
-WARM_UP = 2  # epochs in which all pairs have the same weight
+WARM_UP = 2  # epochs with all pairs
 
 
 def names_of(limit):
@@ -33,23 +33,26 @@ def main(argv=None):
     train, held_out, model = data_and_model(args.limit)
     given = whose_text(len(train), args.wrong)
     train = TensorDataset(train.tensors[0], train.tensors[1][given])
-    loader = DataLoader(compopt.data.Indexed(train), args.batch_size, shuffle=True, drop_last=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    est = compopt.recommended(dim=128, n=len(train), batch_size=args.batch_size, keep_scores=True)
+    est = compopt.recommended(dim=128, n=len(train), batch_size=args.batch_size)
     est.attach(optimizer)  # rows are committed after each real optimizer.step()
-    parts = {"model": model, "optimizer": optimizer}
+    keeper = compopt.ScoreKeeper(n=len(train))
+    keeper.attach(est)  # records the scores of each call
+    sampler = compopt.samplers.ScoredSampler(keeper, WARM_UP)
+    loader = DataLoader(compopt.data.Indexed(train), args.batch_size, sampler=sampler, drop_last=True)
+    parts = {"model": model, "optimizer": optimizer, "keeper": keeper, "sampler": sampler}
     first = load(args.folder, est, parts) if args.resume else 0
     for epoch in range(first, args.epochs):
         torch.manual_seed(epoch)  # the order of an epoch is the same after a resume
-        weights = est.weights("robust") if epoch >= WARM_UP else torch.ones(len(train))
+        sampler.set_epoch(epoch)
         for images, tokens, index in loader:
-            loss = est(*model.train()(images, tokens), index, sample_weight=weights[index])
+            loss = est(*model.train()(images, tokens), index)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         save(args.folder, epoch + 1, est, parts)
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}, recall {100 * recall(model, held_out):.1f} %")
-    found = compopt.curation.scores(est)
+    found = compopt.curation.scores(keeper)
     compopt.curation.export(found, args.folder / "scores.csv")
     names = names_of(args.limit)
     texts = [names[place] for place in given.tolist()]

@@ -53,7 +53,6 @@ class Reference:
         extra_index=None,
         guide=None,
         within=None,
-        sample_weight=None,
     ):
         """Return (loss, g1, g2) as float64 tensors, and the gradient of extra if given; deposit proposals when train.
 
@@ -76,16 +75,13 @@ class Reference:
         self.features, self.keys, self.encode = z, (index, index2, labels), encode
         alphas, proposals = self.normalizer.alphas(self, found, taus, rows)
 
-        shares = [1.0] * len(found)  # of the samples in the mean
-        if sample_weight is not None:
-            shares = [float(sample_weight[a.position] * len(index) / sum(sample_weight)) for a in found]
         surrogate, value, gradients, self.weights = 0.0, 0.0, {}, []
         sampled = self.normalizer.weights(self, found) if hasattr(self.normalizer, "weights") else None
         for number, (a, tau, rho, alpha) in enumerate(zip(found, taus, rhos, alphas, strict=True)):
             shared = hasattr(self.normalizer, "weight_alpha")  # with candidates outside the batch
             log_norm = self.normalizer.weight_alpha(number) if shared else alpha
             w = [math.exp(h / tau + b - log_norm) / len(a.h) for h, b in zip(a.h, a.log_weights, strict=True)]
-            scale = shares[number] * (1.0 if self.multiply_tau else 1.0 / tau)
+            scale = 1.0 if self.multiply_tau else 1.0 / tau
             if sampled is not None:
                 batch_weights = w
                 w, beyond = sampled[number]
@@ -97,7 +93,7 @@ class Reference:
                 surrogate = surrogate - scale * a.positive * (1 - sum(w))
             for w_ij, s_ij in zip(w, a.negatives, strict=True):
                 surrogate = surrogate + scale * w_ij * (s_ij - a.positive)
-            value += shares[number] * (tau * (alpha + rho) if self.multiply_tau else alpha)
+            value += tau * (alpha + rho) if self.multiply_tau else alpha
             if sampled is not None and not (sum(w) or beyond):
                 w = batch_weights  # a temperature without a visit learns from the batch
             linear = [w_ij * h_ij for w_ij, h_ij in zip(w, a.h, strict=True)]
@@ -106,16 +102,15 @@ class Reference:
             if sampled is not None:
                 linear += [share * (self.encoded_score(a, sample) - a.positive.item()) for share, sample in beyond]
                 linear += [(sum(w) - pull) * a.positive.item()] if hasattr(self.normalizer, "pull") else []
-            of_tau = shares[number] * self.temperature_gradient(a, w, sum(linear), tau, alpha, rho)
+            of_tau = self.temperature_gradient(a, w, sum(linear), tau, alpha, rho)
             gradients[(a.direction, a.position)] = of_tau
             self.weights.append(w)
         if hasattr(self.normalizer, "surrogate"):
-            slopes = [share * tau if self.multiply_tau else share for share, tau in zip(shares, taus, strict=True)]
+            slopes = list(taus) if self.multiply_tau else [1.0] * len(found)
             surrogate = surrogate + self.normalizer.surrogate(self, found, taus, slopes)
         total = len(found)
         self.alphas, self.taus = alphas, taus
-        of_rho = sum(share * rho for share, rho in zip(shares, rhos, strict=True))
-        self.tau_grad = (sum(gradients.values()) - (of_rho if self.multiply_tau else 0.0)) / total
+        self.tau_grad = (sum(gradients.values()) - (sum(rhos) if self.multiply_tau else 0.0)) / total
         (surrogate / total).backward()
         of_leaves = [torch.zeros_like(z) if z.grad is None else z.grad for z in leaves]
         if train:
