@@ -198,24 +198,6 @@ def _check_matrices(name: str, given: Any, sizes: list[int], wanted: str, width:
 
 
 
-def _check_per_sample(name: str, value: Any, batch: int, dtype: torch.dtype) -> Tensor:
-    """Return one floating-point number per sample, ``(B,)``, detached and in ``dtype``."""
-    _check_floats(name, value, " (B,)")
-    if value.shape != (batch,):
-        raise ValueError(f"{name} must have shape ({batch},), one for each sample, got {tuple(value.shape)}")
-    return value.detach().to(dtype)
-
-
-def _valid(value: Tensor, valid: Tensor, message: str) -> Tensor:
-    """Refuse invalid entries on the CPU; replace them by NaN on a device."""
-    if value.device.type != "cpu":
-        return value.where(valid, torch.nan)
-    wrong = value[~valid]
-    if len(wrong):
-        raise ValueError(message.format(f"{wrong[0].item():.6g}"))
-    return value
-
-
 def _check_floats(name: str, z: Any, shape: str = "") -> None:
     """Refuse values that are not a dense floating-point tensor with values and at least one column."""
     if not isinstance(z, Tensor) or z.dtype not in _FLOATS:
