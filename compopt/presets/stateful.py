@@ -291,8 +291,7 @@ class NeuCLIPEstimator(ContrastiveEstimator):
             defaults are those of Table 4.
         eps, optimizer, seed: further options of the network, see :class:`~compopt.NeuralNormalizer`.
         through_alpha: option of the network. ``True`` is Algorithm 1, line 11; compared with ``False`` it was equal or
-            better at batch 64 and better at 8 and 16 (``benchmarks/results/neuclip.md``, ``glyphs.jsonl``). Checkpoints
-            with the default of version 0.2.0 need ``False``.
+            better at batch 64 and better at 8 and 16 (``benchmarks/results/neuclip.md``).
         rho: radius of the KL constraint of a learned temperature; must stay below ``log |N_i|``. Table 3 uses 6.5 for
             CC3M and up to 11, see :func:`compopt.presets.settings`.
         tau_lr: step size of a learned temperature (Adam). Table 3 uses 1.25e-4 for CC3M, 3.9e-5 to 6.25e-5 for others.
