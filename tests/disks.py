@@ -39,24 +39,6 @@ def mounted(path: Path, size: int, *options: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", path], check=True)
 
 
-@contextlib.contextmanager
-def mounted_in_memory(path: Path, size: int) -> Iterator[Path]:
-    """Mount a tmpfs of ``size`` bytes.
-
-    Raises:
-        CannotMount: file systems cannot be mounted here.
-    """
-    path.mkdir()
-    try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise CannotMount(f"may not mount a file system: {error}") from error
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "--lazy", path], check=True)
-
-
 def fill(path: Path, left: int = 0) -> Path:
     """Fill a file system up to ``left`` bytes; a repeated call also takes the space that was freed since.
 

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import normalize
 
 import compopt
-from tests.training import DIM, WINDOW, Encoders, N, micro_batches, weights
+from tests.training import DIM, N
 
 POOL, TAU, RHO = 20, 0.5, 0.3
 WORDS = normalize(torch.randn(POOL, DIM, generator=torch.Generator().manual_seed(7), dtype=torch.float64), dim=1)
@@ -62,28 +62,3 @@ def state(obj):
     (extra,) = found["extra"].values()
     entries = {**found["rows"], **extra, "t": torch.tensor(found["t"])}
     return torch.cat([entries[name].cpu().double().flatten() for name in sorted(entries)])
-
-
-def reference(kind, count, skipped=(), dtype=torch.float64):
-    """Train in one process with windows and AdamW; skipped windows change nothing. -> (weights, state) after each."""
-    model, obj = Encoders(dtype), KINDS[kind](dtype=dtype)
-    optimizer = torch.optim.AdamW(model.groups(), lr=1e-2)
-    trace, data = [], micro_batches(count, dtype=dtype)
-    for update, start in enumerate(range(0, count, WINDOW)):
-        for x1, x2, index in data[start : start + WINDOW]:
-            (loss(obj, *model(x1, x2), index) / WINDOW).backward()
-        if update in skipped:
-            obj.discard()
-        else:
-            optimizer.step()
-            obj.step()
-        optimizer.zero_grad()
-        trace.append((weights(model), state(obj)))
-    return trace
-
-
-def assert_alike(found, expected, tolerance):
-    """Assert that two traces are close."""
-    for one, other in zip(found, expected, strict=True):
-        for a, b in zip(one, other, strict=True):
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)

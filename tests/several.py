@@ -2,7 +2,7 @@
 
     python -m torch.distributed.run ... -m tests.several recipes.clip_trainer '[["--epochs", "1"], ...]'
 
-tests/test_elastic.py and tests/open_clip/test_clip_nodes.py resume in new processes.
+tests/open_clip/test_clip_nodes.py resumes in new processes.
 """
 
 import importlib

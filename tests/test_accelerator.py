@@ -105,18 +105,6 @@ def test_features_that_are_not_finite_are_warned_of_later():
         train(est, DEVICE, range(1))
 
 
-def test_a_count_is_read_after_its_copy_to_the_host():
-    """Read a count only after its copy to the host has finished; before that the pretend device holds -1 there."""
-    checks, told = AsyncChecks(), []
-    checks.watch(torch.ones((), dtype=torch.int64, device=DEVICE), told.append)
-    checks.poll()
-    assert told in ([], [1])
-    synchronize()
-    checks.poll()
-    checks.poll()
-    assert told == [1]
-
-
 def test_repeats_on_the_device_have_the_same_bits_every_time():
     def run():
         est = compopt.SogCLREstimator(N)
@@ -159,8 +147,6 @@ def test_a_policy_whose_arguments_are_on_the_host(name):
     with quiet():
         found += [one_step(there, *each, **given) for each in batches]
     same(found, expected)
-
-
 
 
 @pytest.mark.parametrize(("kind", "offload"), four.PLACES)

@@ -178,15 +178,6 @@ def test_a_checkpoint_beside_training(offload, tmp_path):
     assert not torch.equal(est.read(torch.arange(N))["count"].cpu(), loaded.read(torch.arange(N))["count"])
 
 
-def test_rows_that_are_being_saved_move_to_the_device(tmp_path):
-    est, loaded = compopt.SogCLREstimator(N), compopt.SogCLREstimator(N)
-    train(est, "cpu", range(3))
-    handle = compopt.save(est, tmp_path, blocking=False)
-    assert est.to(DEVICE).device == DEVICE
-    compopt.load(loaded, handle.wait(30))
-    same_rows(loaded, est)
-
-
 def test_rows_on_the_device_grow_and_are_copied():
     on_cpu, there = (compopt.SogCLREstimator(N - 50) for _ in range(2))
     for est, device in ((on_cpu, "cpu"), (there, DEVICE)):
@@ -196,23 +187,3 @@ def test_rows_on_the_device_grow_and_are_copied():
     expected = train(on_cpu, "cpu", range(2, 4))
     same(train(twin, DEVICE, range(2, 4)), expected)
     same(train(there, DEVICE, range(2, 4)), expected)
-
-
-def test_half_precision():
-    z1, z2, index = batch(0, DEVICE)
-    est = compopt.SogCLREstimator(N)
-    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        weight = torch.eye(D, device=DEVICE)
-        loss = est(z1 @ weight, z2 @ weight, index)
-    loss.backward()
-    expected = compopt.SogCLREstimator(N)(*(z.detach().bfloat16() for z in (z1, z2)), index)
-    torch.testing.assert_close(loss.detach().cpu(), expected.detach().cpu(), rtol=1e-3, atol=1e-4)
-    assert z1.grad.dtype == torch.float32
-
-
-def test_diagnostics_on_the_device():
-    z1, z2, _ = batch(0)
-    z1, z2 = z1.detach(), z2.detach()
-    expected = compopt.diagnostics.log_normalizers(z1, z2, 0.1)
-    found = compopt.diagnostics.log_normalizers(z1.to(DEVICE), z2.to(DEVICE), 0.1)
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)

@@ -20,26 +20,6 @@ def test_one_tensor_for_both_sides(mode):
     near(shared.grad, g1 + g2, 1e-13)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_memory_layout_does_not_matter(mode, dtype):
-    """Loss and gradients are the same for columns of a wider matrix, a transposed matrix, and a row stride."""
-    z1, z2, index = batches(N, 1, seed=2, dtype=dtype)[0]
-    want = run(make(BY_NAME["sogclr"], mode, N, dtype=torch.float32)[0], z1, z2, index)
-    wide = torch.zeros(6, 11, dtype=dtype)
-    wide[:, 2:6] = z1
-    turned = z2.T.contiguous()
-    wide.requires_grad_()
-    turned.requires_grad_()
-    loss = make(BY_NAME["sogclr"], mode, N, dtype=torch.float32)[0](wide[:, 2:6], turned.T, index)
-    loss.backward()
-    rtol = 2**-8 if dtype == torch.bfloat16 else 1e-6
-    near(loss, want[0], 1e-6)
-    near(wide.grad[:, 2:6], want[1], rtol)
-    near(turned.grad.T, want[2], rtol)
-    assert not wide.grad[:, 6:].any()
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
 def test_an_index_view_or_smaller_dtype(dtype):
     """A strided index of any integer dtype is accepted, and is neither changed nor kept by reference."""

@@ -1,8 +1,6 @@
 """save(blocking=False): a checkpoint written during training has the state at the call; training is unaffected."""
 
-import copy
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -141,19 +139,6 @@ def test_what_is_committed_meanwhile_is_not_in_it(stop, after, options, tmp_path
     loads(compopt.save(est, tmp_path / "c"), shown(twin, N))
 
 
-@pytest.mark.parametrize("options", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_without_holding_anything(options, tmp_path, switch_often):
-    est = sogclr(**placed(options, tmp_path / "rows"))
-    for number in range(4):
-        fill(est, seed=number)
-        expected = shown(est, N)
-        handle = compopt.save(est, tmp_path / "c", blocking=False)
-        seed = 0
-        while not handle.done:
-            visit(est, range(seed % 100, N, 7), seed=(seed := seed + 1))
-        loads(handle.wait(), expected)
-
-
 def test_state_that_is_not_rows(tmp_path):
     def build():
         options = {"prototypes": 8, "learn_tau": "individual", "dtype": torch.float64}
@@ -233,44 +218,6 @@ def test_what_replaces_the_rows_waits(name, offload, tmp_path):
     loads(handle.wait(0), expected)
     visit(est, range(30), seed=4)
     loads(compopt.save(est, tmp_path / "c"), shown(est, est.n))
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda est: pickle.loads(pickle.dumps(est))])
-def test_a_copy_is_of_no_save(duplicate, tmp_path):
-    est = sogclr(offload="cpu")
-    fill(est)
-    expected = shown(est, N)
-    with Reading(2) as gate:
-        handle = compopt.save(est, tmp_path / "c", blocking=False)
-        assert gate.reached.wait(WAIT)
-        other = duplicate(est)
-        fill(other, seed=30)
-        compopt.save(other, tmp_path / "other")  # does not wait
-        assert not handle.done
-        gate.go.set()
-        loads(handle.wait(WAIT), expected)
-    assert_same_bits(expected, shown(est, N))
-
-
-def test_the_thread_of_another_process(tmp_path):
-    est = sogclr()
-    fill(est)
-    with Reading(2) as gate:
-        handle = compopt.save(est, tmp_path, blocking=False)
-        assert gate.reached.wait(WAIT)
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                visit(est, range(20))
-                assert handle.done
-                with pytest.raises(RuntimeError, match="fork"):
-                    handle.wait()
-                status = 0
-            finally:
-                os._exit(status)
-        assert os.waitpid(pid, 0)[1] == 0
-    handle.wait(WAIT)
 
 
 def test_arguments_and_handle(tmp_path, monkeypatch):
@@ -373,30 +320,9 @@ def test_errors_of_the_disk_arrive(k, told, failing, tmp_path):
     loads(after, shown(est, N))
 
 
-def test_memory_that_cannot_be_had_ends_the_save_and_not_the_training(tmp_path):
-    est, twin = sogclr(), sogclr()
-    for one in (est, twin):
-        fill(one)
-    with Reading(2) as gate:
-        handle = compopt.save(est, tmp_path, blocking=False)
-        assert gate.reached.wait(WAIT)
-
-        def no_room(*_):
-            raise MemoryError("no room")
-
-        gate.original = no_room
-        for one in (est, twin):
-            fill(one, seed=5)
-        gate.go.set()
-        with pytest.raises(MemoryError, match="no room"):
-            handle.wait(WAIT)
-    assert_same_bits(shown(twin, N), shown(est, N))
-    assert not handle.path.exists()
-
-
 # -- ranks -------------------------------------------------------------------------------------------------------
 
-LAYOUTS = {"whole": {}, "shard": {"shard": True}, "disk": {"offload": "disk"}}
+LAYOUTS = {"shard": {"shard": True}, "disk": {"offload": "disk"}}
 
 
 def on_ranks(group, directory, options):
@@ -483,22 +409,7 @@ def test_a_rank_that_fails(failing, tmp_path):
         loads(after, state)
 
 
-def different(group, directory):
-    est = sogclr(process_group=group)
-    rank = torch.distributed.get_rank(group)
-    try:
-        compopt.save(est, directory, blocking=rank == 0)
-    except ValueError as error:
-        return str(error), os.listdir(directory) if os.path.exists(directory) else []
-    return "saved", []
-
-
-@pytest.mark.distributed
-def test_ranks_that_want_different_things(tmp_path):
-    for message, left in the_pool().run(different, 2, str(tmp_path / "c")):
-        assert "by rank: [True, False]" in message and not left
-
-
+@pytest.mark.covering()
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.parametrize(
     "name, stop, after, left",

@@ -162,15 +162,6 @@ def test_loading_copies(name):
     assert train(est, more) == train(other, more)
 
 
-def test_rows_that_require_grad_are_only_values():
-    est, other = kept("emc2"), KEEPERS["emc2"]()
-    state = est.state_dict()
-    state["rows"]["score"].requires_grad_()
-    other.load_state_dict(state)
-    assert not other.read(torch.arange(N))["score"].requires_grad
-    assert_same_bits(snapshot(est, N), snapshot(other, N))
-
-
 # invalid entries -------------------------------------------------------------------------------------
 
 

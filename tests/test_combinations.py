@@ -3,14 +3,12 @@
 import inspect
 import math
 from dataclasses import dataclass, fields
-from typing import get_args
 
 import pytest
 import torch
 
 import compopt
 from compopt import PairPolicy
-from compopt.temperatures.dual import Mode
 from tests.database import BY_NAME
 from tests.helpers import features, generator, make, near
 from tests.reference import PolicyReference
@@ -244,7 +242,7 @@ def follow_option(name, kind, option):
     return None
 
 
-@pytest.mark.covering(all=True)
+@pytest.mark.covering()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NORMALIZERS)
 def test_every_normalizer_with_every_option(name, kind):
@@ -256,53 +254,3 @@ def test_every_normalizer_with_every_option(name, kind):
 def test_every_normalizer_is_here():
     exported = {cls for cls in vars(compopt).values() if inspect.isclass(cls) and issubclass(cls, compopt.Normalizer)}
     assert exported - {compopt.Normalizer} == {type(build()) for build in NORMALIZERS.values()}
-
-
-DUAL = {"rho": 0.0, "lr": 0.0, "tau_init": TAU, "tau_min": 0.1, "tau_max": 1.0, "max_grad": 1e9, "beta": 1.0}
-TEMPERATURES = {
-    "individual": lambda: compopt.TemperatureDual(BATCH, **DUAL),
-    "global": lambda: compopt.TemperatureDual(None, **DUAL, mode="global"),
-    "learned": lambda: compopt.FixedTemperature(TAU, learn=True, dtype=torch.float64),
-    "tensor": lambda: compopt.FixedTemperature(torch.tensor(TAU, dtype=torch.float64, requires_grad=True)),
-}
-
-
-def mean_gradient(est, kind):
-    """Return the derivative of the last call's objective with respect to a temperature that all anchors share."""
-    if kind == "individual":
-        return est.read(torch.arange(BATCH))["tau_exp_avg"].mean()
-    if kind == "global":
-        return est.state_dict()["extra"]["temperature"]["exp_avg"]
-    if kind == "learned":
-        return est.temperature.log_inverse.grad / -TAU
-    return est.temperature.tensor.grad
-
-
-@pytest.mark.filterwarnings("ignore:the gradient of a learned temperature")
-@pytest.mark.covering(all=True)
-@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
-@pytest.mark.parametrize("name", NORMALIZERS)
-def test_every_normalizer_with_every_temperature(name, mode):
-    """All kinds follow the gradient of individual temperatures, which test_agreement compares with references."""
-    found = {}
-    for kind, temperature in TEMPERATURES.items():
-        if name == "sigmoid" and kind in ("individual", "global"):
-            with pytest.raises(ValueError, match="a sigmoid per pair has none"):
-                compopt.ContrastiveEstimator(NORMALIZERS[name](), temperature(), mode)
-            continue
-        est = compopt.ContrastiveEstimator(NORMALIZERS[name](), temperature(), mode, dtype=torch.float64)
-        found[kind] = []
-        for seed in (84, 85):
-            for leaf in (getattr(est.temperature, name, None) for name in ("log_inverse", "tensor")):
-                if leaf is not None:
-                    leaf.grad = None
-            est(*(z.requires_grad_() for z in features(BATCH, DIM, seed)), torch.arange(BATCH)).backward()
-            est.step()
-            found[kind].append(float(mean_gradient(est, kind)))
-    assert all(gradient == pytest.approx(found["tensor"], rel=1e-9) for gradient in found.values()), found
-
-
-def test_every_temperature_is_here():
-    exported = {cls for cls in vars(compopt).values() if inspect.isclass(cls) and issubclass(cls, compopt.Temperature)}
-    assert exported - {compopt.Temperature} == {type(build()) for build in TEMPERATURES.values()}
-    assert set(get_args(Mode)) == {"individual", "global"}

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import compopt
-from tests import four
 from tests.training import Encoders, N, micro_batches, rows, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("error:Dynamo does not know")]
@@ -92,13 +91,6 @@ def test_the_same_results_without_recompilation(kind, place, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_whole_step(backend):
-    expected = train("iSogCLR", "around", lambda function: function, whole=True)
-    found = train("iSogCLR", "around", compiled(backend), whole=True)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_gradient_cache(backend):
     """Test ``feature_gradients`` in a compiled function."""
     results = []
@@ -112,22 +104,3 @@ def test_the_gradient_cache(backend):
             est.step()
         results.append(found)
     torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("kind", four.KINDS)
-def test_an_object_alone(kind):
-    """In a compiled loss the operations stay outside the graph, and reads return committed values."""
-    results = []
-    for make in (lambda function: function, compiled("aot_eager")):
-        model, obj = Encoders(), four.KINDS[kind](dtype=torch.float64)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        obj.attach(optimizer)
-        loss_of = make(lambda x1, x2, index, model=model, obj=obj: four.loss(obj, *model(x1, x2), index))
-        for number, batch in enumerate(micro_batches(STEPS)):
-            with torch._dynamo.config.patch(error_on_recompile=number >= WARM):
-                loss_of(*batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append((weights(model), four.state(obj)))
-        assert obj.t == STEPS
-    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)

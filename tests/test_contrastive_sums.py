@@ -1,6 +1,5 @@
 """functional.contrastive_sums: autocast, modified or invalid features, memory, precision settings of PyTorch."""
 
-import weakref
 from importlib.util import find_spec
 
 import pytest
@@ -9,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compopt import functional
-from compopt.tiles import choice, sweep
+from compopt.tiles import choice
 from tests.helpers import near
 
 B, D, TAU = 9, 4, 0.05
@@ -42,6 +41,7 @@ def test_a_second_derivative_is_refused_whatever_the_first_is_of():
         torch.autograd.grad(functional.contrastive_sums(z1, z2, TAU).sum(), z1, create_graph=True)
 
 
+@pytest.mark.launch
 def test_a_compiled_graph_is_whole_and_has_the_same_bits():
     found = []
     compiled = torch.compile(functional.contrastive_sums, fullgraph=True, backend="aot_eager")
@@ -104,23 +104,6 @@ def test_no_matrix_of_all_pairs_is_made():
     with Largest() as largest:
         functional.contrastive_sums(z1, z2, TAU).sum().backward()
     assert largest.entries <= 2048**2 // 2
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_sums_of_a_wave_are_merged_before_the_next_but_one(backend, monkeypatch):
-    """Otherwise the parts of all waves, one per tile and anchor, would take the memory of a full matrix."""
-    one_wave, parts, alive = getattr(sweep, f"{backend}_sums"), [], []
-
-    def spy(o):
-        alive.append(sum(part() is not None for part in parts))
-        found = one_wave(o)
-        parts.extend(weakref.ref(side.total) for side in found)
-        return found
-
-    monkeypatch.setattr(sweep, f"{backend}_sums", spy)
-    z1, z2 = features()
-    functional.contrastive_sums(z1, z2, TAU, backend=backend, wave=1)
-    assert len(alive) == B and max(alive) <= 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
 import threading
-from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import compopt
-from compopt.distributed import collectives
 from compopt.samplers import OrderedBatchSampler
 from tests.helpers import features, generator
-from tests.pool import free_port, the_pool
+from tests.pool import the_pool
 
 pytestmark = pytest.mark.distributed
 N, OWN = 40, 4
@@ -110,22 +104,6 @@ def test_keys_that_one_rank_alone_passes_are_named():
         assert said.endswith("got by rank [['index', 'labels'], ['index']]")
 
 
-def prefetch_on_one_rank(group):
-    """Prefetch on rank 1, the only one that offloads its shard, while rank 0 calls; then call on both."""
-    alone = dist.get_rank(group) == 1
-    est = build(group, shard=True, offload="cpu" if alone else None)
-    est.prefetch(torch.arange(OWN)) if not alone else None  # without offloading there is nothing to prefetch
-    said = outcome(lambda: est.prefetch(torch.arange(OWN)) if alone else call(est))
-    call(est)
-    return said, est.t
-
-
-def test_shards_that_are_offloaded_on_one_rank_alone():
-    for said, t in the_pool().run(prefetch_on_one_rank, 2):
-        assert "rank 0 is in the estimator's call while rank 1 is in prefetch() of shards" in said
-        assert 'offload="cpu" or "disk", which all ranks of shards must have alike' in said and t == 1
-
-
 def a_mistake_beside(group, folder):
     """Return the error of this rank: rank 0 calls with a bad index while the others save."""
     est = build(group)
@@ -139,22 +117,6 @@ def test_a_rank_s_own_mistake_comes_first(tmp_path):
     mine, others = the_pool().run(a_mistake_beside, 2, tmp_path)
     assert mine.startswith(f"IndexError: index {N + OWN - 1} is outside")
     assert others.startswith("RuntimeError: rank 0 is in the estimator's call while rank 1 is in compopt.save()")
-
-
-def openings(group):
-    """Return the number of control messages of each call, for batches of different sizes."""
-    est, counts = build(group), []
-    est._engine.ranks._control.length = 64  # as in a new process; other functions have used this group
-    for own in (4, 4, 16, 16, 4):
-        with mock.patch.object(collectives, "tell", wraps=collectives.tell) as told:
-            call(est, own, own)
-        counts.append(told.call_count)
-    return counts
-
-
-def test_a_call_has_one_control_message():
-    for counts in the_pool().run(openings, 2):
-        assert counts == [1, 1, 2, 1, 1]  # 16 samples do not fit into the first message
 
 
 # -- threads ---------------------------------------------------------------------------------------------------
@@ -193,69 +155,3 @@ def test_what_communicates_is_refused_beside_the_thread_that_calls(tmp_path):
 
 
 # -- missing ranks ---------------------------------------------------------------------------------------------
-
-SHORT = 2.0
-
-
-def _lose(rank, port, folder, pipe):
-    """Leave rank 1 alone in several operations, each over its own group."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    found = {}
-
-    def attempt(name, action, **options):
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=SHORT))
-        est = build(group, **options)
-        call(est)
-        dist.barrier()
-        if rank == 1:
-            try:
-                action(est)
-            except RuntimeError as error:
-                found[name] = str(error), str(error.__cause__)
-        dist.barrier()  # rank 0 waits here in the default group
-
-    attempt("call", lambda est: call(est, 1))
-    attempt("save", lambda est: compopt.save(est, folder))
-    attempt("read", lambda est: est.read(torch.arange(2)), shard=True)
-    attempt("features", alone_after_the_opening)
-    if rank == 0:
-        os._exit(3)
-    found["end"] = outcome(lambda: call(build(None)))
-    pipe.send(found)
-
-
-def alone_after_the_opening(est):
-    """Gather features without rank 0: collectives on the device fail like the control messages before them."""
-    est._engine.ranks.gather([torch.zeros(2, 3)], [2, 2])
-
-
-@pytest.mark.slow
-def test_a_rank_that_waits_says_for_whom_and_in_what(tmp_path):
-    here, there = mp.get_context("spawn").Pipe()
-    port = free_port()
-    processes = [
-        mp.get_context("spawn").Process(target=_lose, args=(rank, port, tmp_path, there), daemon=True)
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        assert here.poll(120), "the rank that was left alone hangs"
-        found = here.recv()
-    finally:
-        for process in processes:
-            process.kill()
-    waited = r"rank 1 waited {} s in {} for rank 0, which did not arrive: did it fail, or run out of data\?"
-    for name, what in {
-        "call": r"the estimator's call \(commit 1\)",
-        "save": r"compopt\.save\(\) \(commit 1\)",
-        "read": r"read\(\) \(commit 1\)",
-        "features": r"the estimator's call \(commit 0\)",
-    }.items():
-        said, cause = found[name]
-        assert re.match(waited.format(r"\d", what), said), said
-        assert "imed out" in cause
-    assert "RuntimeError: rank 1 lost the connection to rank 0 in the estimator's call (commit 0)" in found["end"]
-    assert "did it fail, or end?" in found["end"]

@@ -15,7 +15,6 @@ from tests.database import BY_NAME, DATABASE, MODES
 from tests.helpers import assert_same_bits, batches, features, make, run, snapshot
 from tests.pool import the_pool
 from tests.samplers import both
-from tests.test_shard_batches import batches_of, rows
 from tests.training import micro_batches
 
 N = 23
@@ -96,39 +95,6 @@ def test_objects_alone(kind, context):
         found = trained()
     for obj in found:
         assert torch.equal(four.state(obj), four.state(usual))
-
-
-@elsewhere
-@pytest.mark.parametrize("replacement", [False, True])
-def test_batches_of_shards(context, replacement):
-    def epoch():
-        return [rows(batch) for batch in batches_of(replacement=replacement)]
-
-    usual = epoch()
-    with context():
-        assert epoch() == usual
-
-
-@elsewhere
-def test_curation(context):
-    z1, z2 = features(50, 5, 0, dtype=torch.float32)
-
-    def curated():
-        est, keeper = compopt.DCLEstimator(), compopt.ScoreKeeper(50)
-        keeper.attach(est)
-        for _ in range(2):
-            est(z1, z2, torch.arange(50, device="cpu"))
-            est.step()
-        before = compopt.curation.scores(keeper)
-        sampler = compopt.samplers.ScoredSampler(keeper, warm_up=1, drawn=0.5, reference=before)
-        found = compopt.curation.scores(keeper, since=before)
-        epochs = torch.tensor([*sampler, *sampler], device="cpu")
-        return {**found.columns(), "epochs": epochs}
-
-    usual = curated()
-    with context():
-        found = curated()
-    assert_same_bits(usual, found)
 
 
 @elsewhere

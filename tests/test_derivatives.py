@@ -74,15 +74,6 @@ def test_a_compositional_loss_refuses_too():
         torch.autograd.grad(loss, g, create_graph=True)
 
 
-def test_a_penalty_on_another_function_goes_beside_the_loss():
-    """create_graph is allowed for another function of the same features."""
-    z1, z2, index = batch()
-    want = run(compopt.SogCLREstimator(N, tau=0.1), z1, z2, index)[1]
-    (slope,) = torch.autograd.grad(z1.pow(3).sum(), z1, create_graph=True)
-    (compopt.SogCLREstimator(N, tau=0.1)(z1, z2, index) + slope.sum()).backward()
-    near(z1.grad, want + 6 * z1.detach(), 1e-12)
-
-
 def test_the_lower_bound_of_a_learned_temperature_can_be_differentiated_twice():
     x = torch.tensor([0.5, 0.05], dtype=torch.float64, requires_grad=True)
     (first,) = torch.autograd.grad((lower_bound(x, 0.1) ** 3).sum(), x, create_graph=True)
@@ -166,22 +157,6 @@ def test_tangents_are_refused(grad):
             compopt.compositional_loss(dual(g), own, u, torch.log)
         assert u.pending == 0
         est(z1, z2, index)  # a call without tangents is allowed
-
-
-def test_tangents_of_encoded_samples_are_refused():
-    est, (z1, z2, index) = chains_outside()
-    bank = features(N, 4, seed=3)
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=f"what encode returned {TANGENT}"):
-        est(z1, z2, index, encode=lambda missing: tuple(dual(z[missing]) for z in bank))
-    assert est.pending == 0
-
-
-def test_forward_mode_jacobian_is_refused():
-    z1, z2, index = batch()
-    with pytest.raises(RuntimeError, match=TANGENT):
-        functional.jacobian(
-            lambda z: compopt.InfoNCEEstimator(tau=0.2)(z, z2, index), z1, strategy="forward-mode", vectorize=True
-        )
 
 
 # supported derivatives --------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import compopt
 from compopt import diagnostics
 from tests.database import DATABASE, MODES
 from tests.helpers import features, make, near, run
@@ -33,28 +32,3 @@ def test_gamma_1_and_the_whole_data_set(info, mode, tau):
         near(theirs[0], want[0], what="diagnostics g1")
         near(theirs[1], want[1], what="diagnostics g2")
         near(diagnostics.global_loss(z1, z2, tau, mode=mode, **views), loss, what="diagnostics loss")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("reference", ["none", "positive"])
-def test_small_batches_converge_to_the_global_gradient(mode, reference):
-    """For fixed features the mean of the batch gradients converges to the global one, closer than for InfoNCE."""
-    n, batch, tau = 24, 6, 0.2
-    z1, z2 = features(n, 8, seed=4, spread=0.5)
-    want = torch.cat(dense_global_gradient(z1, z2, tau, mode))
-    g = torch.Generator().manual_seed(0)
-    sogclr = compopt.SogCLREstimator(n, gamma=0.1, tau=tau, reference=reference, mode=mode, dtype=torch.float64)
-    infonce = compopt.InfoNCEEstimator(tau=tau, include_positive=False, mode=mode, dtype=torch.float64)
-    mean = {sogclr: torch.zeros_like(want), infonce: torch.zeros_like(want)}
-    for epoch in range(200):
-        for index in torch.randperm(n, generator=g).split(batch):
-            for est in mean:
-                _, g1, g2 = run(est, z1[index], z2[index], index)
-                est.step()
-                if epoch >= 60:
-                    mean[est][index] += g1
-                    mean[est][n + index] += g2
-    error = {est: 1 - torch.cosine_similarity(m.flatten(), want.flatten(), dim=0) for est, m in mean.items()}
-    assert error[sogclr] < 0.5 * error[infonce], (error[sogclr], error[infonce])
-    assert error[sogclr] < 0.01

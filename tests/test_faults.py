@@ -1,7 +1,6 @@
 """A few kills by the harness in benchmarks/faults.py; the full run is a benchmark."""
 
 import os
-import sys
 
 import pytest
 
@@ -27,14 +26,3 @@ def test_killed_ranks_recover(blocking, tmp_path):
     setting = faults.Setting(offload="disk", n=20_000, steps=8, blocking=blocking, ranks=2, shard=True)
     outcome = faults.torture(setting, kills=2, seed=2, root=tmp_path)
     assert outcome.kills >= 2 and outcome.ends >= 1
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_the_harness_notices_a_wrong_state(tmp_path, monkeypatch):
-    setting = faults.Setting(n=1000, steps=3)
-    faults.train(setting, tmp_path)
-    outcome = faults.Outcome()
-    digest = faults.Training(setting, tmp_path / "other").digest()
-    with pytest.raises(AssertionError, match="not the state"):
-        faults.check_recovery(setting, tmp_path, dict.fromkeys(range(4), digest), outcome)
-    sys.stdout.flush()

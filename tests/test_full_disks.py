@@ -3,10 +3,8 @@
 import contextlib
 import errno
 import os
-import re
 import shutil
 import signal
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import torch
 import compopt
 from compopt.checkpoint import manifest
 from compopt.stores import DiskStore
-from tests.disks import CannotMount, fill, full_after, mounted, mounted_in_memory
+from tests.disks import CannotMount, fill, full_after, mounted
 from tests.helpers import assert_same_bits, features
 from tests.helpers import snapshot as shown
 from tests.launching import run_code
@@ -92,88 +90,6 @@ def test_a_run_learns_that_its_disk_is_full_and_goes_on_from_a_checkpoint(tmp_pa
     again = on_disk(tmp_path / "rows")
     compopt.load(again, saved)
     assert_same_bits(shown(again, N), state)
-
-
-PAGES = """
-import sys, torch
-from compopt.stores import DiskStore
-n, words, count, apart = map(int, sys.argv[2:])
-store = DiskStore(sys.argv[1], "rows", n, words)
-for number in range(n // (count * apart)):
-    try:
-        store.scatter((torch.arange(count) + count * number) * apart, torch.ones(count, 2 * words, dtype=torch.int64))
-    except OSError as error:
-        store.block(0, store.n)
-        print(number, error.errno, int(store.block(0, store.n)[:, 0].sum()), flush=True)
-        break
-"""
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize(
-    "rows, most", [((1 << 20, 1, 64, 256), 10), ((1 << 10, 700, 16, 1), 12)], ids=["short rows", "long rows"]
-)
-def test_a_disk_that_really_fills_is_an_error_not_a_crash(rows, most, tmp_path):
-    """Write new pages to a table that is larger than a disk of 2 MiB; long rows are on three or four pages each."""
-    with small_disk(tmp_path / "disk", 2 << 20) as disk:
-        done = run_code(PAGES, disk / "rows", *rows)
-    assert done.returncode == 0, (done.returncode, done.stderr)  # with writes through the mapping: -SIGBUS
-    number, code, written = map(int, done.stdout.split())
-    assert code == errno.ENOSPC and 0 < number < most and written == rows[2] * number
-
-
-READS = """
-import sys, torch, compopt
-est = compopt.SogCLREstimator(1 << 20, gamma=0.6, tau=0.1, offload="disk", offload_dir=sys.argv[1])
-z1, z2 = torch.randn(2, 64, 4, requires_grad=True).unbind()
-for number in range(1 << 12):
-    try:
-        est(z1, z2, torch.arange(0, 64 * 256, 256) + 64 * 256 * number)
-        est.step()
-    except (OSError, RuntimeError) as error:
-        print(number, type(error).__name__, error)
-        break
-"""
-
-
-@pytest.mark.launch
-def test_a_file_system_in_memory_that_fills_is_an_error_not_a_crash(tmp_path):
-    """A table of 16 MiB in a file system of 8 MiB, where reads through a mapping would take space too."""
-    with small_disk(tmp_path / "disk", 8 << 20, mount=mounted_in_memory) as disk:
-        done = run_code(READS, disk / "rows")
-    assert done.returncode == 0, (done.returncode, done.stderr)  # otherwise -SIGBUS
-    said = done.stdout
-    commits = re.search(r"the rows end with commit (\d+)", said)  # a later commit raises: writes are asynchronous
-    assert commits and 2 <= int(commits[1]) <= 33 and "No space left" in said and "rows.rows" in said, said
-
-
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no file system in memory")
-def test_reading_a_table_in_memory_takes_no_room():
-    """In a tmpfs a page that is read through a mapping takes space, and a full file system kills the process."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        est = on_disk(folder, n=1_000_001)
-        visit(est, torch.arange(0, 1_000_001, 200_000))
-        assert est.read(torch.arange(0, 1_000_001, 100))["count"].sum() == 6
-        assert est.state_dict()["rows"]["count"].sum() == 12
-        status = os.stat(f"{folder}/rows.rows")
-        assert status.st_blocks * 512 <= 7 * 4096 and 16_000_016 <= status.st_size < 16_004_112
-
-
-def test_a_table_that_cannot_be_loaded_into_is_refused_until_the_next_load(tmp_path, monkeypatch):
-    source = sogclr()
-    visit(source, spread(0))
-    saved = compopt.save(source, tmp_path / "checkpoints")
-    est = on_disk(tmp_path / "rows")
-    visit(est, spread(1))
-    est.state_dict()  # waits until the commit is written
-    full_after(monkeypatch, "pwrite", 1)
-    with pytest.raises(OSError, match=r"No space left.*rows\.rows"):
-        compopt.load(est, saved)
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match="load a checkpoint"):  # a partial load is not a valid state
-        est.read(torch.arange(3))
-    compopt.load(est, saved)
-    assert_same_bits(shown(est, N), shown(source, N))
 
 
 def test_growing_where_files_cannot_leaves_the_estimator(tmp_path, monkeypatch):
@@ -298,17 +214,6 @@ def refused(est, disk, remedy):
     with pytest.raises(PermissionError, match="offload_dir cannot be written; name another") as raised:
         on_disk(disk)
     assert str(disk) in str(raised.value)
-
-
-def test_a_run_directory_that_is_removed_is_made_anew(tmp_path):
-    est = sogclr()
-    visit(est, spread(0))
-    compopt.save(est, tmp_path / "checkpoints")
-    shutil.rmtree(tmp_path / "checkpoints")
-    saved = compopt.save(est, tmp_path / "checkpoints")
-    again = sogclr()
-    compopt.load(again, saved)
-    assert_same_bits(shown(again, N), shown(est, N))
 
 
 def test_a_directory_removed_under_a_save_is_said(tmp_path, monkeypatch):

@@ -32,12 +32,11 @@ from tests.cached import (
     with_tau,
 )
 from tests.pool import the_pool
-from tests.trainers import fresh_accelerate
 
 # one process -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("feature", [pytest.param(f, marks=[pytest.mark.slow] * (f == "compiled")) for f in FEATURES])
+@pytest.mark.parametrize("feature", FEATURES)
 def test_every_way_to_call(feature):
     assert_like_one_process([outcome("Plain", "sogclr", feature, 1)], ("sogclr", feature), 1e-10)
 
@@ -49,8 +48,8 @@ def test_every_estimator(kind):
 
 # ranks -----------------------------------------------------------------------------------------------------------
 
-# one; one for each of 5 sharded modules; two at first with a static graph; one in each of 4 micro-batches
-REDUCTIONS = {"DDP": 1, "Accelerate": 1, "Scaler": 1, "ByHand": 0, "FSDP2": 5, "StaticDDP": 3}
+# one; one for each of 5 sharded modules; one in each of 4 micro-batches
+REDUCTIONS = {"DDP": 1, "Accelerate": 1, "FSDP2": 5}
 REDUCTIONS |= {"ZeRO0": 1, "ZeRO1": 1, "ZeRO2": 4, "ZeRO3": 4}
 
 
@@ -59,17 +58,12 @@ SOME_FEATURES = "pair", "tau", "labels", "negatives", "frozen", "adapters", "che
 
 def cases():
     """Return combinations of frameworks and features, of estimators, and of ranks."""
-    torch_only = ["DDP", "FSDP2", "Accelerate", "Scaler"]
-    features = [feature for feature in FEATURES if feature != "compiled"]
-    found = [(framework, "sogclr", feature, 2) for framework in torch_only[:2] for feature in features]
-    found += [(framework, "sogclr", feature, 2) for framework in torch_only[2:] for feature in SOME_FEATURES]
-    found += [("ByHand", "sogclr", "pair", 2), ("ByHand", "isogclr", "negatives", 3)]
-    found += [(framework, "sogclr", "compiled", 2) for framework in ("DDP", "FSDP2")]
+    found = [(framework, "sogclr", feature, 2) for framework in ("DDP", "FSDP2") for feature in FEATURES]
+    found += [("Accelerate", "sogclr", feature, 2) for feature in SOME_FEATURES]
     found += [(framework, kind, "pair", 2) for framework in ("DDP", "FSDP2") for kind in ESTIMATORS if kind != "sogclr"]
-    found += [("DDP", "sogclr", feature, 3) for feature in features]
+    found += [("DDP", "sogclr", feature, 3) for feature in FEATURES]
     found += [("FSDP2", "sogclr", feature, 3) for feature in ("pair", "negatives")]
-    found += [(framework, "isogclr", feature, 3) for framework in torch_only[2:] for feature in ("pair", "negatives")]
-    return [*found, ("StaticDDP", "sogclr", "pair", 2)]
+    return [*found, ("Accelerate", "isogclr", "negatives", 3)]
 
 
 DAILY = [("DDP", "clip", "pair", 2)]
@@ -93,8 +87,7 @@ def deepspeed_cases():
     found = [(stage, "sogclr", feature, 2) for stage in ("ZeRO2", "ZeRO3") for feature in SOME_FEATURES]
     found += [(stage, "sogclr", feature, 2) for stage in ("ZeRO0", "ZeRO1") for feature in SOME_FEATURES[:2]]
     found += [("ZeRO3", kind, "pair", 2) for kind in ESTIMATORS if kind != "sogclr"]
-    found += [("ZeRO3", "isogclr", "negatives", 3)]
-    return found + [(f"Accelerate{stage}", "sogclr", "pair", 2) for stage in ("ZeRO2", "ZeRO3")]
+    return [*found, ("ZeRO3", "isogclr", "negatives", 3)]
 
 
 @pytest.mark.launch
@@ -119,7 +112,6 @@ def test_deepspeed(case):
     [
         "DDP",
         pytest.param("FSDP2", marks=pytest.mark.full),
-        pytest.param("Accumulating", marks=pytest.mark.full),
         *(pytest.param(f"ZeRO{k}", marks=[pytest.mark.launch, pytest.mark.full]) for k in range(1, 4)),
     ],
 )
@@ -130,36 +122,6 @@ def test_several_calls_for_one_update(framework, request):
     for gradients, deposits in the_pool(2, timeout=120).run(run_windows, 2, framework):
         assert deposits == 2
         assert_like_two_windows(framework, gradients)
-
-
-class Either(Encoders):
-    """Encoders that select a tower by the width of the inputs."""
-
-    def forward(self, x):
-        return self.first(x) if x.shape[1] == 5 else self.second(x) + 0 * self.scale.squeeze()
-
-
-def both_towers(group, unused):
-    """Return the gradients if both towers are one wrapped module, or the error."""
-    model = DistributedDataParallel(Either(torch.float64), find_unused_parameters=unused)
-    *inputs, index = data(dist.get_rank(), SHARES[2], torch.float64)
-    try:
-        compopt.gradient_cache(compopt.DCLEstimator(0.3), (model, model), tuple(inputs[:2]), index, micro_batch_size=3)
-    except RuntimeError as error:
-        return str(error)
-    return [p.grad for p in model.parameters()]
-
-
-@pytest.mark.full
-@pytest.mark.distributed
-def test_towers_that_are_one_module_for_ddp():
-    """The last pass of DDP uses only some parameters; gradients that are not reduced must not reach a step."""
-    *inputs, index = data(0, SHARES[1], torch.float64)
-    expected = Encoders(torch.float64)
-    whole(compopt.DCLEstimator(0.3), expected, inputs[:2], index, encode=two)
-    for found in the_pool(2).run(both_towers, 2, True):
-        torch.testing.assert_close(found, [p.grad for p in expected.parameters()])
-    assert all("find_unused_parameters=True" in message for message in the_pool(2).run(both_towers, 2, False))
 
 
 # features of models ----------------------------------------------------------------------------------------------
@@ -216,28 +178,6 @@ def test_graphs_hold_the_activations_of_one_micro_batch():
     micro_batch = most_held("Plain", 4, whole)
     assert most_held("Plain", 16, compopt.gradient_cache, 4) <= 1.02 * micro_batch
     assert most_held("Plain", 16, whole) > 3.9 * micro_batch
-
-
-def held_on_ranks(group, framework):
-    """Return the bytes that graphs hold for a micro-batch, for four micro-batches, and for the four at once."""
-    with fresh_accelerate():
-        sizes = (4, 4), (16, 4), (16, 16)
-        return [most_held(framework, batch, compopt.gradient_cache, size) for batch, size in sizes]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "framework",
-    [
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("DDP", "FSDP2", "Accelerate", "Scaler")),
-        *(pytest.param(f"ZeRO{k}", marks=[pytest.mark.launch, pytest.mark.full]) for k in range(4)),
-    ],
-)
-def test_graphs_hold_one_micro_batch_in_every_framework(framework, request):
-    if framework.startswith("ZeRO"):
-        request.getfixturevalue("deepspeed_compiled")
-    for micro_batch, cached, at_once in the_pool(2, timeout=120).run(held_on_ranks, 2, framework):
-        assert cached <= 1.02 * micro_batch and at_once > 2 * micro_batch
 
 
 # other arguments -------------------------------------------------------------------------------------------------
@@ -370,27 +310,6 @@ def test_a_list_of_columns_is_no_batch():
         cached(model, [torch.randn(16, 5).double(), torch.randn(16, 4).double()])
 
 
-def test_a_list_of_inputs_is_no_batch():
-    first, second = linear_towers()
-
-    def encode(model, part):
-        return first(part[0]), second(part[1])
-
-    with pytest.raises(ValueError, match="must be a tuple"):
-        cached(first, [torch.randn(16, 5).double(), torch.randn(16, 4).double()], encode=encode)
-
-
-def test_a_list_of_inputs_is_no_batch_without_an_index_either():
-    first, second = linear_towers()
-
-    def encode(model, part):
-        return first(part[0]), second(part[1])
-
-    with pytest.raises(ValueError, match="must be a tuple"):
-        est, batch = compopt.DCLEstimator(0.3), [torch.randn(16, 5).double(), torch.randn(16, 4).double()]
-        compopt.gradient_cache(est, first, batch, micro_batch_size=4, encode=encode)
-
-
 def test_a_prompt_beside_a_frozen_tower_learns():
     first, second = linear_towers()
     first.requires_grad_(False)
@@ -404,27 +323,6 @@ def test_a_prompt_beside_a_frozen_tower_learns():
     found, prompt.grad = prompt.grad, None
     compopt.DCLEstimator(0.3)(first(x1 + prompt), second(x2), torch.arange(16)).backward()
     torch.testing.assert_close(found, prompt.grad)
-
-
-def test_an_error_in_the_second_pass_keeps_running_statistics():
-    first, second = linear_towers()
-    norm = nn.BatchNorm1d(D).double()
-    normalised, calls = nn.Sequential(first, norm), []
-
-    def encode(tower, part):
-        calls.append(tower)
-        if len(calls) == 10:  # the first pass has eight
-            raise KeyError("second pass")
-        return tower(part)
-
-    with pytest.raises(KeyError):
-        cached(
-            (normalised, second),
-            (torch.randn(16, 5).double(), torch.randn(16, 4).double()),
-            encode=encode,
-            batch_norm="update_once",
-        )
-    assert norm.num_batches_tracked == 4
 
 
 def test_outputs_that_are_refused():

@@ -8,7 +8,7 @@ import tarfile
 import pytest
 import torch
 
-from recipes import cache, icon_sets, icons, train_clip
+from recipes import cache, icon_sets, icons
 from recipes.icon_task import IconNames
 
 pytest.importorskip("resvg")
@@ -89,10 +89,6 @@ def data(packed, folder):
     return icons.load(folder, packed, progress=False)
 
 
-def row(data, source):
-    return data.sources.index(source)
-
-
 def test_which_icons_are_shown_and_what_they_are_called(data):
     """ph:home has the same picture and name as fluent:home-24-regular and is left out."""
     captions = dict(zip(data.sources, [data.names[position] for position in data.caption], strict=True))
@@ -110,24 +106,6 @@ def test_which_icons_are_shown_and_what_they_are_called(data):
         "logos:acme": "acme",
         "noto:grinning-face": "grinning face",
     }
-
-
-def test_columns(data):
-    here = row(data, "tabler:home-filled")
-    assert data.families[data.family[here]] == "tabler" and data.licences[data.licence[here]] == "CC0-1.0"
-    assert data.aliases[here].split("\t") == ["casa", "house"]
-    assert data.aliases[row(data, "tabler:moon")] == "", "a turned moon is another picture, a filled one is no new name"
-    kinds = {data.sources[k].split(":")[0]: icons.KINDS[kind] for k, kind in enumerate(data.kind.tolist())}
-    assert kinds["logos"] == "logos" and kinds["noto"] == "emoji" and kinds["fluent"] == "interface"
-    assert icon_sets.family_of("icon-park-outline") == "iconpark" and icon_sets.family_of("mdi") == "material"
-    assert icon_sets.kind_of("circle-flags", "Flags / Maps") == "flags"
-
-
-def test_pixels(data):
-    corner = data.images[row(data, "tabler:home-filled")]
-    assert (corner[:15, :15] == 255).all() and (corner[17:] == 0).all() and (corner[:, 17:] == 0).all()
-    snow = data.images[row(data, "tabler:snow")]
-    assert (snow[17:] == 255).all() and (snow[:15] == 0).all(), "white is drawn on black"
 
 
 # -- the cache -----------------------------------------------------------------------------------------------------
@@ -169,17 +147,6 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
         load()
 
 
-def test_the_command_ends_with_one_line(tmp_path, capsys):
-    for options, message in (
-        (["--data", "icons", "--icons", str(tmp_path / "none.tgz")], "there is no file"),
-        (["--icons", "icons.tgz"], "--icons belongs to --data icons"),
-        (["--held-out", "validation"], "--held-out belongs to --data icons"),
-    ):
-        with pytest.raises(SystemExit):
-            train_clip.main([*options, "--cache-dir", str(tmp_path)])
-        assert message in capsys.readouterr().err
-
-
 # -- the task ------------------------------------------------------------------------------------------------------
 
 
@@ -192,11 +159,3 @@ def test_the_task_measures_held_out_families(data):
     assert IconNames(data, part="validation").right.tolist() == [0, 1]
     with pytest.raises(ValueError, match="part must be one of test, validation"):
         IconNames(data, part="train")
-
-
-@pytest.mark.slow
-def test_the_recipe_trains_on_icons(packed, folder, tmp_path):
-    arguments = ["--data", "icons", "--icons", str(packed), "--cache-dir", str(folder), "--batch-size", "2"]
-    train_clip.main([*arguments, "--epochs", "1", "--no-plots", "--no-progress", "--output-dir", str(tmp_path)])
-    (run,) = json.loads((tmp_path / "metrics.json").read_text())["runs"]
-    assert run["finished"] and set(run["final"]) >= {"r1", "r1_text_to_image", "r1_mean", "zero_shot"}

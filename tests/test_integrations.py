@@ -219,10 +219,9 @@ def test_accelerate(prefetch):
     assert_like_reference(ours(train_accelerate, UPDATES * WINDOW, 1, None, torch.float64, prefetch), 1e-11)
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_accelerate_with_odd_windows(precision):
+def test_accelerate_with_odd_windows():
     """Test seven micro-batches in windows of two for two epochs."""
-    plain, ahead = (ours(train_accelerate, 7, 2, precision, torch.float32, prefetch) for prefetch in (False, True))
+    plain, ahead = (ours(train_accelerate, 7, 2, "bf16", torch.float32, prefetch) for prefetch in (False, True))
     for (trace, commits), (other, _) in zip(plain, ahead, strict=True):
         assert commits == len(trace) == 8 and len({step[0].sum().item() for step in trace}) == 8
         assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(trace[-1], other[-1], strict=True))

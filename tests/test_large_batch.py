@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import compopt
-from tests.database import MODES, dual_options
+from tests.database import MODES
 from tests.helpers import features, generator, near, run
 
 N, B, DIM = 2000, 389, 24  # a prime: not divisible by any block size
@@ -20,15 +20,13 @@ def batch(seed, dtype=torch.float64):
 
 
 class Dense:
-    """Moving average and (optionally) a momentum dual with full matrices and autograd."""
+    """Moving average with full matrices and autograd."""
 
-    def __init__(self, mode, gamma, tau, reference, dual=None):
-        self.mode, self.gamma, self.reference, self.dual = mode, gamma, reference, dual
+    def __init__(self, mode, gamma, tau, reference):
+        self.mode, self.gamma, self.tau, self.reference = mode, gamma, tau, reference
         width = 2 if mode == "bimodal" else 1
         self.u = torch.zeros(N, width, dtype=torch.float64)
         self.count = torch.zeros(N, dtype=torch.long)
-        self.tau = torch.full((N, width), tau, dtype=torch.float64)
-        self.m = torch.zeros(N, width, dtype=torch.float64)
 
     def step(self, z1, z2, index):
         """Run one forward and commit; return (loss, g1, g2)."""
@@ -42,47 +40,34 @@ class Dense:
             scores = [torch.cat([cross, a @ a.T], 1), torch.cat([cross.T, b @ b.T], 1)]
             negative = torch.cat([negative, negative], 1)
         size = negative.sum(1)
-        tau = self.tau[index].expand(B, 2)
         unseen = (self.count[index] == 0)[:, None]
 
         def inner(d):
             x = scores[d] if self.reference == "none" else scores[d] - positive[:, None]
-            return (torch.exp(x / tau[:, d, None]) * negative).sum(1) / size
+            return (torch.exp(x / self.tau) * negative).sum(1) / size
 
         g = torch.stack([inner(0), inner(1)], 1).detach()
         if self.mode == "unimodal":
             g = g.mean(1, keepdim=True)
         u = torch.where(unseen, g, (1 - self.gamma) * self.u[index] + self.gamma * g)
-        alpha = u.log().expand(B, 2) - (positive.detach()[:, None] / tau if self.reference == "none" else 0.0)
-        surrogate, gradients = 0.0, []
-        rho = self.dual["rho"] if self.dual else 0.0
+        alpha = u.log().expand(B, 2) - (positive.detach()[:, None] / self.tau if self.reference == "none" else 0.0)
+        surrogate = 0.0
         for d in range(2):
             h = scores[d] - positive[:, None]
-            w = (torch.exp(h / tau[:, d, None] - alpha[:, d, None]) * negative / size[:, None]).detach()
+            w = (torch.exp(h / self.tau - alpha[:, d, None]) * negative / size[:, None]).detach()
             # the positive belongs to the outer function ("none"), or to every pair
             linear = (w * scores[d]).sum(1) - positive if self.reference == "none" else (w * h).sum(1)
             surrogate = surrogate + linear.sum()
-            gradients.append(alpha[:, d] + rho - linear.detach() / tau[:, d])
-        loss = (tau * (alpha + rho)).mean()
+        loss = (self.tau * alpha).mean()
         g1, g2 = torch.autograd.grad(surrogate / (2 * B), (z1, z2))
-        self.commit(index, u, torch.stack(gradients, 1), g)
+        self.commit(index, u)
         return loss, g1, g2
 
-    def commit(self, index, u, gradients, like):
+    def commit(self, index, u):
         """Commit the means over the occurrences of each sample."""
         occurrences = torch.bincount(index, minlength=N)[:, None]
         seen = occurrences[:, 0] > 0
-
-        def mean(x):
-            return (torch.zeros(N, x.shape[1], dtype=x.dtype).index_add_(0, index, x) / occurrences)[seen]
-
-        if self.dual:
-            gradients = gradients.mean(1, keepdim=True) if self.mode == "unimodal" else gradients
-            gradients = gradients.clamp(-self.dual["max_grad"], self.dual["max_grad"])
-            m = 0.1 * self.m[index] + 0.9 * gradients
-            tau = (self.tau[index] - self.dual["lr"] * m).clamp(self.dual["tau_min"], self.dual["tau_max"])
-            self.m[seen], self.tau[seen] = mean(m), mean(tau)
-        self.u[seen] = mean(u)
+        self.u[seen] = (torch.zeros_like(self.u).index_add_(0, index, u) / occurrences)[seen]
         self.count += seen
 
 
@@ -109,16 +94,6 @@ def test_moving_average(reference, mode, chunk_size, dtype, rtol):
     dense = Dense(mode, 0.7, 0.05, reference)
     columns, seen = follow(est, dense, dtype, rtol)
     near(columns["log_u"][seen], dense.u[seen].log(), rtol, atol=rtol)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_individual_temperatures(mode):
-    options = dual_options(0.1)
-    est = compopt.ISogCLREstimator(N, gamma=0.7, beta=0.9, **options, mode=mode, dtype=torch.float64)
-    dense = Dense(mode, 0.7, 0.1, "positive", options)
-    columns, seen = follow(est, dense, torch.float64, 1e-10)
-    near(columns["tau"][seen], dense.tau[seen])
-    near(columns["tau_exp_avg"][seen], dense.m[seen])
 
 
 @pytest.mark.parametrize("chunk_size", [None, 64])

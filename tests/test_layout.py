@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 LIBRARY = Path(__file__).parent.parent / "compopt"
 # From the lowest floor to the highest. A room may import only rooms of lower floors.
 FLOORS = [
@@ -88,26 +86,6 @@ def test_rooms_import_downwards():
     """Type-only imports count as dependencies too."""
     upwards = {module(path): refused(path.read_text(), room(module(path))) for path in MODULES}
     assert {name: found for name, found in upwards.items() if found} == {}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "from compopt import ContrastiveEstimator",
-        "import compopt",
-        "import compopt.contrastive as c",
-        "from compopt import contrastive",
-        "from compopt.estimator.base import Estimator",
-        "from ..contrastive import X",
-        "from .. import contrastive",
-        "import importlib",
-        "def f():\n    from compopt import save",
-        "async def f():\n    import compopt.presets",
-        "if TYPE_CHECKING:\n    from compopt.presets.batch import DCLEstimator",
-    ],
-)
-def test_upward_imports_are_seen(line):
-    assert refused(line, "kernel")
 
 
 def test_the_page_lists_rooms_in_the_order_of_their_floors():

@@ -145,11 +145,6 @@ def test_validation_does_not_end_the_training_of_a_submodule(tmp_path):
     assert module.est.t == UPDATES and same(result(module), plain_loop())
 
 
-def test_bf16(tmp_path):
-    module = fit(tmp_path, DualEncoder(dtype=torch.float32), precision="bf16-mixed")
-    assert module.est.t == UPDATES and same(result(module), plain_loop(dtype=torch.float32, precision=torch.bfloat16))
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_skipped_step_commits_nothing(tmp_path, fused):
     from lightning.pytorch.plugins import MixedPrecision
@@ -246,42 +241,6 @@ def test_validating_loads_no_rows(tmp_path):
         fit(tmp_path, ckpt_path=tmp_path / "False" / "step=2.ckpt")
 
 
-class Travels(DualEncoder):
-    """Module whose rows are in the state of the optimizer."""
-
-    def __init__(self, where):
-        super().__init__()
-        self.where = where
-
-    def carry(self, where, optimizer):
-        if where == self.where:
-            self.est.attach(optimizer, checkpoint=True)
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        self.carry("configure_optimizers", optimizer)
-        return optimizer
-
-    def on_fit_start(self):
-        self.carry("on_fit_start", self.trainer.optimizers[0])
-        self.carry("optimizers()", self.optimizers())
-
-    def on_train_start(self):
-        self.carry("on_train_start", self.trainer.optimizers[0])
-
-
-@pytest.mark.covering()
-@pytest.mark.parametrize("own", [False, None])
-@pytest.mark.parametrize("where", ["configure_optimizers", "on_fit_start", "optimizers()"])
-def test_rows_travel_with_the_optimizer(tmp_path, where, own):
-    whole = fit(tmp_path, Travels(where), own)
-    module = fit(tmp_path / "again", Travels(where), own, ckpt_path=tmp_path / "step=2.ckpt")
-    assert module.seen == [2] and module.est.t == UPDATES
-    assert same(result(module), result(whole)) and same(result(whole), plain_loop())
-    (state,) = torch.load(tmp_path / "step=2.ckpt", weights_only=False)["optimizer_states"]
-    assert [*state] == ["state", "param_groups", "compopt"] and state["compopt"]["t"] == 2
-
-
 # bad input ----------------------------------------------------------------------------------------
 
 
@@ -364,35 +323,6 @@ def test_checkpoints_that_are_directories(tmp_path):
         assert same(whole, again) and counts == (UPDATES, UPDATES, 2)
         torch.testing.assert_close(whole, plain_loop(), rtol=1e-11, atol=1e-11)
     assert (tmp_path / "c" / "step=2.ckpt").is_dir()
-
-
-def zero_two(group, folder):
-    from lightning.pytorch.accelerators import CPUAccelerator
-    from lightning.pytorch.strategies import deepspeed
-
-    class OnTheCPU(deepspeed.DeepSpeedStrategy):
-        """DeepSpeed strategy of Lightning, which otherwise requires CUDA devices, on the CPU."""
-
-        root_device = property(lambda self: torch.device("cpu", self.local_rank))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_ACCELERATOR", "cpu")
-        patch.setattr(deepspeed, "CUDAAccelerator", CPUAccelerator)
-        patch.setattr(deepspeed, "_validate_device_index_selection", lambda devices: None)
-        make, strategy = (
-            partial(DualEncoder, dtype=torch.float32),
-            partial(OnTheCPU, stage=2, process_group_backend="gloo"),
-        )
-        return whole_and_again(folder, make, strategy, precision="32-true")
-
-
-@pytest.mark.launch
-@pytest.mark.distributed
-@pytest.mark.usefixtures("deepspeed_compiled")
-def test_deepspeed_zero_two(tmp_path):
-    for whole, again, counts in the_pool(2, 120).run(zero_two, 2, str(tmp_path / "c")):
-        assert same(whole, again) and counts == (UPDATES, UPDATES, 2)
-        torch.testing.assert_close(whole, plain_loop(dtype=torch.float32), rtol=1e-4, atol=1e-4)
 
 
 def test_processes_that_train_alone_are_told(tmp_path, monkeypatch):

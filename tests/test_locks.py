@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import compopt
 from compopt import files
 from compopt.checkpoint import saving
 from tests.helpers import features
-from tests.launching import ROOT, environment, run_code
+from tests.launching import ROOT, environment
 
 N = 50
 HOLDER = """
@@ -59,7 +58,9 @@ def holder(tmp_path):
     process.communicate()
 
 
-def test_a_second_run_is_told_who_holds_table_and_checkpoints(holder, tmp_path, impatient):
+def test_a_second_run_is_told_who_holds_them_and_waits_for_one_that_is_about_to_end(holder, tmp_path, monkeypatch):
+    """The locks of a killed run are free even while a process that it forked is still alive."""
+    monkeypatch.setattr(files, "PATIENCE", 0.0)
     who = rf"is in use by process {holder.pid} on {re.escape(os.uname().nodename)} since \d{{4}}-.*end that one, or "
     with pytest.raises(RuntimeError, match=who + "name another offload_dir") as raised:
         estimator(tmp_path / "rows")
@@ -70,23 +71,15 @@ def test_a_second_run_is_told_who_holds_table_and_checkpoints(holder, tmp_path, 
     assert str(tmp_path / "checkpoints") in str(raised.value)
     compopt.load(est, tmp_path / "checkpoints")  # reading needs no lock
     assert len(list((tmp_path / "checkpoints").glob("checkpoint-*"))) == 1
-
-
-def test_a_killed_run_never_blocks_its_restart(holder, tmp_path, impatient):
-    """The locks of a killed run are free even while a process that it forked is still alive."""
-    holder.kill()
-    holder.wait()
-    est = estimator(tmp_path / "rows")
-    compopt.load(est, tmp_path / "checkpoints")
-    compopt.save(est, tmp_path / "checkpoints")
-
-
-def test_a_restart_waits_for_a_run_that_is_about_to_end(holder, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PATIENCE", 30.0)
     subprocess.Popen([sys.executable, "-c", f"import time, os; time.sleep(0.5); os.kill({holder.pid}, 9)"])
     started = time.monotonic()
-    estimator(tmp_path / "rows")
+    est = estimator(tmp_path / "rows")
     assert time.monotonic() - started < 20
+    monkeypatch.setattr(files, "PATIENCE", 0.0)
+    holder.wait()
+    compopt.load(est, tmp_path / "checkpoints")
+    compopt.save(est, tmp_path / "checkpoints")
 
 
 def test_locks_go_with_the_estimator(tmp_path):
@@ -105,29 +98,6 @@ def test_locks_go_with_the_estimator(tmp_path):
     del other
     gc.collect()
     assert not any(file.exists() for file in there) and locks_held() == held - 2
-
-
-def test_there_is_nothing_but_checkpoints_in_the_directory(tmp_path):
-    est = estimator()
-    path = compopt.save(est, tmp_path / "checkpoints")
-    assert list((tmp_path / "checkpoints").iterdir()) == [path]
-    assert saving.lock_file(tmp_path / "checkpoints").exists()
-
-
-@pytest.mark.full
-def test_a_directory_that_is_made_anew_is_locked_anew(tmp_path, impatient):
-    gc.collect()
-    est = estimator()
-    compopt.save(est, tmp_path / "checkpoints")
-    held = locks_held()
-    for _ in range(3):
-        shutil.rmtree(tmp_path / "checkpoints")
-        saving.lock_file(tmp_path / "checkpoints").unlink()
-        compopt.save(est, tmp_path / "checkpoints")
-        assert locks_held() == held  # no file descriptor leaks
-    code = f"import sys, compopt; compopt.save(compopt.SogCLREstimator({N}, gamma=0.6, tau=0.1), sys.argv[1])"
-    done = run_code(code, tmp_path / "checkpoints")
-    assert f"is in use by process {os.getpid()}" in done.stderr
 
 
 def test_a_trainer_with_a_directory_for_every_save_keeps_few_locks(tmp_path):

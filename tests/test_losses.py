@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import compopt
 from compopt import losses
 from tests.helpers import generator, whole
 from tests.pool import the_pool
@@ -111,21 +110,6 @@ def test_gradients_of_many_ranks_are_those_of_one(name, ranks):
         torch.testing.assert_close(torch.cat([found[step][1] for found in several]), gradient, rtol=1e-12, atol=1e-14)
         for found in several:
             torch.testing.assert_close(found[step][0], value, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_evaluation_deposits_nothing(name):
-    kind, hyper = CASES[name]
-    loss, arguments = kind(None if name == "robust_total" else N, **hyper), batch(name, 0)
-    arguments = arguments[:-1] if name == "robust_total" else arguments
-    with torch.inference_mode():
-        inferred = loss(*arguments)
-    with torch.no_grad():
-        value = loss(*arguments)
-    assert loss.pending == 0 and torch.equal(value, inferred) and not value.requires_grad
-    assert torch.equal(loss.eval()(arguments[0].clone().requires_grad_(), *arguments[1:]).detach(), value)
-    assert loss.pending == 0
-    torch.testing.assert_close(compopt.as_module(loss)(*arguments), value)
 
 
 def test_sample_groups_have_temperatures_of_their_own():
@@ -303,26 +287,6 @@ def test_parameters_of_a_loss_receive_their_gradient(frozen):
             torch.testing.assert_close((a, b), expected[1:])
         if not frozen:
             torch.testing.assert_close(torch.cat([answer[0] for answer in answers]), expected[0])
-
-
-class Mean(losses.CompositionalLoss):
-    """A loss f(u_i) = scale * u_i with a hyper-parameter that the base class does not define."""
-
-    def __init__(self, n):
-        super().__init__(n, {"gamma": 0.9, "scale": 2.0})
-
-    def __call__(self, g, index):
-        return self._compose(index, [g], {})
-
-    def inner(self, given, batch, hyper):
-        return given[0][:, None]
-
-    def outer(self, u, batch, hyper):
-        return hyper("scale") * u[:, 0]
-
-
-def test_a_loss_of_ones_own():
-    assert Mean(3)(torch.tensor([0.5, 1.5], requires_grad=True), I[:2]).item() == 2.0
 
 
 @pytest.mark.parametrize("kind", [kind for kind in vars(losses).values() if isinstance(kind, type)])

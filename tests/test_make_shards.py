@@ -10,8 +10,7 @@ import webdataset as wds
 from PIL import Image
 
 from compopt.data import KeyIndex, ShardIndex, indexed_reader
-from recipes import glyphs, icons, make_shards, tars
-from tests.test_icons import pack
+from recipes import glyphs, make_shards, tars
 
 SIZE, LIMIT = 40, 100
 
@@ -65,13 +64,6 @@ def test_every_sample_reads_back_with_its_own_caption_and_picture(shards, part):
     assert set(seen) <= pairs and len(set(seen)) == LIMIT and seen != sorted(seen)
 
 
-def test_the_same_bytes_again(shards, tmp_path):
-    again = write(tmp_path / "again")
-    assert contents(again) == contents(shards)
-    other = write(tmp_path / "other", "--seed", "1")
-    assert contents(other)["train/00000.tar"] != contents(shards)["train/00000.tar"]
-
-
 def test_a_killed_run_is_continued(shards, tmp_path, monkeypatch, capsys):
     """The disk is full in the second shard; no partial shard is left, and the next run writes only the missing ones."""
     out, written, replace = tmp_path / "out", [], tars.os.replace
@@ -91,18 +83,6 @@ def test_a_killed_run_is_continued(shards, tmp_path, monkeypatch, capsys):
     before = (out / "train" / "00000.tar").stat().st_mtime_ns
     write(out)
     assert contents(out) == contents(shards) and (out / "train" / "00000.tar").stat().st_mtime_ns == before
-
-
-def test_a_folder_of_something_else_is_refused(shards, tmp_path, capsys):
-    (tmp_path / "letter.txt").write_text("mine")
-    for out, options, message in (
-        (tmp_path, (), "not empty"),
-        (shards, ("--seed", "5"), r"was made from seed=0 (now 5)"),
-    ):
-        with pytest.raises(SystemExit):
-            write(out, *options)
-        assert message in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 
 
 # -- clip-benchmark ------------------------------------------------------------------------------------------------
@@ -137,24 +117,3 @@ def test_a_caption_of_the_retrieval_set_has_one_picture(shards):
     assert len({caption for (caption,) in captions}) == LIMIT
     for sample, (caption,) in zip(samples, captions, strict=True):
         assert (caption, (255 - np.asarray(sample["png"].convert("L"))).tobytes()) in known
-
-
-def test_icons(tmp_path):
-    pytest.importorskip("resvg")
-    packed = pack(tmp_path / "icons.tgz")
-    out = write(tmp_path / "out", "--cache-dir", str(tmp_path), "--data", "icons", "--icons", str(packed))
-    data = icons.load(tmp_path, packed, progress=False)
-    found = {}
-    for part in ("train", "validation", "test"):
-        for sample in read((out / part).glob("*.tar"), ShardIndex.build(out / part, progress=False)):
-            about = json.loads(sample["json"])
-            pair = data.sources.index(about["source"])
-            assert sample["txt"].decode() == data.names[data.caption[pair]]
-            assert np.array_equal(ink(sample["png"]), data.images[pair].numpy())
-            found.setdefault(part, {})[about["source"]] = (about["licence"], about["other_captions"])
-    assert {part: len(sources) for part, sources in found.items()} == {"train": 6, "validation": 2, "test": 2}
-    assert found["train"]["tabler:home-filled"] == ("CC0-1.0", ["casa", "house"])
-    assert sorted(sample["txt"] for sample in benchmark(out / "benchmark" / "retrieval")) == ["house\nvilla", "moon"]
-    (sample,) = benchmark(out / "benchmark" / "zeroshot")
-    names = (out / "benchmark" / "zeroshot" / "classnames.txt").read_text().splitlines()
-    assert names[sample["cls"]] == "moon"

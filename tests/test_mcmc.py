@@ -218,12 +218,6 @@ def test_as_many_draws_as_an_anchor_has_negatives():
     assert asked == [2 * 2 * 4 * 5]  # 2 (B - 1) in each of two passes of B chains; no sample repeats for so large n
 
 
-def test_a_diagnostic_needs_no_proposals():
-    features, ests = torch.randn(2, 12, 4), [compopt.EMC2Estimator(12, proposals=p) for p in ("pool", "dataset")]
-    errors = [compopt.diagnostics.normalizer_error(est, *features, batch_size=4) for est in ests]
-    assert errors[0] == errors[1]
-
-
 def test_bad_calls_with_proposals_from_the_data_set():
     z1, z2 = features(4, 3, 0)
     index, encode = torch.arange(4), lambda i: (torch.ones(len(i), 3),) * 2

@@ -78,18 +78,6 @@ def test_clip_benchmark_measures_the_same_accuracy(given, tmp_path, capsys):  # 
     assert [metrics["acc1"], metrics["acc5"]] == pytest.approx(ours, abs=1e-3)
 
 
-def test_evaluation_alone_changes_nothing(given, tmp_path, capsys):  # noqa: F811
-    train(given, tmp_path, "--epochs", "1", "--val-shards", str(given[0]))
-    during = measured(capsys.readouterr().out, "image_to_text", "text_to_image")
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "state").rglob("*") if path.is_file()}
-    train(given, tmp_path, "--resume", "--evaluate", "--val-shards", str(given[0]))
-    assert measured(capsys.readouterr().out, "image_to_text", "text_to_image") == during
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "state").rglob("*") if path.is_file()} == before
-    weights = ("--pretrained", str(tmp_path / "epoch_1.pt"))
-    train(given, tmp_path / "alone", *weights, "--evaluate", "--val-shards", str(given[0]))
-    assert measured(capsys.readouterr().out, "image_to_text", "text_to_image") == during
-
-
 def test_a_folder_that_is_no_test_set_is_refused(given, tmp_path):  # noqa: F811
     with pytest.raises(SystemExit, match="--zero-shot: .* lacks classnames.txt, zeroshot_.*.txt, test"):
         recipe.main(arguments(given, tmp_path, "--zero-shot", str(tmp_path)))

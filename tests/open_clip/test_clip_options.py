@@ -1,6 +1,5 @@
 """Options of recipes/clip_trainer.py that open_clip's trainer has too, and their effects."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ pytest.importorskip("open_clip")
 
 import compopt
 from recipes import clip_trainer as recipe
-from tests.open_clip.data import write_model, write_pairs
+from tests.open_clip.data import write_pairs
 from tests.open_clip.test_clip_trainer import arguments, given, rows, same, started, train, weights  # noqa: F401
 
 
@@ -69,53 +68,6 @@ def test_patches_sizes_and_augmentation(given):  # noqa: F811
     assert plain.visual.image_size == (16, 16) and transform.transforms[0].scale != (0.3, 0.4)
 
 
-@pytest.mark.parametrize("cache", [(), ("--accumulate", "2", "--gradient-cache")])
-def test_patch_dropout_is_the_same_after_a_resume(given, tmp_path, cache):  # noqa: F811
-    more = ("--force-patch-dropout", "0.5", *cache)
-    train(given, tmp_path / "whole", *more)
-    train(given, tmp_path / "stopped", *more, "--max-steps", "3")
-    train(given, tmp_path / "stopped", *more, "--resume")
-    same(weights(tmp_path / "stopped"), weights(tmp_path / "whole"))
-    train(given, tmp_path / "without", *cache)
-    assert not torch.equal(weights(tmp_path / "without")["visual.proj"], weights(tmp_path / "whole")["visual.proj"])
-
-
-def test_optimizer_and_compiled_model(given, tmp_path):  # noqa: F811
-    train(given, tmp_path / "eager", "--epochs", "1", "--beta1", "0.8", "--beta2", "0.9", "--eps", "1e-3")
-    more = ("--beta1", "0.8", "--beta2", "0.9", "--eps", "1e-3", "--compile", "eager")
-    train(given, tmp_path / "compiled", "--epochs", "1", *more)
-    same(weights(tmp_path / "compiled", 1), weights(tmp_path / "eager", 1))
-    train(given, tmp_path / "default", "--epochs", "1")
-    eager, default = (weights(tmp_path / name, 1)["visual.proj"] for name in ("eager", "default"))
-    assert not torch.equal(eager, default)
-
-
-def test_float8(given, tmp_path):  # noqa: F811
-    """float8, emulated on a CPU, changes layers of both towers but no parameter names; features are near float32's."""
-    pytest.importorskip("torchao")
-    torch.manual_seed(0)
-    plain, _, _ = trained_parts(given)
-    torch.manual_seed(0)
-    built, _, _ = trained_parts(given, "--float8")
-    changed = {name for name, module in built.named_modules() if type(module).__name__ == "Float8Linear"}
-    assert any(name.startswith("visual.") for name in changed) and any("visual" not in name for name in changed)
-    assert not any(name.endswith("out_proj") for name in changed)  # its weight is read without a call
-    images = torch.randn(8, 3, 16, 16)
-    one, other = (m.eval().encode_image(images, normalize=True) for m in (plain, built))
-    assert not torch.equal(one, other)
-    torch.testing.assert_close(one, other, atol=0.05, rtol=0)
-    train(given, tmp_path / "out", "--epochs", "1", "--float8")
-    plain.load_state_dict(weights(tmp_path / "out", 1))
-
-
-def test_batch_normalisation_over_all_processes(tmp_path):
-    resnet = {"vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 8}}
-    model = write_model(tmp_path, "micro-resnet", **resnet)
-    built, _, _ = trained_parts(("x", model), "--use-bn-sync")
-    kinds = {type(module).__name__ for module in built.modules()}
-    assert "SyncBatchNorm" in kinds and "BatchNorm2d" not in kinds
-
-
 def test_several_sources(given, tmp_path):  # noqa: F811
     """A source that is read three times per epoch visits the rows of its own shards up to three times."""
     other = write_pairs(tmp_path / "other", [6, 4], first=40)
@@ -146,18 +98,3 @@ def test_shards_that_are_drawn_with_replacement(given, tmp_path):  # noqa: F811
 def test_no_state_is_not_enough(given):  # noqa: F811
     with pytest.raises(SystemExit, match="--keep must be at least 1, got 0"):
         parsed(given, "--keep", "0")
-
-
-@pytest.mark.launch
-def test_a_static_graph_changes_nothing(given, tmp_path):  # noqa: F811
-    ways = {"plain": (), "cached": ("--accumulate", "2", "--gradient-cache")}
-    runs = [
-        arguments(given, tmp_path / f"{way}{graph}", "--epochs", "1", "--batch-size", "2", *ways[way], *graph.split())
-        for way in ways
-        for graph in ("", " --ddp-static-graph")
-    ]
-    started(2, "tests.several", "recipes.clip_trainer", json.dumps(runs))
-    for way, tolerance in (("plain", 0.0), ("cached", 1e-4)):  # the first cached window is reduced in two parts
-        for found in (weights, rows):
-            one, other = found(tmp_path / f"{way} --ddp-static-graph", 1), found(tmp_path / way, 1)
-            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)

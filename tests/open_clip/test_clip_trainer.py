@@ -2,36 +2,24 @@
 
 import contextlib
 import errno
-import gc
-import io
 import json
 import math
-import os
 import re
 import resource
-import signal
-import socket
 import subprocess
 import sys
-import time
-from collections import Counter
 
 import pytest
-import torch
-from PIL import Image
 
 open_clip = pytest.importorskip("open_clip")
 
 import compopt  # noqa: E402
 from recipes import clip_trainer as recipe  # noqa: E402
-from recipes.shard_batches import ShardBatches  # noqa: E402
 from tests.launching import environment  # noqa: E402
 from tests.open_clip.data import (  # noqa: E402
     SIZES,
     N,
     arguments,
-    caption_of,
-    image_of,
     rows,
     same,
     weights,
@@ -78,42 +66,10 @@ def test_a_run_that_was_stopped_within_an_epoch_ends_with_the_same_bits(given, t
     assert set(rows(tmp_path / "whole")["count"].tolist()) == {2}  # every sample once in each epoch
 
 
-@pytest.mark.parametrize("way", ["plain", "cached"])
-def test_momentum_features_continue_after_a_resume_with_the_same_bits(given, tmp_path, way):
-    options = {"estimator": "recommended"}
-    more = (*WAYS[way], "--set", "momentum=True")
-    train(given, tmp_path / "whole", *more, **options)
-    train(given, tmp_path / "stopped", *more, "--max-steps", "3", **options)
-    train(given, tmp_path / "stopped", *more, "--resume", **options)
-    train(given, tmp_path / "other", *WAYS[way], **options)
-    same(weights(tmp_path / "stopped"), weights(tmp_path / "whole"))
-    one, other = weights(tmp_path / "whole"), weights(tmp_path / "other")
-    assert any(not torch.equal(one[name], other[name]) for name in one)
-
-
-def test_a_cached_window_is_one_large_batch(given, tmp_path):
-    train(given, tmp_path / "whole", "--batch-size", "8", "--epochs", "1")
-    train(given, tmp_path / "cached", *WAYS["cached"], "--epochs", "1")
-    one, other = weights(tmp_path / "whole", 1), weights(tmp_path / "cached", 1)
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=2e-5)
-    torch.testing.assert_close(rows(tmp_path / "whole", 1), rows(tmp_path / "cached", 1), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("cache", [(), ("--accumulate", "2", "--gradient-cache")])
 def test_the_model_may_learn_its_own_temperature(given, tmp_path, cache):
     train(given, tmp_path, "--learn-scale", "--epochs", "1", *cache, estimator="infonce")
     assert abs(weights(tmp_path, 1)["logit_scale"].item() - math.log(1 / 0.07)) > 1e-4
-
-
-def test_gamma_of_fastclip_falls_and_goes_on_falling_after_a_resume(given, tmp_path):
-    train(given, tmp_path / "whole", estimator="fastclip-v3")
-    train(given, tmp_path / "stopped", "--max-steps", "3", estimator="fastclip-v3")
-    train(given, tmp_path / "stopped", "--resume", estimator="fastclip-v3")
-    same(weights(tmp_path / "stopped"), weights(tmp_path / "whole"))
-    est = compopt.FastCLIPEstimator(N)
-    compopt.load(est, tmp_path / "whole" / "epoch_2.compopt")
-    assert est.sample_groups[0]["gamma"] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("estimator", sorted(recipe.METHODS))
@@ -193,48 +149,6 @@ def test_bad_samples_are_left_out_and_counted(given, tmp_path, capsys):
     assert [row for row in range(40) if count[row] == 0] == [3, 20, 31]
 
 
-def test_every_sample_comes_with_its_own_row(given, tmp_path, monkeypatch):
-    seen = []
-    original = recipe.Decode.pair
-
-    def pair(self, sample):
-        seen.append((sample["index"], sample["txt"].decode()))
-        return original(self, sample)
-
-    monkeypatch.setattr(recipe.Decode, "pair", pair)
-    monkeypatch.setattr(recipe.Trainer, "_check_data", lambda self: None)  # it looks at some samples
-    train(given, tmp_path, "--index", "keys:40")
-    assert all(text == caption_of(row) for row, text in seen)
-    assert Counter(row for row, _ in seen) == dict.fromkeys(range(N), 2)
-
-
-def test_every_held_out_pair_is_measured(given, tmp_path, monkeypatch):
-    held_out, sizes, original = write_pairs(tmp_path / "held_out", [300, 220]), [], recipe.Decode.__call__
-
-    def call(self, samples):
-        sizes.append(len(samples))
-        return original(self, samples)
-
-    monkeypatch.setattr(recipe.Decode, "__call__", call)
-    train(given, tmp_path / "out", "--epochs", "1", "--val-shards", str(held_out))
-    assert sizes[-3:] == [256, 256, 8]
-
-
-def test_metrics_reach_a_tracker(given, tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    train(given, tmp_path, "--log-with", "tensorboard", "--log-every", "5")
-    events = EventAccumulator(str(tmp_path / "clip"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("loss")] == [5, 10, 15, 20]
-    told = set("lr samples_per_second samples_per_second_per_process data_seconds step_seconds slowest_rank".split())
-    told |= {"gradient_norm", "estimator/info_nce", "estimator/effective_negatives", "estimator/tau_median"}
-    assert told <= set(events.Tags()["scalars"])
-    last = {name: events.Scalars(name)[-1].value for name in told}
-    assert 0 < last["data_seconds"] < last["step_seconds"] and last["gradient_norm"] > 0 and last["slowest_rank"] == 0
-
-
 def test_metrics_reach_the_console(given, tmp_path, capsys):
     train(given, tmp_path, "--log-every", "5", "--epochs", "1", "--set", "tau=0.05")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
@@ -244,31 +158,6 @@ def test_metrics_reach_the_console(given, tmp_path, capsys):
     names |= {"data_seconds", "step_seconds", "data_seconds_slowest", "slowest_rank"}
     assert names <= said[-1].keys() and "samples/s" in lines[-1]
     assert float(said[-1]["tau_median"]) == pytest.approx(0.05) and 1 <= float(said[-1]["effective_negatives"]) <= 3
-
-
-def test_the_process_that_waits_longest_is_named():
-    trainer = recipe.Trainer.__new__(recipe.Trainer)
-    trainer.paces = [torch.tensor([[0.1, 1.0], [0.5, 1.2]]), torch.tensor([[0.1, 1.0], [0.7, 1.2]])]
-    found = trainer._pace()
-    assert found == pytest.approx(
-        {"data_seconds": 0.35, "step_seconds": 1.1, "data_seconds_slowest": 0.6, "slowest_rank": 1}
-    )
-    assert trainer._pace() == {}
-
-
-def test_metrics_reach_wandb_without_a_network(given, tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    train(given, tmp_path / "out", "--log-with", "wandb", "--log-every", "5", "--epochs", "1")
-    (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    names = (b"gradient_norm", b"info_nce", b"estimator/tau_median")
-    for _ in range(200):  # another process writes
-        missing = [name for name in names if name not in log.read_bytes()]
-        if not missing:
-            break
-        time.sleep(0.1)
-    assert not missing
 
 
 def test_a_tracker_that_is_not_there_is_named(given, tmp_path, monkeypatch):
@@ -341,22 +230,6 @@ def half(shard):
 @pytest.mark.parametrize(
     "damage, kind, said",
     [
-        (lambda shard: shard.unlink(), FileNotFoundError, "00001.tar"),
-        (lambda shard: shard.write_bytes(b""), ValueError, "00001.tar is empty"),
-        (half, ValueError, "00001.tar is no complete tar file: unexpected end"),
-        (lambda shard: write_pairs(shard.parent, [9, 0, 7, 11]), ValueError, "00001.tar holds no sample"),
-    ],
-)
-def test_damaged_shards(given, tmp_path, damage, kind, said):
-    damage(write_pairs(tmp_path / "shards", SIZES) / "00001.tar")
-    with pytest.raises(kind, match=said):
-        recipe.main(arguments((tmp_path / "shards" / "{00000..00003}.tar", given[1]), tmp_path / "out"))
-    assert not (tmp_path / "out" / "run.json").exists()
-
-
-@pytest.mark.parametrize(
-    "damage, kind, said",
-    [
         (half, ValueError, "00001.tar has .* bytes, and .* when the index was built: it was replaced"),
         (lambda shard: write_pairs(shard.parent, [9, 99, 7, 11]), ValueError, "00001.tar has .* bytes, and"),
         (lambda shard: shard.rename(shard.with_name("9.tar")), ValueError, "If it was renamed, give it its old name"),
@@ -374,11 +247,6 @@ def test_shards_that_changed_before_a_resume(given, tmp_path, damage, kind, said
     write_pairs(shards, SIZES)
     train((shards, given[1]), tmp_path / "out", "--resume", "--epochs", "1")
     assert set(rows(tmp_path / "out", 1)["count"].tolist()) == {1}
-
-
-def test_fewer_shards_than_workers(given, tmp_path):
-    train(given, tmp_path, "--workers", "5", "--batch-size", "2", "--epochs", "1")
-    assert set(rows(tmp_path, 1)["count"].tolist()) == {1}
 
 
 @pytest.mark.parametrize("bad", [{"corrupt": range(N)}, {"captionless": range(N)}])
@@ -405,18 +273,6 @@ def test_a_folder_holds_one_run(given, tmp_path, capsys):
         recipe.main(arguments(given, tmp_path))
 
 
-def test_rows_of_a_run_that_was_killed_before_its_first_state_are_no_obstacle(given, tmp_path, monkeypatch):
-    def killed(self):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(recipe.Trainer, "run_epoch", killed)
-        recipe.main(arguments(given, tmp_path, "--offload", "disk"))
-    assert list((tmp_path / "rows").iterdir())
-    train(given, tmp_path, "--offload", "disk", "--resume")
-    assert set(rows(tmp_path)["count"].tolist()) == {2}
-
-
 def test_rows_on_a_disk_of_their_own(given, tmp_path):
     """The disk has a folder for each output; only the rows that a killed run of this output left are removed."""
     options = ("--offload", "disk", "--offload-dir", str(tmp_path / "disk"))
@@ -441,39 +297,6 @@ def test_folders_of_rows_that_cannot_be(given, tmp_path, monkeypatch):
         recipe.main(arguments(given, tmp_path, "--offload", "disk"))
 
 
-LIVING = """
-import os, sys, time
-from pathlib import Path
-from compopt.files import lock
-held = lock(Path(sys.argv[1]) / ".lock", Path(sys.argv[1]), "")
-worker = os.fork()
-if worker == 0:
-    time.sleep(60)
-print(worker, flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_folder_of_a_run_that_still_lives_is_refused(given, tmp_path):
-    """A worker of its data loader, which may survive the run, does not count as one."""
-    train(given, tmp_path, "--max-steps", "1")
-    gc.collect()  # the run of this process ends here
-    command = [sys.executable, "-c", LIVING, str(tmp_path)]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
-        worker = int(process.stdout.readline())
-        try:
-            with pytest.raises(SystemExit, match=f"--output: .* is in use by process {process.pid} on .*: two runs"):
-                recipe.main(arguments(given, tmp_path, "--resume"))
-            process.kill()
-            process.wait()
-            os.kill(worker, 0)  # is alive
-            train(given, tmp_path, "--resume", "--epochs", "1")
-        finally:
-            process.kill()
-            os.kill(worker, signal.SIGKILL)
-    assert set(rows(tmp_path, 1)["count"].tolist()) == {1}
-
-
 def test_accumulation_may_change_where_an_update_keeps_its_samples(given, tmp_path):
     train(given, tmp_path, "--max-steps", "3")
     for more in ("--accumulate", "2"), ("--accumulate", "2", "--batch-size", "1"):
@@ -484,42 +307,6 @@ def test_accumulation_may_change_where_an_update_keeps_its_samples(given, tmp_pa
     est = compopt.SogCLREstimator(N)
     compopt.load(est, tmp_path / "epoch_2.compopt")
     assert est.t == 20  # windows start at the position of the state
-
-
-def test_the_device_is_the_accelerator_if_there_is_one(monkeypatch):
-    assert recipe.parse(["--shards", "x"]).device == torch.device("cpu")
-    monkeypatch.setattr(compopt.accelerator, "available", lambda: torch.device("xpu"))
-    assert recipe.parse(["--shards", "x"]).device == torch.device("xpu")
-    assert recipe.parse(["--shards", "x", "--device", "cpu"]).device == torch.device("cpu")
-
-
-@pytest.mark.parametrize("flag", ["--shards", "--val-shards"])
-def test_a_remote_shard_that_cannot_be_reached_is_named(given, tmp_path, flag):
-    with socket.socket() as closed:  # a port without a listener
-        closed.bind(("127.0.0.1", 0))
-        urls = [f"http://127.0.0.1:{closed.getsockname()[1]}/{shard:05d}.tar" for shard in range(4)]
-        compopt.data.ShardIndex(dict(zip(urls, SIZES, strict=True))).save(tmp_path / "sizes.json")
-        more = [flag, urls[0].replace("00000", "{00000..00003}")]
-        more += ["--sizes", str(tmp_path / "sizes.json")] if flag == "--shards" else []
-        with pytest.raises(
-            SystemExit, match=rf"{flag}: http://127.*/00000.tar cannot be read \(\w+Error: .*reach it\?"
-        ):
-            recipe.main(arguments(given, tmp_path / "out", *more))
-
-
-def test_pictures_are_augmented_anew_in_every_epoch_and_alike_after_a_resume(given):
-    name, _, preprocess, _ = recipe.build_model(recipe.parse(["--shards", "x", "--model", str(given[1])]))
-    picture = {"png": next(given[0].glob("*.tar")).name.encode(), "txt": b"red", "index": 3}
-    with io.BytesIO() as file:
-        Image.fromarray(image_of(3)).save(file, "png")
-        picture["png"] = file.getvalue()
-    seen = {}
-    for seed, epoch in [(0, 0), *((seed, epoch) for seed in (0, 1, 2**40) for epoch in range(4))]:
-        decode = recipe.Decode(preprocess, open_clip.get_tokenizer(name), seed)
-        decode.epoch = epoch
-        seen.setdefault((seed, epoch), []).append(decode([picture, picture])[0])
-    # few crops of a picture so small differ
-    assert torch.equal(*seen[0, 0]) and len({float(images[0].sum()) for images in seen.values()}) > 3
 
 
 def test_a_batch_of_which_nothing_can_be_decoded_is_replaced(given, tmp_path):
@@ -544,20 +331,6 @@ def test_a_run_that_is_stopped_among_batches_that_cannot_be_decoded_ends_with_th
         train(shards, tmp_path / f"{step}", *options, "--resume")
         same(weights(tmp_path / f"{step}", 1), weights(tmp_path / "whole", 1))
         same(rows(tmp_path / f"{step}", 1), rows(tmp_path / "whole", 1))
-
-
-def test_a_batch_of_which_one_sample_can_be_read_is_replaced(given, tmp_path, monkeypatch):
-    """A single sample has no negatives, and the estimator would raise an error."""
-    original = ShardBatches._read
-
-    def read(self, spans):
-        yield from (
-            sample if number % 4 == 0 or number > 20 else None for number, sample in enumerate(original(self, spans))
-        )
-
-    monkeypatch.setattr(ShardBatches, "_read", read)
-    train(given, tmp_path, "--epochs", "1", "--shuffle", "1")
-    assert (tmp_path / "epoch_1.pt").exists()
 
 
 # -- a full disk -------------------------------------------------------------------------------------------------------
@@ -659,31 +432,6 @@ def test_two_processes(given, tmp_path, way, request):
     same(rows(tmp_path / "stopped"), rows(tmp_path / "whole"))
     assert set(rows(tmp_path / "whole")["count"].tolist()) == {2}
     open_clip.create_model_and_transforms("micro", pretrained=str(tmp_path / "whole" / "epoch_2.pt"))
-
-
-@pytest.mark.launch
-def test_momentum_features_of_two_processes(given, tmp_path):
-    more = ["--batch-size", "2", "--precision", "bf16", "--set", "momentum=True"]
-    runs = [("whole",), ("stopped", "--max-steps", "7"), ("stopped", "--resume")]
-    runs = [arguments(given, tmp_path / name, *more, *options, estimator="recommended") for name, *options in runs]
-    started(2, "tests.several", "recipes.clip_trainer", json.dumps(runs))
-    same(weights(tmp_path / "stopped"), weights(tmp_path / "whole"))
-    sharded = arguments(given, tmp_path / "sharded", *more, estimator="recommended")
-    with pytest.raises(AssertionError, match="this recipe copies whole models"):
-        started(2, "tests.open_clip.fsdp", *sharded)
-
-
-@pytest.mark.launch
-def test_a_cached_window_of_two_processes_learns_the_scale_as_one_does(given, tmp_path):
-    """Every micro-batch has its share of the scale's gradient, which DDP waits for; DDP reduces once per window."""
-    more = ["--epochs", "1", "--accumulate", "2", "--gradient-cache", "--shuffle", "1"]
-    counted = [*more, "--batch-size", "2", "--estimator", "clip"]
-    run = launch(2, given, tmp_path / "two", *counted, module="tests.open_clip.counted")
-    assert run.stdout.count("reduced 5 times") == 2
-    train(given, tmp_path / "one", *more, "--batch-size", "4", estimator="clip")
-    two, one = weights(tmp_path / "two", 1), weights(tmp_path / "one", 1)
-    assert abs(two["logit_scale"].item() - math.log(1 / 0.07)) > 1e-4
-    torch.testing.assert_close(two["logit_scale"], one["logit_scale"], rtol=1e-2, atol=1e-2)  # other batches, same rate
 
 
 def test_a_rest_of_an_epoch_that_is_no_window_ends_it(given, tmp_path):

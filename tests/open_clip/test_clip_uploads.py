@@ -3,7 +3,6 @@
 import contextlib
 import json
 import signal
-import time
 import uuid
 
 import fsspec
@@ -63,36 +62,12 @@ def test_a_run_goes_on_elsewhere_from_the_store(given, tmp_path, url, whole):  #
         recipe.main(arguments(given, tmp_path / "other", "--resume", url, "--seed", "1"))
 
 
-def test_nothing_in_the_store_is_a_run_that_begins(given, tmp_path, url, capsys):  # noqa: F811
-    train(given, tmp_path, "--resume", url, "--max-steps", "1")
-    assert f"no state in {tmp_path} and at {url}: the run begins anew" in capsys.readouterr().out
-
-
 def test_an_upload_that_was_cut_off_is_no_state(given, tmp_path, url, whole):  # noqa: F811
     train(given, tmp_path / "here", "--save-every", "2", "--max-steps", "4", "--upload", url)
     store, path = fsspec.url_to_fs(f"{url}/state/step-000000004-epoch-0000/{uploads.COMPLETE}")
     store.rm(path)
     train(given, tmp_path / "there", "--resume", url)
     same(weights(tmp_path / "there"), whole[0])
-
-
-@pytest.mark.parametrize("failures", [2, 7])
-def test_uploads_that_fail_are_tried_again(given, tmp_path, url, whole, monkeypatch, capsys, failures):  # noqa: F811
-    """Training continues; a state that could not be uploaded is replaced by the next one."""
-    original, left = MemoryFileSystem.put_file, list(range(failures))
-
-    def put_file(self, *args, **kwargs):
-        if left:
-            left.pop()
-            raise ConnectionError("no route to host")
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
-    train(given, tmp_path, "--save-every", "2", "--upload", url)
-    said = capsys.readouterr().out
-    assert ("is not in the store" in said) == (failures > 2) and not left
-    assert "step-000000020-epoch-0002" in names(url, "state") and {"epoch_1.pt", "epoch_2.pt"} <= names(url)
-    same(weights(tmp_path), whole[0])
 
 
 def test_a_store_that_is_gone_is_told_at_the_end(given, tmp_path, url, whole, monkeypatch):  # noqa: F811
@@ -123,36 +98,3 @@ def test_a_signal_saves_and_ends_the_run(given, tmp_path, whole, monkeypatch, nu
     train(given, tmp_path, "--resume")
     assert set(rows(tmp_path)["count"].tolist()) == {2}
     assert signal.getsignal(number) == signal.SIG_DFL
-
-
-def test_a_signal_at_the_last_step_is_the_end_of_the_run(given, tmp_path, whole, monkeypatch):  # noqa: F811
-    original = recipe.Trainer.end_epoch
-
-    def end_epoch(self, epoch):
-        signal.raise_signal(signal.SIGTERM)
-        original(self, epoch)
-
-    monkeypatch.setattr(recipe.Trainer, "end_epoch", end_epoch)
-    train(given, tmp_path, "--epochs", "1")
-    assert (tmp_path / "epoch_1.pt").exists()
-
-
-def test_a_run_that_was_told_to_stop_tries_once_to_upload_its_state(given, tmp_path, url, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(uploads.Uploads.__init__, "__defaults__", ((600.0,),))
-    tried, original = [], recipe.Trainer.update
-
-    def put_file(self, *args, **kwargs):
-        tried.append(args)
-        time.sleep(0.2)
-        raise ConnectionError("no route to host")
-
-    def update(self, window):
-        if self.step == 6:
-            signal.raise_signal(signal.SIGTERM)
-        return original(self, window)
-
-    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
-    monkeypatch.setattr(recipe.Trainer, "update", update)
-    with pytest.raises(SystemExit) as end:
-        recipe.main(arguments(given, tmp_path, "--upload", url))
-    assert end.value.code == recipe.STOPPED and len(tried) == 1

@@ -9,7 +9,7 @@ import torch
 import webdataset
 
 import compopt
-from compopt.integrations.open_clip import options, rows
+from compopt.integrations.open_clip import rows
 from tests.open_clip import tiny
 
 
@@ -42,21 +42,6 @@ def test_shards(tmp_path, shards, workers, resampled, keys):
     assert watch.est.data_fingerprint == rows.open_index(str(index)).fingerprint
     assert watch.est.n == (20 if keys else 16)
     assert resampled or (watch.rows()["count"] == 2).all()
-
-
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_what_is_recommended_knows_the_data_and_the_batch(tmp_path, accumulated, monkeypatch):
-    """The method needs no index; its memory is a quarter of the data."""
-    asked = []
-    original = options.recommended
-    method = options.Method(
-        lambda dim, n, batch_size: asked.append((dim, n, batch_size)) or original(dim, n, batch_size)
-    )
-    monkeypatch.setitem(options.METHODS, "recommended", method)
-    theirs = tiny.arguments(tmp_path, train_data=tiny.write_csv(tmp_path), batch_size=4, accum_freq=accumulated)
-    watch = tiny.train(["--estimator", "recommended"], theirs)
-    assert asked == [(16, 16, 4 * accumulated)] and watch.updates == 4 // accumulated
-    assert watch.est.normalizer.length == 4 and watch.est.n is None
 
 
 def change(shard, files):

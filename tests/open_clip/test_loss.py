@@ -68,14 +68,6 @@ def test_a_temperature_that_the_estimator_learns_is_shown(tmp_path, data, ours):
     assert tau != pytest.approx(0.1 if "isogclr" in ours else 0.07, rel=1e-9)
 
 
-@pytest.mark.parametrize("decay, gamma", [(0.5, 0.3), (2, 0.65)])
-def test_gamma_of_fastclip_falls_with_the_run(tmp_path, data, decay, gamma):
-    """Gamma follows a cosine from 1 to 0.3 over ``decay`` times the length of the run."""
-    watch = run(f"fastclip-v1 --gamma-decay {decay} --gamma-min 0.3", tmp_path, data, epochs=2)
-    assert watch.est.t == 4
-    assert watch.est.sample_groups[0]["gamma"] == pytest.approx(gamma)
-
-
 @pytest.mark.parametrize(
     "ours", ["dcl", "infonce --tau model", "memory", "neuclip --prototypes 16 --updates 2", "recommended"]
 )

@@ -42,13 +42,6 @@ def test_a_model_of_open_clip_is_trained_and_loaded_from_a_folder(pictures, tmp_
     torch.testing.assert_close(loaded.encode_text(texts), model.eval().text(tokenizer(["number 3"])))
 
 
-@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224"])
-def test_a_picture_encoder_of_timm(pictures, name, tmp_path, capsys):
-    run = [str(pictures), "--model", f"timm:{name}", "--batch-size", "16", "--epochs", "1"]
-    own_data.main([*run, "--output", str(tmp_path / "run")])
-    assert "epoch 1: loss" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "fastvit_t8"])
 def test_encoders_of_timm_take_pictures_of_the_given_size(name, tmp_path):
     """The encoders are the same after an export by the lines of docs/guides/export.md."""
