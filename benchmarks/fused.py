@@ -45,8 +45,8 @@ Triton's compiler for devices that this machine does not have. The times at the 
 not measured."""
 COMPILED = """Registers per thread, bytes of stack (0: no register spills), KiB of shared memory per program (for one
 stage of a pipeline) and number of tensor-core instructions in the code, for every kernel of the library. *shared*: one
-temperature of at least 0.025 for all anchors. *anchors*: one temperature per anchor, with moments and counts. *policy*:
-additionally thresholds, two strengths, three keys and groups. gfx942 does not support tf32x3."""
+temperature of at least 0.025 for all anchors. *anchors*: one temperature per anchor, with moments and counts. *keys*:
+additionally three keys. gfx942 does not support tf32x3."""
 ERRORS = """Relative error of the gradient of the sum of `contrastive_sums`, and the largest error of a sum in nats,
 compared with float64; B = {B}, d = {D}, random unit features whose positives have a similarity of about 0.7. The
 interpreter multiplies in float32. *TF32*: the features are rounded to 10 bits of mantissa; the coefficients are not
