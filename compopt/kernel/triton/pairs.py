@@ -35,7 +35,6 @@ class FusedPairs(Pairs):
     """All pairs of one batch, in tiles; see :class:`~compopt.kernel.local.Pairs` for the arguments."""
 
     def _sweep(self) -> None:
-        self.symmetric = self.unimodal  # A + A^T in one product, for any tau
         scale = scale_of(self.tau, self.x, self.batch, self.directions)
         self._scale = scale if isinstance(scale, Tensor) else self.x.new_full((self.batch, self.directions), scale)
         rows = Anchors(self._by_row(self._scale, slice(0, self.shape[0]))[:, 0])
@@ -55,10 +54,10 @@ class FusedPairs(Pairs):
         o = self._operands
         assert o.rows is not None
         rows = o.rows._replace(factor=self._by_row(factor, slice(0, self.shape[0]))[:, 0], top=self._tops[0])
-        columns = rows if self.symmetric else o.columns
+        columns = rows if self.unimodal else o.columns  # A + A^T in one product
         if columns is not None:
             columns = columns._replace(factor=self._by_column(factor, 0.0), top=self._tops[-1])
-        of_rows, of_columns = sweep.products(replace(o, rows=rows, columns=columns), transposed=not self.symmetric)
+        of_rows, of_columns = sweep.products(replace(o, rows=rows, columns=columns), transposed=not self.unimodal)
         return of_rows.view_as(self.z) if self.unimodal else torch.stack([of_rows, of_columns]), None
 
 
