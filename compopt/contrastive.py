@@ -37,12 +37,12 @@ from compopt.functional import Scalar
 from compopt.kernel.features import Encode, with_gradients, zero_or_nan
 from compopt.kernel.joined import Source, swept
 from compopt.kernel.pairs import PairOptions, PairStatistics
+from compopt.kernel.triton.choice import BACKENDS, Backend
 from compopt.objective import Objective
 from compopt.pairs import NO_POLICY, PairPolicy
 from compopt.stores import Offload
 from compopt.stores.table import Placement
 from compopt.summary import Summary
-from compopt.tiles.choice import BACKENDS, Backend
 
 LEAST_SCALE = 5.0  # from here on a temperature may be a logit scale, which is usually 10 to 100
 
@@ -87,10 +87,10 @@ class ContrastiveEstimator(Estimator):
         sample_groups: one mapping per data set, ``{"n": ..., key: value, ...}``. The values override those of the
             parts; the sizes must equal those of the parts.
         backend: ``"torch"``: plain torch computes the pairs. ``"triton"``: a fused kernel computes them if Triton is
-            installed (extra ``triton``) and the kernel supports the call; otherwise plain torch, which the logger
-            ``compopt.tiles.choice`` reports at debug level. ``"auto"``: ``"torch"``. The kernel multiplies in TF32 even
-            if PyTorch's own products do not, or in bfloat16 (:func:`compopt.functional.contrastive_sums`,
-            ``precision=None``). See the page on the fused kernel.
+            installed (extra ``triton``) and the kernel supports the call, which has no ``extra``, momentum features or
+            policy; otherwise plain torch, which the logger ``compopt.kernel.triton.choice`` reports at debug level.
+            ``"auto"``: ``"torch"``. The kernel multiplies in TF32 even if PyTorch's own products do not, or in bfloat16
+            (:func:`compopt.functional.contrastive_sums`, ``precision=None``). See the page on the fused kernel.
 
     State: the columns of both parts in one row per sample, see :class:`~compopt.Estimator`.
 

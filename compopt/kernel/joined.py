@@ -27,10 +27,10 @@ from compopt.batch import Batch
 from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar, log, minus_product
 from compopt.kernel.distributed import GatheredPairs
-from compopt.kernel.fused import FusedGatheredPairs, FusedPairs, unknown_option
 from compopt.kernel.local import Pairs
 from compopt.kernel.pairs import PairOptions, PairStatistics, Sums, at_least_one
-from compopt.tiles.choice import Backend, precision_of, reason_for_torch
+from compopt.kernel.triton.choice import Backend, precision_of, reason_for_torch
+from compopt.kernel.triton.pairs import FusedGatheredPairs, FusedPairs, unsupported
 
 # Positions of the features along the rows and along the columns, and the statistics of their matrix.
 Kind = tuple[tuple[int, int], PairStatistics]
@@ -63,7 +63,7 @@ class Source:
         """Return statistics of the pairs of both views, or of two of the four with a momentum copy."""
         own = self.own if views is None else torch.stack([self.own[view] for view in views])
         tau, keys = self.tau, list(self.batch.keys.values())
-        fused = reason_for_torch(self.backend, own, unknown_option(options)) is None
+        fused = reason_for_torch(self.backend, own, unsupported(options)) is None
         if fused:
             options = options._replace(precision=precision_of(tau))
         if self.ranks.size == 1:

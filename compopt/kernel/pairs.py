@@ -12,8 +12,8 @@ from torch import Tensor
 
 from compopt.functional import Scalar, log
 from compopt.kernel.blocks import MASKED, Axis, Exponentials, Extra, Matrix, positives
+from compopt.kernel.triton.choice import Precision
 from compopt.pairs import PairPolicy
-from compopt.tiles.choice import Precision
 
 # Above this 1/tau, exp(s/tau) of a unit-norm pair approaches the range of float32, and a maximum must be subtracted.
 MAX_UNSHIFTED_SCALE = 40.0
