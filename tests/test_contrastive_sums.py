@@ -5,10 +5,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.nn.functional as F
-from compopt.tiles import choice
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compopt import functional
+from compopt.kernel.triton import choice
 from tests.helpers import near
 
 B, D, TAU = 9, 4, 0.05

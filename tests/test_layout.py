@@ -15,8 +15,7 @@ FLOORS = [
     {"distributed", "data", "pairs"},
     {"kernel", "stores"},
     {"estimator"},
-    {"arguments", "checkpoint", "module", "momentum"}
-    | {"negatives", "objective", "schedules", "temperatures"},
+    {"arguments", "checkpoint", "module", "momentum"} | {"negatives", "objective", "schedules", "temperatures"},
     {"normalizers", "summary"},
     {"contrastive"},
     {"curation", "diagnostics", "gradient_cache", "losses", "presets"},
