@@ -7,7 +7,7 @@ import compopt
 from compopt import PairPolicy
 from compopt.estimator.reader import AsyncChecks
 from tests import four
-from tests.accelerated import BUILD, KINDS, STATELESS, WITH_ROWS, B, D, N, batch, one_step, same, same_rows, train
+from tests.accelerated import BUILD, KINDS, WITH_ROWS, B, D, N, batch, one_step, same, same_rows, train
 from tests.cached import Noisy
 from tests.devices import DEVICE, needs_accelerator, quiet, synchronize
 
@@ -115,17 +115,6 @@ def test_repeats_on_the_device_have_the_same_bits_every_time():
 
     first, second = run(), run()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize("name", STATELESS)
-def test_evaluation_on_the_device(name):
-    on_cpu, there = BUILD[name](), BUILD[name]()
-    train(on_cpu, "cpu", range(2)), train(there, DEVICE, range(2))
-    with torch.no_grad():
-        expected = on_cpu.eval()(*batch(7))
-        with quiet():
-            found = there.eval()(*batch(7, DEVICE))
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
 FURTHER, FEATURES = torch.randn(2, 2 * B, D, generator=torch.Generator().manual_seed(9))

@@ -16,16 +16,6 @@ def test_which_devices_have_streams(kind, streams):
     assert accelerator.has_streams(torch.device(kind)) == streams
 
 
-def test_nothing_is_under_way_on_the_cpu():
-    x = torch.ones(3)
-    assert accelerator.new_stream(CPU) is None and accelerator.event(CPU) is None and accelerator.here(CPU) == CPU
-    assert accelerator.to_host(x) is x
-    assert accelerator.to_device(x, CPU) is x and accelerator.state_to_device(x, CPU) is x
-    with accelerator.current(CPU):
-        accelerator.wait_event(None, CPU, [x])
-        accelerator.synchronize(CPU)
-
-
 @pytest.mark.skipif(bool(PRETEND), reason="is about torch without torch.accelerator")
 def test_before_torch_2_6_cuda_alone_is_asked_for(monkeypatch):
     monkeypatch.delattr(torch, "accelerator", raising=False)

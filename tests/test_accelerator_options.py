@@ -79,15 +79,6 @@ def test_accumulation_with_repeats(name):
     both(lambda: BUILD[name](), call)
 
 
-def test_a_cached_window():
-    def call(est, z1, z2, index, device):
-        loss, g1, g2 = est.feature_gradients(z1, z2, index)
-        est.step()
-        return loss, g1, g2
-
-    both(lambda: compopt.ISogCLREstimator(N, rho=1.0), call)
-
-
 def test_chains_that_encode_wait_once_per_call_and_give_the_same():
     table = torch.randn(2, N, D, generator=torch.Generator().manual_seed(5))
     on_cpu, there = (compopt.EMC2Estimator(N, tau=0.3) for _ in range(2))

@@ -346,19 +346,6 @@ def test_an_edit_counts_and_a_bad_one_is_refused(kind):
         kind.call(edited, data()[0])
 
 
-@pytest.mark.parametrize("kind", OBJECTS[5:], ids=str)
-def test_without_rows_there_is_one_group_without_n(kind):
-    u = kind.make()
-    assert len(u.sample_groups) == 1 and "n" not in u.sample_groups[0] and u.n is None
-    train(u, kind, data()[:1])
-    with pytest.raises(RuntimeError, match=f"{type(u).__name__} keeps nothing per sample"):
-        u.read(torch.arange(3))
-    with pytest.raises(ValueError, match="no rows"):
-        u.add_sample_group({"n": 3})
-    with_n = kind.make(100)  # n is accepted as the size of the data set; an object without rows does not use it
-    same(train(with_n, kind, data()), train(kind.make(), kind, data()))
-
-
 @everywhere
 @with_rows
 def test_prefetched_rows_are_the_rows(kind, placement):

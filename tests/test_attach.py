@@ -137,19 +137,6 @@ def test_remove_detaches():
     assert commits(est) == 6
 
 
-def test_two_estimators_on_one_optimizer():
-    parameter, optimizer, first = setting()
-    second = compopt.SogCLREstimator(N, tau=0.2)
-    first.attach(optimizer)
-    handle = second.attach(optimizer)
-    for expected in ((6, 6), (12, 6)):
-        for est in (first, second):
-            deposit(est, parameter)
-        optimizer.step()
-        assert (commits(first), commits(second)) == expected
-        handle.remove()
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_grad_scaler(fused):
     """An injected inf skips the update. With a fused optimizer the hook still fires, and found_inf drops the rows.

@@ -51,17 +51,6 @@ def test_features_are_not_changed_or_kept():
     assert torch.equal(est.read(index)["log_u"], twin.read(index)["log_u"])
 
 
-def test_two_losses_of_one_estimator_before_one_backward():
-    """Run the forward twice, then backward through a combination of both losses."""
-    (a1, a2, i), (b1, b2, j) = batches(N, 2, seed=6)
-    want = [run(make(BY_NAME["sogclr"], "bimodal", N)[0], *x) for x in ((a1, a2, i), (b1, b2, j))]
-    leaves = [x.clone().requires_grad_() for x in (a1, a2, b1, b2)]
-    est, _ = make(BY_NAME["sogclr"], "bimodal", N)
-    (3.0 * est(leaves[0], leaves[1], i) - est(leaves[2], leaves[3], j)).backward()
-    for leaf, expected in zip(leaves, (3 * want[0][1], 3 * want[0][2], -want[1][1], -want[1][2]), strict=True):
-        near(leaf.grad, expected, 1e-13)
-
-
 def test_a_backward_after_the_step():
     """step() may run before backward (accelerate with DeepSpeed commits in it): the gradient is that of the forward."""
     z1, z2, index = batches(N, 1, seed=7)[0]
@@ -109,13 +98,3 @@ def test_finite_differences(name, mode):
         step = 1e-6
         up, down = (float(est(z1 + s * d1, z2 + s * d2, index)) for s in (step, -step))
         near((up - down) / (2 * step), (g1 * d1).sum() + (g2 * d2).sum(), 1e-6)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_two_samples_and_one_dimension(mode):
-    """Test the smallest possible batch."""
-    z1 = torch.tensor([[2.0], [-3.0]], dtype=torch.float64)
-    est, ref = make(BY_NAME["sogclr"], mode, N, tau=0.5)
-    got, want = run(est, z1, z1, torch.tensor([4, 7])), ref.forward(z1, z1, torch.tensor([4, 7]))
-    for a, b in zip(got, want, strict=True):
-        near(a, b, atol=1e-12)

@@ -1,7 +1,6 @@
 """torch.distributed.checkpoint: estimators as a whole and in parts, resharding, comparison, checks."""
 
 import os
-import re
 import shutil
 
 import pytest
@@ -21,7 +20,6 @@ if torch.__version__ < (2, 5):
 from compopt.integrations.dcp import Stateful
 
 N = 23
-PLACEMENTS = [{}, {"offload": "cpu"}, {"offload": "disk"}]
 EACH = "siglip-learned sogclr isogclr-adam global-dual-log-adam neural-adam neural-dual memory-dual emc2-dual".split()
 KINDS = {"whole": lambda est: est, "parts": Stateful}
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning:torch")
@@ -86,18 +84,6 @@ def test_a_bare_estimator_goes_on_or_is_refused(name, tmp_path):
     dcp.load({"compopt": other}, checkpoint_id=tmp_path)
     assert_same_bits(snapshot(est, N), snapshot(other, N))
     assert [bits(x) for x in run(est, *data[2])] == [bits(x) for x in run(other, *data[2])]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("writer, reader", [(PLACEMENTS[i], PLACEMENTS[i - 1]) for i in range(3)])
-def test_any_placement_reads_any_other(writer, reader, kind, tmp_path):
-    def placed(options, name):
-        return {**options, "offload_dir": tmp_path / name} if options.get("offload") == "disk" else options
-
-    est, other = trained(**placed(writer, "a")), trained(seed=99, **placed(reader, "b"))
-    dcp.save({"compopt": KINDS[kind](est)}, checkpoint_id=tmp_path / "c")
-    dcp.load({"compopt": KINDS[kind](other)}, checkpoint_id=tmp_path / "c")
-    assert_same_bits(snapshot(est, N), snapshot(other, N))
 
 
 def test_rows_are_columns_in_the_format_of_dcp(tmp_path):
@@ -177,17 +163,6 @@ def test_two_rows_that_changed_places():
     a, b = torch.nonzero(state["rows"]["count"].amax(1))[:2, 0].tolist()
     state["rows"]["log_u"][[a, b]] = state["rows"]["log_u"][[b, a]]
     with pytest.raises(ValueError, match="'log_u' is damaged"):
-        Stateful(other).load_state_dict(state)
-    assert_same_bits(before, snapshot(other, N))
-
-
-@pytest.mark.parametrize("missing", [["log_u"], ["log_u", "tau", "count"]])
-def test_columns_that_are_missing(missing):
-    other, state = trained(seed=4), Stateful(trained()).state_dict()
-    before = snapshot(other, N)
-    for name in missing:
-        del state["rows"][name]
-    with pytest.raises(ValueError, match=f"rows must have the entries {re.escape(str(sorted(missing)))}"):
         Stateful(other).load_state_dict(state)
     assert_same_bits(before, snapshot(other, N))
 

@@ -158,12 +158,3 @@ def test_a_temperature_without_a_value_says_so():
     for attempt in (lambda: compopt.FixedTemperature(tau), lambda: est(*DATA[0], tau=tau)):
         with pytest.raises(ValueError, match="tau is on the meta device.*device='cpu'"):
             attempt()
-
-
-def test_a_network_with_a_default_dtype_of_half_precision():
-    torch.set_default_dtype(torch.float16)
-    try:
-        loss = compopt.NeuCLIPEstimator(5)(*features(8, 5, 0, dtype=torch.float32), torch.arange(8))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert loss.dtype == torch.float32 and loss.isfinite()

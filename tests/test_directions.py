@@ -58,17 +58,6 @@ def test_what_excludes_pairs(kind, name):
             compare_state(est, ref, N, info)
 
 
-def test_the_queue_takes_in_the_batch_only():
-    queues = []
-    for given in ({}, further(0)):
-        est = compopt.NeuCLIPEstimator(D, prototypes=8, updates=0, dtype=torch.float64, directions="forward")
-        for z1, z2, index in batches(N, steps=3, seed=5):
-            run(est, z1, z2, index, **given)
-            est.step()
-        queues.append(est.state_dict()["extra"]["normalizer"]["queue"])
-    assert queues[0].shape[0] == 1 and torch.equal(*queues)
-
-
 # -- ranks -----------------------------------------------------------------------------------------------------
 
 

@@ -68,14 +68,6 @@ def test_a_row_seen_in_one_direction_is_unseen_in_the_other(info):
         ref.step()
 
 
-@pytest.mark.parametrize("info", SOME, ids=str)
-def test_a_shared_caption_is_no_negative(info):
-    """Two images share a caption row (equal index2): neither caption is a negative of the other image."""
-    est, ref = make(info, "bimodal", N)
-    z1, z2 = features(5, 4, seed=4)
-    compare_forward(info, est, ref, z1, z2, torch.arange(5), index2=torch.tensor([6, 7, 6, 8, 9]))
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["infonce", "sogclr", "isogclr"])
 def test_normalize_false_takes_features_as_they_are(name, mode):

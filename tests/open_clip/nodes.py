@@ -1,21 +1,16 @@
-"""Nodes on one machine: agents of torchrun with a disk each, and events that interrupt them."""
+"""Nodes on one machine: agents of torchrun with a disk each."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import psutil
 
-from recipes.clip_trainer import STOPPED
 from tests.launching import environment
 from tests.pool import free_port
 
@@ -27,9 +22,7 @@ Flags = Callable[..., Sequence[str]]  # takes an output folder and further flags
 class Nodes:
     """An agent of torchrun for each of several nodes, which share an output folder and have a disk each."""
 
-    def __init__(
-        self, flags: Flags, outputs: Sequence[Path], disks: Sequence[Path], *more: str, before: str = ""
-    ) -> None:
+    def __init__(self, flags: Flags, outputs: Sequence[Path], disks: Sequence[Path], *more: str) -> None:
         self.outputs, self.disks, self.agents, self.logs = outputs, disks, [], []
         port = str(free_port())
         for node, (output, disk) in enumerate(zip(outputs, disks, strict=True)):
@@ -40,9 +33,8 @@ class Nodes:
             command += ["--offload", "disk", "--offload-dir", str(disk)]
             self.logs.append(disk.with_suffix(".log"))
             with open(self.logs[-1], "w") as log:
-                shell = ["bash", "-c", f'{before} exec "$@"', "bash", *command]
                 pipes = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-                self.agents.append(subprocess.Popen(shell, env=environment(), **pipes))
+                self.agents.append(subprocess.Popen(command, env=environment(), **pipes))
 
     def __enter__(self) -> Nodes:
         return self
@@ -85,78 +77,3 @@ def latest(output: Path) -> str | None:
     """Return the name of the newest state."""
     pointer = output / "state" / "latest"
     return pointer.read_text() if pointer.exists() else None
-
-
-# -- a day -------------------------------------------------------------------------------------------------------------
-
-
-class Event(NamedTuple):
-    """An event that ends a run on two nodes."""
-
-    happen: Callable[[Nodes], object]  # called once there is a further state
-    said: str = ""  # expected in the output of some process
-    limit: str = ""  # shell commands on each node before it starts
-    store: bool = True  # whether the store can be reached
-
-
-def stop(nodes: Nodes) -> None:
-    os.kill(nodes.agents[0].pid, signal.SIGTERM)
-
-
-def lose(nodes: Nodes) -> None:
-    nodes.kill(1)
-
-
-def lose_all(nodes: Nodes) -> None:
-    """Lose both nodes, their disks and the folder that they share; the next start has only the store."""
-    nodes.kill(0)
-    nodes.kill(1)
-    for folder in (nodes.outputs[0], *nodes.disks):
-        shutil.rmtree(folder)
-
-
-def wait(nodes: Nodes) -> None:
-    nodes.end()
-
-
-SMALL = "ulimit -f 500;"  # files of up to 500 KiB, as on a full disk
-EVENTS = {
-    "a node is told to stop": Event(stop, f"exitcode  : {STOPPED}"),
-    "a node is lost": Event(lose),
-    "uploads fail, and a node is lost": Event(lose, "is not in the store", store=False),
-    "the disk is full": Event(wait, "is complete: --resume goes on from it", limit=SMALL),
-    "both nodes and all folders are lost": Event(lose_all),
-}
-
-
-class Day:
-    """A run on two nodes with a store, which is started again after every event."""
-
-    def __init__(self, flags: Flags, folder: Path, epochs: int) -> None:
-        self.flags, self.folder, self.epochs = flags, folder, epochs
-        self.output, self.store = folder / "out", folder / "store"
-        self.events: list[dict[str, Any]] = []
-        (folder / "file").touch()  # no folder can be created below it
-
-    def start(self, event: Event | None = None) -> Nodes:
-        url = f"file://{self.store}" if event is None or event.store else f"file://{self.folder}/file/run"
-        more = ("--epochs", str(self.epochs), *LONG, "--resume", f"file://{self.store}", "--upload", url)
-        limit = "" if event is None else event.limit
-        return Nodes(self.flags, [self.output] * 2, disks_of(self.folder, 2), *more, before=limit)
-
-    def bear(self, name: str) -> None:
-        """Start, trigger an event once there is a further state, and record the state that remains."""
-        event, before, started = EVENTS[name], latest(self.output), time.perf_counter()
-        with self.start(event) as nodes:
-            if not event.limit:  # a full disk allows no further state
-                nodes.await_state(before)
-            event.happen(nodes)
-            codes = nodes.end()
-            assert 0 not in codes and event.said in nodes.said(), nodes.said()
-        seconds = time.perf_counter() - started
-        left = latest(self.output)
-        self.events.append({"event": name, "before": before, "left": left, "codes": codes, "seconds": seconds})
-
-    def finish(self) -> None:
-        with self.start() as nodes:
-            assert nodes.end() == [0, 0] and "begins anew" not in nodes.said(), nodes.said()

@@ -14,7 +14,7 @@ pytest.importorskip("open_clip")
 
 from recipes import clip_trainer as recipe
 from tests.launching import environment
-from tests.open_clip.nodes import EVENTS, LONG, WAIT, Day, Nodes, disks_of
+from tests.open_clip.nodes import LONG, WAIT, Nodes, disks_of
 from tests.open_clip.test_clip_trainer import arguments, given, rows, same, weights  # noqa: F401
 from tests.pool import free_port
 
@@ -54,15 +54,17 @@ def test_two_nodes(given, flags, tmp_path):  # noqa: F811
         assert all("does not see what process 0 on" in log.read_text() for log in nodes.logs)
 
 
-def test_a_day(flags, tmp_path, undisturbed):
-    """The results are bit-identical to a run without events, in the output folder and in the store."""
-    day = Day(flags, tmp_path, EPOCHS)
-    for event in EVENTS:
-        day.bear(event)
-    day.finish()
-    for folder in (day.output, day.store):
-        same(weights(folder, EPOCHS), undisturbed[0])
-        same(rows(folder, EPOCHS), undisturbed[1])
+def test_a_node_is_lost_and_two_go_on(flags, tmp_path, undisturbed):
+    """Its rows go to new disks, since a node may be another machine; the results are those of a run that lost none."""
+    output = tmp_path / "out"
+    with Nodes(flags, [output] * 2, disks_of(tmp_path, 2), *WHOLE) as nodes:
+        nodes.await_state()
+        nodes.kill(1)
+        assert nodes.end()[0] not in (0, None)
+    with Nodes(flags, [output] * 2, disks_of(tmp_path / "others", 2), *WHOLE, "--resume") as nodes:
+        assert nodes.end() == [0, 0] and "begins anew" not in nodes.said(), nodes.said()
+    same(weights(output, EPOCHS), undisturbed[0])
+    same(rows(output, EPOCHS), undisturbed[1])
 
 
 STAND_INS = {

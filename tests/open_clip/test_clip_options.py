@@ -58,16 +58,6 @@ def test_locked_towers_are_not_trained(given, tmp_path):  # noqa: F811
     assert moved and moved <= last_group
 
 
-def test_patches_sizes_and_augmentation(given):  # noqa: F811
-    model, _, transform = trained_parts(
-        given, "--force-patch-dropout", "0.5", "--force-image-size", "32", "--aug-cfg", "scale=(0.3,0.4)"
-    )
-    assert model.visual.patch_dropout.prob == 0.5 and model.visual.image_size == (32, 32)
-    assert transform.transforms[0].scale == (0.3, 0.4)
-    plain, _, transform = trained_parts(given)
-    assert plain.visual.image_size == (16, 16) and transform.transforms[0].scale != (0.3, 0.4)
-
-
 def test_several_sources(given, tmp_path):  # noqa: F811
     """A source that is read three times per epoch visits the rows of its own shards up to three times."""
     other = write_pairs(tmp_path / "other", [6, 4], first=40)

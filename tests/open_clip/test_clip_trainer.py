@@ -434,14 +434,6 @@ def test_two_processes(given, tmp_path, way, request):
     open_clip.create_model_and_transforms("micro", pretrained=str(tmp_path / "whole" / "epoch_2.pt"))
 
 
-def test_a_rest_of_an_epoch_that_is_no_window_ends_it(given, tmp_path):
-    """The state at the end of the epoch has the step of the previous state, but its own position."""
-    train(given, tmp_path, "--epochs", "1", "--max-steps", "9")
-    train(given, tmp_path, "--epochs", "1", "--resume", "--batch-size", "8")
-    assert int(rows(tmp_path, 1)["count"].sum()) == 36
-    assert (tmp_path / "state" / "latest").read_text() == "step-000000009-epoch-0001"
-
-
 @pytest.mark.launch
 def test_one_process_takes_up_what_two_have_left(given, tmp_path):
     launch(2, given, tmp_path, "--batch-size", "2", "--max-steps", "13")

@@ -132,16 +132,6 @@ def test_every_preset_has_a_name():
     assert rows == {"sogclr", "isogclr", "emc2", *(f"fastclip-v{k}" for k in range(4))}
 
 
-@pytest.mark.parametrize(
-    "samples, batch_size, kind, length", [(None, None, "Memory", 128), (64, 8, "Memory", 16), (9999, 1024, "DCL", None)]
-)
-def test_what_is_recommended_depends_on_the_data_and_the_batch(samples, batch_size, kind, length):
-    for n in (None, samples):  # with and without an index
-        est = options.parse_flags(["--estimator", "recommended"]).build(n, 32, samples, batch_size)
-        assert type(est).__name__ == f"{kind}Estimator" and est.n is None
-        assert getattr(est.normalizer, "length", None) == length
-
-
 def test_an_open_clip_that_is_not_known():
     """The error lists the names that an unknown open_clip lacks."""
 
