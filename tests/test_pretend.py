@@ -18,7 +18,7 @@ SLOW = [
     ("cuda", ["tests/test_accelerator.py", "-m", "accelerator and full and not every"]),
     ("cuda", ["tests/test_accelerator_options.py", "tests/test_sampler_bank.py", "tests/test_stores.py"]),
     ("cuda", ["tests/test_alone.py"]),
-    ("cuda", ["tests/pretend/test_pretend_device.py", "tests/pretend/test_pretend_ranks.py"]),
+    ("cuda", ["tests/pretend/test_pretend_ranks.py"]),
     ("mps", ["tests/test_stores.py", "-k", "stores"]),
     ("mps", ["tests/test_accelerator.py", "tests/test_accelerator_options.py", "tests/test_sampler_bank.py"]),
 ]

@@ -44,13 +44,11 @@ class Transfer:
 
 @dataclass
 class Ledger:
-    """Counts since the last :meth:`clear`, of events caused by the library, unless ``everything`` is set.
+    """Counts since the last :meth:`clear`, of events caused by the library.
 
     Attributes:
-        everything: count also events that no line of the library caused.
     """
 
-    everything: bool = False
     waits: Counter[Wait] = field(default_factory=Counter)
     transfers: Counter[Transfer] = field(default_factory=Counter)
     operations: Counter[str] = field(default_factory=Counter)
@@ -62,13 +60,13 @@ class Ledger:
 
     def wait(self, what: str) -> None:
         where = cause()
-        if where or self.everything:
+        if where:
             background = threading.current_thread().name.startswith(BACKGROUND)
             self.waits[Wait(what, where or "user", background)] += 1
 
     def transfer(self, pinned: bool) -> None:
         where = cause()
-        if where or self.everything:
+        if where:
             self.transfers[Transfer(where or "user", pinned)] += 1
 
     def operation(self, name: str) -> None:
