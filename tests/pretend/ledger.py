@@ -44,10 +44,7 @@ class Transfer:
 
 @dataclass
 class Ledger:
-    """Counts since the last :meth:`clear`, of events caused by the library.
-
-    Attributes:
-    """
+    """Counts since the last :meth:`clear`, of events caused by the library."""
 
     waits: Counter[Wait] = field(default_factory=Counter)
     transfers: Counter[Transfer] = field(default_factory=Counter)
@@ -62,12 +59,12 @@ class Ledger:
         where = cause()
         if where:
             background = threading.current_thread().name.startswith(BACKGROUND)
-            self.waits[Wait(what, where or "user", background)] += 1
+            self.waits[Wait(what, where, background)] += 1
 
     def transfer(self, pinned: bool) -> None:
         where = cause()
         if where:
-            self.transfers[Transfer(where or "user", pinned)] += 1
+            self.transfers[Transfer(where, pinned)] += 1
 
     def operation(self, name: str) -> None:
         self.operations[name] += 1
