@@ -402,15 +402,17 @@ def page(results: Results) -> str:
         ABOUT,
     ]
     for data in DATA:
-        parts += [f"## {data.capitalize()}", *_of_data(finals, data)]
+        if any(name.startswith(f"{data}: ") and not name.endswith(BEFORE) for name in finals):
+            parts += [f"## {data.capitalize()}", *_of_data(finals, data)]
     parts += ["## What the losses do", WHY, _why(finals)]
     return "\n\n".join([*parts, settings(STUDY, results, CHOSEN, "validation", 1)])
 
 
 def _of_data(finals: Mapping[str, Any], data: str) -> list[str]:
     before = [run["metrics"]["test/recall"] for run in finals.get(f"{data}: {BEFORE}", [])]
-    rows = LOSSES if data == TUNED_ON else COMPARED
-    cells = {loss: [finals.get(_name(data, loss, case), []) for case in CASES] for loss in rows}
+    cases = [case for case in CASES if any(_name(data, loss, case) in finals for loss in LOSSES)]
+    rows = [loss for loss in LOSSES if any(_name(data, loss, case) in finals for case in cases)]
+    cells = {loss: [finals.get(_name(data, loss, case), []) for case in cases] for loss in rows}
     recall = [
         [loss, *(mean_spread([run["metrics"]["test/recall"] for run in runs], 100, 1) for runs in cells[loss])]
         for loss in rows
@@ -422,8 +424,9 @@ def _of_data(finals: Mapping[str, Any], data: str) -> list[str]:
         ]
         for loss in COMPARED[2:]
         for theirs in (INFO, DCL)
+        if loss in cells and theirs in cells
     ]
-    head = ["", *(f"batch {case}" if case.isdigit() else case for case in CASES)]
+    head = ["", *(f"batch {case}" if case.isdigit() else case for case in cases)]
     told = f"Before training: {mean_spread(before[:1], 100, 1)}."
     return [told, table(head, [*recall, *against])]
 
@@ -435,7 +438,8 @@ def _recall(runs: Any) -> dict[int, float]:
 def _why(finals: Mapping[str, Any]) -> str:
     body = []
     for loss in LOSSES:
-        runs = finals.get(_name(TUNED_ON, loss, HOME), [])
+        if not (runs := finals.get(_name(TUNED_ON, loss, HOME), [])):
+            continue
         told = [mean_spread([run["observed"][name] for run in runs][:3], digits=3) for name in OBSERVED.values()]
         measures = [
             mean_spread([run["metrics"][f"test/{name}"] for run in runs], digits=3)
