@@ -3,17 +3,13 @@
 import math
 import re
 import warnings
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import compopt
-from compopt import losses
-from compopt.estimator.attach import Attachments
-from tests import four, test_losses
-from tests.database import BY_NAME, DATABASE, GLOBAL, MODES, STATEFUL
+from tests.database import BY_NAME, DATABASE, MODES, STATEFUL
 from tests.helpers import assert_same_bits, batches, bits, run, snapshot, warmed
 from tests.pool import the_pool
 
@@ -81,22 +77,6 @@ def test_the_state_keeps_its_values(info, mode, side, value):
     assert spoken, "no warning"
 
 
-@pytest.mark.parametrize("info", [info for info in GLOBAL if not info.draws], ids=str)
-def test_a_global_state_is_not_advanced_by_a_bad_batch(info):
-    """Momentum, Adam sums and the step count continue as if the bad batch had not occurred."""
-    est, twin = warmed(info, "bimodal", N, 90), warmed(info, "bimodal", N, 90)
-    z1, z2, index = batches(N, 1, seed=93)[0]
-    quietly(est, poisoned(z1, [0], float("nan")), z2, index)
-    quietly(est.step)
-    for z1, z2, index in batches(N, 3, seed=94):
-        run(est, z1, z2, index)
-        run(twin, z1, z2, index)
-        est.step()
-        twin.step()
-    torch.testing.assert_close(est.temperature.tau, twin.temperature.tau, rtol=1e-6, atol=0)
-    assert torch.isfinite(est.temperature.tau)
-
-
 def test_the_warning_names_the_count():
     """Two bad feature rows among seven samples, then three of which two belong to one sample."""
     est = compopt.SogCLREstimator(N, tau=0.1)
@@ -111,47 +91,6 @@ def test_the_warning_names_the_count():
 # rows too large to be normalised -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [[2], [0, 3], list(range(6))])
-@pytest.mark.parametrize("dtype, size", [(torch.float32, 1e20), (torch.bfloat16, 1e30), (torch.float64, 1e200)])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_norm_that_overflows_is_no_zero_row(mode, dtype, size, rows):
-    """Finite features divided by an overflowing norm would be a row of zeros, committed with a finite loss."""
-    est = compopt.SogCLREstimator(N, tau=0.1, mode=mode)
-    z1, z2, index = batches(N, 1, seed=99, dtype=dtype)[0]
-    z1[rows] *= size
-    assert z1.isfinite().all()
-    assert bad_rows(est, z1, z2, index) == len(rows)
-    assert est.read(index)["count"].sum() == 0
-
-
-@pytest.mark.parametrize("dtype, size", [(torch.float16, 1e4), (torch.bfloat16, 1e17), (torch.float32, 1e17)])
-def test_large_rows_that_can_be_normalised_are_good(dtype, size):
-    est, twin = (compopt.SogCLREstimator(N, tau=0.1) for _ in range(2))
-    z1, z2, index = batches(N, 1, seed=99, dtype=dtype)[0]
-    size = 2.0 ** round(math.log2(size))  # exact
-    assert bad_rows(est, z1 * size, z2 * size, index) == 0
-    twin(z1, z2, index)
-    twin.step()
-    torch.testing.assert_close(est.read(index)["log_u"], twin.read(index)["log_u"], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rows_too_short_to_be_normalised_are_zero_rows(dtype):
-    """Their norm is clamped to 1e-12, as in F.normalize."""
-    z1, z2, index = batches(N, 1, seed=99, dtype=dtype)[0]
-    short, zero = z1.clone(), z1.clone()
-    short[2] *= 1e-30
-    zero[2] = 0
-    est, twin = (compopt.SogCLREstimator(N, tau=0.1) for _ in range(2))
-    got, messages = quietly(run, est, short, z2, index)
-    assert not messages
-    for a, b in zip(got, run(twin, zero, z2, index), strict=True):
-        torch.testing.assert_close(a, b)
-    est.step()
-    twin.step()
-    torch.testing.assert_close(snapshot(est, N), snapshot(twin, N))
-
-
 @pytest.mark.parametrize("size", [1e15, 1e16, 1e18, 1e20, 1e38])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mode", MODES)
@@ -164,56 +103,6 @@ def test_features_as_they_come_have_a_limit_too(mode, dtype, size):
     assert est.read(index)["count"].sum() == 0
     assert bad_rows(est, 0.9e15 * z1, 0.9e15 * z2, index) == 0
     assert est.read(index)["log_u"].isfinite().all() and (est.read(index)["count"] == 1).all()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_encoded_rows_count(mode):
-    """Bad features from encode count like those of the batch; one tensor for both directions is counted once."""
-    states = []
-    for value in (float("nan"), 1e20):
-        z1, z2, _ = batches(N, 1, seed=99, dtype=torch.float32)[0]
-        est, asked = compopt.EMC2Estimator(N, tau=0.2, burn_in=0, mode=mode), []
-
-        def encode(missing, value=value, asked=asked):
-            asked.append(len(missing))
-            z = torch.full((len(missing), 4), value)
-            return z if mode == "unimodal" else (z, torch.ones_like(z))
-
-        assert bad_rows(est, z1, z2, torch.arange(6), encode=encode) == 0 and not asked
-        assert bad_rows(est, z1, z2, torch.tensor([0, 1, 2, 10, 11, 12]), encode=encode) == asked[0] > 0
-        states.append(snapshot(est, N))
-    assert_same_bits(*states)
-
-
-def on_two_ranks(group, size):
-    """Call with a bad row on rank 1 only; return the loss, the number of bad rows and the counts of the rows."""
-    est = compopt.SogCLREstimator(N, tau=0.1, process_group=group)
-    rank = dist.get_rank(group)
-    z1, z2, _ = batches(N, 1, batch=8, seed=99, dtype=torch.float32)[0]
-    own = slice(4 * rank, 4 * rank + 4)
-    if rank:
-        z1[5] *= size
-    loss, messages = quietly(est, z1[own], z2[own], torch.arange(8)[own])
-    est.step()
-    return loss.item(), count_in(messages), est.read(torch.arange(8))["count"].tolist()
-
-
-@pytest.mark.distributed
-def test_a_large_row_of_one_rank_withholds_the_batch_of_all():
-    (loss0, bad0, count0), (loss1, bad1, count1) = the_pool().run(on_two_ranks, 2, 1e20)
-    assert math.isnan(loss0) and math.isnan(loss1)
-    assert (bad0, bad1) == (0, 1)  # each rank counts its own
-    assert count0 == count1 == [0] * 8
-
-
-def test_a_sampler_s_bank_leaves_large_rows_out():
-    bank = compopt.samplers.bank.FeatureBank(N)
-    z1, z2, index = batches(N, 1, seed=99, dtype=torch.float32)[0]
-    z1[2] *= 1e20
-    bank.write(index, bank.rounded(z1, z2))
-    with pytest.warns(UserWarning, match="1 features that were .* too large"):
-        unseen = bank.unseen()
-    assert unseen.sum() == N - 5 and unseen[index[2]]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -233,27 +122,6 @@ def test_the_finite_deposits_of_a_window_are_committed(name, mode, order):
     run(twin, z1, z2, good)
     twin.step()
     assert_same_bits(snapshot(twin, N), snapshot(est, N))
-
-
-@pytest.mark.covering("info mode")
-@pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("info", STATEFUL, ids=str)
-def test_a_bad_sample_that_is_in_no_pair(info, mode, side):
-    """Sample 0 has the index of the second and the label of the others; its gradient would be NaN nevertheless."""
-    est = warmed(info, mode, N, 90)
-    z = list(torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
-    z[side] = poisoned(z[side], 0, float("nan"))
-    index, labels = torch.tensor([3, 3, 5, 7]), torch.tensor([1, 0, 1, 1])
-    assert bad_rows(est, *z, index, labels=labels) == 1
-
-
-@pytest.mark.parametrize("name", ["neural-through-alpha", "dcl"])
-def test_a_bad_further_candidate(name):
-    """A network's alpha does not depend on further candidates, but the weights do."""
-    est = warmed(BY_NAME[name], "bimodal", N, 90)
-    z1, z2, extra = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    assert bad_rows(est, z1, z2, torch.arange(4), extra=poisoned(extra, 2, float("inf"))) == 1
 
 
 @pytest.mark.parametrize("mode", [*MODES, "forward"])
@@ -327,80 +195,6 @@ def test_a_warning_as_error_drops_the_deposit_of_its_own_call_alone(info, mode):
     assert_same_bits(saved(twin), saved(est))
 
 
-def gradients(est, z1, z2, index):
-    return est.feature_gradients(z1, z2, index)
-
-
-def composed(u, x, index):
-    return compopt.compositional_loss(x[:, 0].abs() + 0.1, index, u, torch.log)
-
-
-def averaged(u, x, index):
-    return u.update(x[:, 0], index)
-
-
-LOSSES = test_losses.CASES_BY_KIND
-# every operation that deposits: how to build its object, and how to call it in a step
-OPERATIONS = {
-    **{
-        info.name: (partial(warmed, info, "bimodal", N, 2), lambda o, k: run(o, *batches(N, k + 1)[k]))
-        for info in STATEFUL
-    },
-    **{
-        kind: (make, lambda o, k: four.call(o, *batches(N, k + 1, dim=four.DIM)[k][1:]))
-        for kind, make in four.KINDS.items()
-    },
-    **{kind: (partial(kind, 30), lambda o, k: o(*test_losses.batch(LOSSES[type(o)], k))) for kind in LOSSES},
-    "inner average": (partial(losses.InnerAverage, N), lambda o, k: averaged(o, *batches(N, k + 1)[k][1:])),
-    "one risk": (losses.RobustLoss, lambda o, k: o(test_losses.batch("robust", k)[0])),
-    "compositional_loss": (four.KINDS["average"], lambda o, k: composed(o, *batches(N, k + 1)[k][1:])),
-    "feature_gradients": (partial(compopt.SogCLREstimator, N), lambda o, k: gradients(o, *batches(N, k + 1)[k])),
-}
-
-
-def test_no_loss_is_missing_here():
-    others = {losses.CompositionalLoss, losses.InnerAverage, losses.PairLoss}
-    assert {*LOSSES, *others} == {getattr(losses, name) for name in losses.__all__}
-
-
-@pytest.mark.covering(all=True)
-@pytest.mark.parametrize("name", OPERATIONS, ids=str)
-def test_an_error_after_a_deposit_drops_it_alone(name, monkeypatch):
-    """The last thing that a deposit does is to look at the loop, and a warning may be an error."""
-    make, call = OPERATIONS[name]
-    one, two = make(), make()
-    for obj in (one, two):
-        call(obj, 0)
-
-    def fails(*args):
-        raise RuntimeError("no commit")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Attachments, "pending", fails)
-        with pytest.raises(RuntimeError, match="no commit"):
-            call(one, 1)
-    assert_same_bits(saved(one), saved(two))
-    for obj in (one, two):
-        call(obj, 2)
-        obj.step()
-    assert_same_bits(saved(one), saved(two))
-    assert one.t == 1 + 2 * (name in BY_NAME)
-
-
-def test_feature_gradients_that_run_out_of_memory_in_backward(monkeypatch):
-    est = compopt.SogCLREstimator(N)
-    batch = batches(N, 1)[0]
-    gradients(est, *batch)
-
-    def fails(*args, **options):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(torch.Tensor, "backward", fails)
-    with pytest.raises(torch.OutOfMemoryError):
-        gradients(est, *batch)
-    assert est.pending == 1
-
-
 def two_windows(group):
     """Per entry: the state after a window in which the call with a NaN on rank 1 is an error, and after one without."""
     rank, found = dist.get_rank(group), {}
@@ -459,26 +253,3 @@ def alone_in_error(group):
 @pytest.mark.distributed
 def test_a_call_that_only_one_rank_has_completed_is_noticed():
     the_pool().run(alone_in_error, 2)
-
-
-@pytest.mark.parametrize("name", ["sogclr", "memory", "neural", "memory-global-dual"])
-def test_an_error_after_the_estimate_leaves_no_deposit(name, monkeypatch):
-    """A call that runs out of memory and is repeated must count once."""
-    from compopt.kernel.pairs import PairStatistics
-
-    one, two = (warmed(BY_NAME[name], "bimodal", N, 2) for _ in range(2))
-    batch = batches(N, 1, seed=9)[0]
-
-    def fails(*args, **options):
-        raise torch.OutOfMemoryError
-
-    for kind in {PairStatistics, *PairStatistics.__subclasses__()}:
-        if "gradients" in vars(kind):
-            monkeypatch.setattr(kind, "gradients", fails)
-    with pytest.raises(torch.OutOfMemoryError):
-        run(one, *batch)
-    monkeypatch.undo()
-    for est in (one, two):
-        run(est, *batch)
-        est.step()
-    assert_same_bits(snapshot(one, N), snapshot(two, N))
