@@ -282,7 +282,7 @@ KEPT = {"false_negatives": 0.9, "hardness": 1.0}  # given at construction
 
 def follow_calls(est, ref, info):
     """Compare with the reference: a policy per step, and then the policy of the construction again."""
-    for policy, batch in zip([*SCHEDULE, None], batches(N, 5, BATCH, DIM, seed=60, repeats=False), strict=True):
+    for policy, batch in zip([*SCHEDULE, None], batches(N, 5, 6, DIM, seed=60, repeats=False), strict=True):
         ref.policy = PolicyReference(**(KEPT if policy is None else policy))
         given = {} if policy is None else {"pairs": PairPolicy(**policy)}
         z1, z2, index = batch
