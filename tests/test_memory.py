@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import compopt
 from tests.database import memory
-from tests.helpers import bits, compare_state, features, make, near, run
+from tests.helpers import batches, bits, compare_state, features, make, near, run
 from tests.pool import the_pool
 from tests.test_agreement import compare_forward
 
@@ -38,6 +38,38 @@ def test_before_the_first_commit_it_is_dcl(mode):
         torch.testing.assert_close(one, other)
 
 
+def test_the_oldest_leave_first():
+    est = filled(build(length=20))
+    assert est.state_dict()["extra"]["normalizer"]["keys"][0].tolist() == list(range(4, 24))
+
+
+def queue_share(est, index, **options):
+    """Return the share of the memory in the weights of a batch."""
+    run(est, *features(8, D, seed=9), index, **options)
+    est.discard()
+    return est.metrics["queue_share"].item()
+
+
+@pytest.mark.parametrize("last", [7, -8])  # an index may be a hash, which can be negative
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sample_is_no_negative_of_itself(mode, last):
+    est = build(mode, length=1)
+    run(est, *features(8, D, seed=0), torch.tensor([*range(20, 27), last]))
+    est.step()
+    strangers = torch.arange(8) + 100
+    itself = strangers.clone()
+    itself[2] = last
+    assert 0 < queue_share(est, itself) < queue_share(est, strangers)
+
+
+def test_equal_labels_are_no_negatives():
+    est, labels = build(length=8), torch.arange(8) % 2
+    run(est, *features(8, D, seed=0), torch.arange(8), labels=labels)
+    est.step()
+    strangers = torch.arange(8) + 100
+    assert 0 < queue_share(est, strangers, labels=labels) < queue_share(est, strangers, labels=labels + 10)
+
+
 def test_without_an_index_all_samples_are_different():
     """Without an index the positions do not serve as keys: no feature of an earlier batch is excluded."""
     named, unnamed = build(), build()
@@ -46,6 +78,28 @@ def test_without_an_index_all_samples_are_different():
         one, other = run(named, *z, torch.arange(8) + 8 * step), run(unnamed, *z, None)
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
         named.step(), unnamed.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forces_balance(mode):
+    """At a high temperature all negatives have equal weights, and the gradients of a batch sum to zero."""
+    est = filled(build(mode, tau=1e6, normalize=False))
+    z1, z2 = features(8, D, seed=9)
+    run(est, z1, z2, torch.arange(8) + 100)
+    est.discard()
+    _, g1, g2 = run(est, z1 + 5.0, z2 - 3.0, torch.arange(8) + 100)
+    assert g1.abs().max() > 1e-3
+    sums = g1 + g2 if mode == "unimodal" else torch.cat([g1, g2])
+    assert sums.sum(0).abs().max() < 1e-5 * g1.abs().max() * len(z1)
+
+
+def test_it_follows_the_encoders():
+    """If all features of a modality shift equally, the queue shifts with them; loss and gradients do not change."""
+    plain, moved = (filled(build("forward", normalize=False)) for _ in range(2))
+    z1, z2 = features(8, D, seed=9)
+    index, drift = torch.arange(8) + 100, torch.tensor([2.0, -1.0, 0.5, 3.0], dtype=torch.float64)
+    for one, other in zip(run(plain, z1, z2, index), run(moved, z1, z2 + drift, index), strict=True):
+        torch.testing.assert_close(one, other)  # h changes neither in the batch nor in the memory
 
 
 def test_the_error_of_what_the_memory_holds():
@@ -83,6 +137,55 @@ def test_a_bad_batch_is_not_kept(where):
         est(*features(8, D, seed=2), torch.arange(8))  # warns about the last call
     est.discard()
     assert est.state_dict()["extra"]["normalizer"]["kept"].sum() == 8
+
+
+def test_the_radius_is_compared_with_all_candidates(recwarn):
+    """The warning that rho can never bind counts the memory among the candidates."""
+    dual = compopt.TemperatureDual(100, rho=3.0, tau_init=0.1)
+    est = compopt.ContrastiveEstimator(compopt.MemoryNormalizer(D, length=512), dual)
+    est(*torch.randn(2, 16, D), torch.arange(16))
+    assert not [warning for warning in recwarn if "rho" in str(warning.message)]
+
+
+@pytest.mark.parametrize("size", [8, 140])
+@pytest.mark.parametrize("mode", MODES)
+def test_effective_negatives_count_the_memory(mode, size):
+    """The metric is ``(sum w)^2 / sum w^2`` over batch and queue, averaged over the first 128 anchors of each side."""
+    est = filled(build(mode))
+    z1, z2 = (F.normalize(z) for z in features(size, D, seed=9))
+    run(est, z1, z2, torch.arange(size) + 1000)
+    queue = est.state_dict()["extra"]["normalizer"]["queue"]
+    if mode == "unimodal":
+        views = torch.cat([z1, z2])
+        past = (queue + views.mean(0)).flatten(0, 1)
+        diagonals = (-size, 0, size)
+        sides = [(views, torch.cat([views, past]))]
+    else:
+        diagonals = (0,)
+        sides = [(z1, torch.cat([z2, queue[0] + z2.mean(0)]))]
+        if mode == "bimodal":
+            sides.append((z2, torch.cat([z1, queue[1] + z1.mean(0)])))
+    found = []
+    for anchors, candidates in sides:
+        weights = (anchors @ candidates.T / 0.5).exp()
+        for diagonal in diagonals:
+            weights[:, : len(anchors)].diagonal(diagonal).zero_()
+        found.append((weights.sum(1).square() / weights.square().sum(1))[:128])
+    torch.testing.assert_close(est.metrics["effective_negatives"], torch.cat(found).mean())
+
+
+def test_a_bad_sample_that_is_in_no_pair_is_not_kept():
+    """While the memory is empty the sample is part of no sum, but it is part of the batch's mean."""
+    for keys in ({"labels": torch.tensor([7, 7, 8])}, {"index2": torch.tensor([7, 7, 8])}):
+        est = build()
+        z1, z2 = features(3, D, seed=1)
+        z1[0, 0] = torch.nan
+        with pytest.warns(UserWarning, match="finite"):
+            est(z1, z2, torch.tensor([10, 11, 10]), **keys)
+            est.step()
+            loss = est(*features(8, D, seed=2), torch.arange(8))
+        assert loss.isfinite()
+        assert est.state_dict()["extra"]["normalizer"]["kept"].sum() == 0
 
 
 def test_the_queue_of_features_that_are_not_normalised_is_refused_by_an_estimator_that_normalises():
@@ -191,6 +294,25 @@ def test_ranks_replace_the_same_slots(mode, ranks):
         near(own["queue"], state["queue"], 1e-11)
 
 
+def test_sam_and_lbfgs_fill_the_memory_once():
+    """With an index every slot has its own sample, and losses of one closure at one point are equal."""
+    est, model = build(length=24), torch.nn.Linear(D, D, dtype=torch.float64)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5, line_search_fn="strong_wolfe")
+    est.attach(optimizer)
+    for step in range(4):
+        z, index, count = features(8, D, seed=step), torch.arange(8) + 8 * step, est.pending
+
+        def closure(z=z, index=index):
+            optimizer.zero_grad()
+            loss = est(model(z[0]), z[1], index)
+            loss.backward()
+            return loss
+
+        assert closure() == closure() and est.pending == count + 2
+        optimizer.step(closure)
+    assert est.t == 4 and sorted(est.normalizer.state["keys"][0].tolist()) == list(range(8, 32))
+
+
 def test_a_second_evaluation_without_an_index_warns():
     """Once, in the second call since a step; the state is unchanged if the warning is an error."""
     est = build()
@@ -205,6 +327,21 @@ def test_a_second_evaluation_without_an_index_warns():
         for step in range(3):
             run(est, *z, torch.arange(8) + 8 * step)
             run(est, *z, torch.arange(8) + 8 * step)
+
+
+def test_a_bad_evaluation_keeps_the_features_of_the_good_one():
+    est, z, index = build(), features(8, D, seed=0), torch.arange(8)
+    run(est, *z, index)
+    bad = z[0].clone()
+    bad[3] = torch.nan
+    with pytest.warns(UserWarning, match="finite"):
+        run(est, bad, z[1], index)
+    est.step()
+    other = build()
+    run(other, *z, index)
+    other.step()
+    one, two = (e.state_dict()["extra"]["normalizer"] for e in (est, other))
+    assert all(bits(one[name]) == bits(two[name]) for name in one)
 
 
 LEAST, MOST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
@@ -226,3 +363,15 @@ def test_every_integer_is_a_key(name, first):
             est.step()
         traces.append(trace)
     assert traces[0] == traces[1]
+
+
+def test_a_keeper_of_scores_has_the_negatives_of_the_batch_alone():
+    """An anchor whose only negatives are in the memory has a loss, and no place among the negatives of its batch."""
+    est, keeper = compopt.recommended(4, n=24, batch_size=4), compopt.ScoreKeeper(24)
+    keeper.attach(est)
+    for step, labels in enumerate(([0, 1, 2, 3], [5, 5, 5, 5], [5, 5, 5, 6])):
+        z1, z2, _ = batches(24, 1, batch=4, seed=step)[0]
+        est(z1.requires_grad_(), z2, torch.arange(4) + 4 * step, labels=torch.tensor(labels)).backward()
+        assert z1.grad.count_nonzero()
+        est.step()
+    assert keeper.read(torch.arange(12))["count"].tolist() == [1] * 4 + [0] * 4 + [1] * 4

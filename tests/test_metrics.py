@@ -12,6 +12,22 @@ from tests.pool import the_pool
 IN_NO_PAIR = {"index": torch.tensor([0, 0, 2, 3, 4, 5]), "labels": torch.tensor([7, 8, 7, 7, 7, 7])}  # sample 0
 
 
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+def test_anchors_without_negatives_have_no_effective_ones(mode):
+    """The metric is the same for a temperature given as a float, a scalar tensor or a value per sample."""
+    z = torch.randn(2, 6, 8, dtype=torch.float64)
+    est = compopt.DCLEstimator(tau=0.1, mode=mode)
+    found = []
+    for tau in (0.1, torch.tensor(0.1, dtype=torch.float64), torch.full((6,), 0.1, dtype=torch.float64)):
+        est(*z, **IN_NO_PAIR, tau=tau)
+        found.append(est.metrics["effective_negatives"].item())
+    assert found == pytest.approx([found[0]] * 3)
+    if mode == "bimodal":  # no pair at all
+        alone, keys = compopt.ISogCLREstimator(10, rho=0.1), torch.tensor([[0, 0, 1, 1], [5, 6, 5, 6], [7, 8, 8, 7]])
+        alone(*torch.randn(2, 4, 8), keys[0], keys[1], labels=keys[2])
+        assert alone.metrics["effective_negatives"].isnan()
+
+
 def test_further_candidates_are_no_anchors():
     z1, z2 = torch.nn.functional.normalize(torch.randn(2, 5, 4, dtype=torch.float64), dim=2)
     extra = torch.nn.functional.normalize(torch.randn(7, 4, dtype=torch.float64))
@@ -99,6 +115,24 @@ def test_info_nce_of_ranks_is_that_of_the_global_batch(case, mode, directions):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
+def test_the_loss_of_info_nce_is_on_its_scale_after_a_shift():
+    """The loss is tau (info_nce - log |N|), the formula of the guides."""
+    z1, z2 = features(6, 8, seed=3)
+    est = compopt.InfoNCEEstimator(tau=0.2)
+    loss = est(z1, z2)
+    torch.testing.assert_close(loss, 0.2 * (est.metrics["info_nce"] - torch.tensor(5.0).double().log()))
+
+
+def test_info_nce_at_temperatures_of_samples():
+    z1, z2 = features(6, 8, seed=3)
+    tau = torch.linspace(0.1, 0.5, 6, dtype=torch.float64)
+    est = compopt.DCLEstimator()
+    est(z1, z2, tau=tau)
+    logits = F.normalize(z1, dim=1) @ F.normalize(z2, dim=1).T
+    wanted = [F.cross_entropy(each / tau[:, None], torch.arange(6)) for each in (logits, logits.T)]
+    torch.testing.assert_close(est.metrics["info_nce"], sum(wanted) / 2, rtol=0, atol=1e-12)
+
+
 def test_a_new_sample_counts_once():
     est = compopt.SogCLREstimator(10)
     z = torch.randn(2, 4, 8)
@@ -106,6 +140,33 @@ def test_a_new_sample_counts_once():
         est(*z, torch.tensor(index))
         assert est.metrics["new_rows"] == wanted
         est.step()
+
+
+def test_a_radius_that_cannot_bind_is_noticed_with_labels_too():
+    est = compopt.ISogCLREstimator(10)
+    with pytest.warns(UserWarning, match="rho=6.0 is not below"):
+        est(*torch.randn(2, 5, 4), torch.tensor([3, 1, 2, 7, 8]), labels=torch.tensor([0, 1, 2, 3, 3]))
+
+
+def test_a_flag_with_an_axis_leaves_numbers_numbers():
+    """Some gradient scalers pass the flag as a tensor of shape (1,); the scalars of the state keep their shapes."""
+    est = compopt.FastCLIPEstimator(10, rho=0.1)
+    est(*torch.randn(2, 5, 4), torch.arange(5))
+    est._commit(torch.zeros(1))
+    compopt.FastCLIPEstimator(10, rho=0.1).load_state_dict(est.state_dict())
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: compopt.FastCLIPEstimator(10, version="v0", rho=-3),
+        lambda: compopt.FastCLIPEstimator(10, version="v1", rho=-3),
+        lambda: compopt.NeuCLIPEstimator(4, rho=-1),
+    ],
+)
+def test_a_radius_below_zero_is_refused_where_it_is_not_used(build):
+    with pytest.raises(ValueError, match="rho must be 0 or greater"):
+        build()
 
 
 def test_metrics_keep_the_temperature_of_their_call():

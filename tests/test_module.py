@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed import fsdp
 
 import compopt
+from tests import four
 from tests.helpers import assert_same_bits, snapshot
 from tests.pool import the_pool
 from tests.sentences import loss_of
@@ -71,12 +72,31 @@ def everything(model):
 # one rank ---------------------------------------------------------------------------------------------------------
 
 
+def test_the_model_has_the_learned_temperature_once():
+    model = Model()
+    names = [name for name, _ in model.named_parameters()]
+    assert names.count(NAME) == 1 and len(names) == 5
+    (own,) = model.loss.est.parameters()
+    assert dict(model.named_parameters())[NAME] is own
+    assert list(Model(estimator(learn=False)).loss.parameters()) == []
+
+
 def test_the_module_trains_as_the_estimator_does():
     model, twin, data = Model(), Model(), micro_batches(4)
     losses = train(model, data)
     assert train(twin, data, lambda x1, x2, index: twin.loss.est(*twin.encoders(x1, x2), index)) == losses
     assert_same_bits(everything(model), everything(twin))
     assert not torch.equal(everything(model)[NAME], everything(Model())[NAME])
+
+
+def test_train_and_eval_reach_the_estimator():
+    model = Model()
+    assert not model.eval().loss.est.training and not model.loss.training
+    model(*micro_batches(1)[0])
+    assert model.loss.est.pending == 0
+    assert model.train().loss.est.training
+    est = estimator().eval()
+    assert not compopt.as_module(est).training and not est.training
 
 
 AROUND = {"EstimatorModule": partial(compopt.as_module, state=False), "StatefulEstimatorModule": compopt.as_module}
@@ -98,6 +118,15 @@ def test_modes_that_are_assigned_reach_the_estimator(kind):
         assert module.train(mode).training is est.training is mode
 
 
+def test_every_module_around_an_estimator_is_among_these():
+    """The loss of open_clip is missing, since open_clip calls it in training only."""
+    known = {compopt.integrations.open_clip.EstimatorLoss, *(type(build(estimator())) for build in AROUND.values())}
+    classes = [nn.Module]
+    for each in classes:
+        classes += each.__subclasses__()
+    assert {each for each in classes if each.__module__.startswith("compopt.")} == known
+
+
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("learn", [False, True])
 def test_state_dict_carries_rows_and_temperature(learn, assign):
@@ -112,6 +141,22 @@ def test_state_dict_carries_rows_and_temperature(learn, assign):
     assert_same_bits(everything(model), everything(other))
     assert train(model, data[3:]) == train(other, data[3:])  # the estimator uses the loaded parameter
     assert_same_bits(everything(model), everything(other))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_temperature_that_diverged_does_not_keep_an_earlier_state_out(strict):
+    """The temperature is loaded as a parameter, or keeps its value if the state lacks it."""
+    model = Model()
+    state = copy.deepcopy(model.state_dict())
+    before = everything(model)
+    with torch.no_grad():
+        model.loss.temperature.log_inverse.fill_(torch.nan)
+    if strict:
+        model.load_state_dict(state)
+        assert_same_bits(before, everything(model))
+    else:
+        model.load_state_dict({key: value for key, value in state.items() if key != NAME}, strict=False)
+        assert model.loss.temperature.log_inverse.isnan()
 
 
 AVERAGES = {
@@ -202,6 +247,43 @@ def test_freezing_replacing_and_borrowing_the_parameter():
     assert abs(torch.func.functional_call(model, borrowed, batch).item() - usual) < 1e-9
 
 
+def test_an_estimator_without_a_call_serves_as_state():
+    module = compopt.as_module(compopt.MovingAverageEstimator(5, gamma=0.5))
+    module.est.update(torch.zeros(2), torch.arange(2))
+    module.est.step()
+    assert module.state_dict()["_extra_state"]["rows"]["count"].sum() == 2
+    with pytest.raises(TypeError, match="MovingAverageEstimator has no call"):
+        module(torch.zeros(2))
+
+
+@pytest.mark.parametrize("kind", four.KINDS)
+def test_an_object_alone_in_a_model(kind):
+    """The object's state is part of the model's; a copy of the model has its own object, under all attribute names."""
+
+    def built():
+        model = nn.Module()
+        model.encoders, model.state = Encoders(DTYPE), compopt.as_module(four.KINDS[kind](dtype=DTYPE))
+        model.obj = model.state.est
+        return model
+
+    def train(model, data):
+        for x1, x2, index in data:
+            four.loss(model.obj, *model.encoders(x1, x2), index)
+            model.obj.step()
+
+    model, data, loaded = built(), micro_batches(4), built()
+    train(model, data[:2])
+    twin, before = copy.deepcopy(model), four.state(model.obj)
+    loaded.load_state_dict(model.state_dict())
+    assert twin.state.est is twin.obj is not model.obj
+    for other in (twin, loaded):
+        assert torch.equal(four.state(other.obj), before)
+        train(other, data[2:])
+    assert torch.equal(four.state(model.obj), before) and not torch.equal(four.state(twin.obj), before)
+    assert torch.equal(four.state(twin.obj), four.state(loaded.obj))
+    assert not model.eval().obj.training and model.train().obj.training
+
+
 def test_a_part_is_refused():
     est = estimator()
     for part, state in ((est.normalizer, True), (est.temperature, False)):
@@ -222,6 +304,14 @@ def test_bad_arguments_are_refused():
 
     with pytest.raises(TypeError, match="learnable"):
         compopt.as_module(compopt.ContrastiveEstimator(compopt.BatchNormalizer(), Own()))
+
+
+@pytest.mark.slow
+def test_under_compile():
+    model, twin, data = Model(), Model(), micro_batches(2)
+    losses = train(model, data, torch.compile(model, backend="eager"))
+    assert train(twin, data) == pytest.approx(losses, abs=1e-12)
+    assert model.loss.est.t == 2
 
 
 # two ranks --------------------------------------------------------------------------------------------------------

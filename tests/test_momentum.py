@@ -127,6 +127,42 @@ def test_a_learned_temperature_and_a_dual_take_the_copy_s_similarities():
     near(dual.tau, TAU - 0.01 * 0.5 * (slope + 0.5), 1e-9)
 
 
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+def test_weights_that_overflow_nothing(mode):
+    """Positives that are much closer than all negatives, at a small temperature: alpha is far below 0."""
+    one = torch.eye(D, dtype=torch.float64)[0]
+    z = [F.normalize(one * torch.tensor([1.0, -1.0]).repeat(2)[:, None] + 0.1 * side[:4]) for side in features(4, D, 5)]
+    labels, found = torch.arange(4) % 2, []
+    for dtype in (torch.float32, torch.float64):
+        est = build(mode, tau=0.01, dtype=dtype)
+        found.append(run(est, *(side.to(dtype) for side in z), torch.arange(4), momentum_features=z, labels=labels))
+    for one, other in zip(*found, strict=True):
+        near(one, other, 1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_of_the_copy_s_candidates(kind):
+    est, keeper = build(kind), compopt.ScoreKeeper(B)
+    keeper.attach(est)
+    z, k = features(B, D, 1), features(B, D, 2)
+    index = torch.arange(B)
+    est(*z, index, momentum_features=k)
+    est.step()
+    similar, ranks = [], []
+    for view, anchors in enumerate(F.normalize(side) for side in z):
+        candidates = [F.normalize(side) for side in (k if kind == "unimodal" else k[1 - view : 2 - view])]
+        positive = torch.linalg.vecdot(anchors, F.normalize(k[1 - view]))
+        others = torch.cat([(anchors @ side.T)[~torch.eye(B, dtype=torch.bool)].view(B, -1) for side in candidates], 1)
+        ranks.append((others > positive[:, None]).double().mean(1))
+        similar.append(positive)
+    found = keeper.read(index)
+    if kind == "unimodal":
+        near(found["rank"][:, 0], (ranks[0] + ranks[1]) / 2)
+    else:
+        near(found["rank"], torch.stack(ranks, 1)[:, : found["rank"].shape[1]])
+        near(found["similarity"], torch.stack(similar, 1)[:, : found["rank"].shape[1]])
+
+
 # -- the memory ------------------------------------------------------------------------------------------------------
 
 
@@ -152,6 +188,15 @@ def test_a_resumed_run_goes_on_bit_for_bit(kind):
         build(kind, dtype=torch.float32).load_state_dict(est.state_dict())
 
 
+def test_without_training_nothing_is_kept():
+    est = build()
+    z, k, index = batch(0)
+    with torch.no_grad():
+        est(*z, index, momentum_features=k)
+    est.eval()(*z, index, momentum_features=k)
+    assert est.pending == 0
+
+
 @pytest.mark.parametrize("kind", ["bimodal", "forward"])
 @pytest.mark.parametrize("where", ["z1", "z2", "k1", "k2"])
 def test_a_bad_feature_makes_the_loss_nan_and_enters_no_memory(where, kind):
@@ -168,6 +213,15 @@ def test_a_bad_feature_makes_the_loss_nan_and_enters_no_memory(where, kind):
         assert loss.isnan()
         est.step()
         assert est.state_dict()["extra"]["normalizer"]["kept"].sum() == kept
+
+
+def test_half_precision_is_computed_in_float32():
+    z, k, index = batch(0, dtype=torch.float32)
+    half = [side.bfloat16() for side in k]
+    found = [
+        build(dtype=torch.float32)(*z, index, momentum_features=keys) for keys in (half, [h.float() for h in half])
+    ]
+    assert torch.equal(*found)
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
@@ -211,6 +265,17 @@ def test_the_recommended_estimator_asks_for_them():
 
 
 # -- cached features -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cached_features_have_the_same_gradients(kind):
+    one, other = build(kind), build(kind)
+    for step in range(3):
+        z, k, index = batch(step)
+        wanted = run(one, *z, index, momentum_features=k)
+        found = other.feature_gradients(*z, index, momentum_features=k)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        one.step(), other.step()
 
 
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
@@ -277,6 +342,29 @@ def test_ranks_compute_what_one_process_does(kind, chunk_size):
         for _, found in parts:
             for name, value in state.items():
                 near(found[name], value, 1e-11, what=name)
+
+
+def with_duals(group, mode, sizes):
+    """Learn a temperature per sample from the similarities to the keys, and return the temperatures."""
+    rank = dist.get_rank(group)
+    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    dual = compopt.TemperatureDual(3 * B, rho=0.5, tau_init=TAU, lr=0.05, tau_max=1.0)
+    options = {"mode": mode, "dtype": torch.float64, "process_group": group}
+    est = compopt.ContrastiveEstimator(compopt.MemoryNormalizer(D, LENGTH), dual, **options)
+    for step in range(4):
+        z, k, index = batch(2 * step)
+        est(*(side[own] for side in z), index[own], momentum_features=[side[own] for side in k])
+        est.step()
+    return est.read(torch.arange(3 * B))["tau"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+def test_ranks_learn_the_temperatures_of_one_process(mode):
+    (alone,) = the_pool().run(with_duals, 1, mode, [B])
+    assert (alone != TAU).all()
+    for found in the_pool().run(with_duals, 2, mode, [3, 5]):
+        near(found, alone, 1e-10)
 
 
 def one_without(group):

@@ -1,6 +1,7 @@
 """MomentumEncoder, the moving average of a model: in plain torch, DDP and FSDP2."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import compopt
 from compopt.integrations import amp
 from tests.cached import with_adapters
-from tests.helpers import through_a_file
+from tests.helpers import through_a_file, whole
 from tests.pool import the_pool
 from tests.training import DIM, Encoders, micro_batches, needs_fsdp2
 
@@ -86,6 +87,33 @@ def test_a_resumed_run_goes_on_bit_for_bit():
     again.train(0, 2)
     again.load([through_a_file(state) for state in run.state()])
     assert run.train(STEPS, 2 * STEPS) == again.train(STEPS, 2 * STEPS)
+
+
+def test_attaching_again_updates_once():
+    run = Run()
+    run.encoder.attach(run.est)
+    run.train()
+    run.assert_follows()
+    handle = run.encoder.attach(run.est)
+    handle.remove()
+    before = parameters(run.encoder.module)
+    run.train(0, 1)
+    assert all(torch.equal(p, before[name]) for name, p in parameters(run.encoder.module).items())
+
+
+def test_an_encoder_that_is_replaced_is_forgotten():
+    """After weights were unfrozen the former copy cannot be updated; it must not raise in the steps of the new one."""
+    run = Run()
+    run.model.first.weight.requires_grad_(False)
+    run.encoder = compopt.MomentumEncoder(run.model, DECAY)
+    run.encoder.attach(run.est)
+    run.train(0, 1)
+    run.model.first.weight.requires_grad_(True)
+    run.encoder = compopt.MomentumEncoder(run.model, DECAY)
+    run.encoder.attach(run.est)
+    run.average = parameters(run.model)
+    run.train(1, 3)
+    run.assert_follows()
 
 
 def test_a_skipped_step_moves_nothing():
@@ -164,6 +192,18 @@ def test_averages_of_half_precision_do_not_stand_still(dtype):
     assert torch.equal(encoder.module.weight, average.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_to_full_precision_forgets_averages(dtype):
+    """Stale averages of half-precision parameters would overwrite loaded values or return after another cast."""
+    model = nn.Linear(4, 4).to(dtype)
+    encoder = compopt.MomentumEncoder(model, DECAY)
+    encoder.update()
+    model.float(), encoder.module.float()
+    state = {"parameters": {"weight": torch.ones(4, 4), "bias": torch.ones(4)}, "buffers": {}}
+    encoder.load_state_dict(state)
+    assert torch.equal(encoder.module.weight, torch.ones(4, 4))
+
+
 class Table(nn.Module):
     """A layer with a non-persistent buffer that grows with the inputs."""
 
@@ -186,6 +226,16 @@ def test_a_buffer_may_change_its_shape_and_is_no_state_if_not_persistent(shape):
     assert set(encoder.state_dict()["buffers"]) == {"scale"}
     compopt.MomentumEncoder(Table()).load_state_dict(encoder.state_dict())
     encoder.load_state_dict(fresh)
+
+
+def test_wrappers_that_rename_their_state_lose_no_buffer():
+    """Activation checkpointing removes its prefix from the names in state_dict(), but not in named_buffers()."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = nn.Sequential(checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))))
+    encoder = compopt.MomentumEncoder(model)
+    names = {name.rpartition(".")[2] for name in encoder.state_dict()["buffers"]}
+    assert names == {"running_mean", "running_var", "num_batches_tracked"}
 
 
 def test_what_an_update_refuses_changes_nothing():
@@ -222,6 +272,26 @@ def test_weights_that_changed_before_the_first_update_are_noticed():
             encoder(x)
         assert len(caught) == (0 if known else 1)
         assert all("weights of the model have changed" in str(w.message) and w.filename == __file__ for w in caught)
+
+
+def test_a_replaced_forward_is_noticed():
+    model = nn.Sequential(nn.Linear(4, 4))
+    usual = model[0].forward
+    model[0].forward = lambda x: usual(x)  # as wrappers for mixed precision or for offloading do
+    with pytest.warns(
+        UserWarning, match="the forward of 0 was replaced by a function, which the copy shares"
+    ) as caught:
+        compopt.MomentumEncoder(model)
+    assert caught[0].filename == __file__
+
+
+def test_one_that_is_never_updated_is_noticed():
+    encoder = compopt.MomentumEncoder(nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    for _ in range(255):
+        encoder(x)
+    with pytest.warns(UserWarning, match="256 times and never updated.*encoder.attach"):
+        encoder(x)
 
 
 def test_what_is_refused():
@@ -328,6 +398,53 @@ def test_two_ranks_equal_one(wrapper):
         assert "takes no copies; make the copy" in message
 
 
+def in_half_precision(group):
+    """Return the averages of sharded half-precision parameters, the copy's parameters and the model's parameters."""
+    model = Encoders(torch.bfloat16)
+    encoder = compopt.MomentumEncoder(model, DECAY)
+    sharded(model, encoder)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    for _ in range(3):
+        encoder.update()
+    averages = {name: p.full_tensor() for name, p in encoder.state_dict()["parameters"].items()}
+    return averages, parameters(encoder.module), parameters(model)
+
+
+@needs_fsdp2
+@pytest.mark.distributed
+def test_sharded_parameters_in_half_precision_follow_too():
+    start = parameters(Encoders(torch.bfloat16))
+    for averages, weights, trained in the_pool(2).run(in_half_precision, 2):
+        for name, average in averages.items():
+            expected = start[name].float().lerp(trained[name].float(), 1 - DECAY**3)
+            torch.testing.assert_close(average, expected, rtol=1e-5, atol=1e-6)
+            assert torch.equal(weights[name], average.bfloat16())
+
+
+def of_other_seeds(group):
+    """Copy a rank-dependent model before and after DDP wraps it; return the late copy's weights and the warnings."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(4, 4)
+    early = compopt.MomentumEncoder(model)
+    wrapped = DistributedDataParallel(model)
+    late = compopt.MomentumEncoder(wrapped.module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        late(torch.ones(2, 4))
+        before = len(caught)
+        early(torch.ones(2, 4))
+    return late.module.weight.clone(), before, [str(w.message) for w in caught]
+
+
+@pytest.mark.distributed
+def test_ddp_gives_the_weights_of_rank_0_to_copies_that_are_made_afterwards():
+    (one, before, told), (other, before_too, told_too) = the_pool(2).run(of_other_seeds, 2)
+    assert torch.equal(one, other) and before == before_too == 0
+    assert not told and "those of rank 0 when DistributedDataParallel wrapped" in told_too[0]
+
+
 def test_an_estimator_without_commits_is_refused():
     encoder = compopt.MomentumEncoder(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="DCLEstimator has no state"):
@@ -335,3 +452,92 @@ def test_an_estimator_without_commits_is_refused():
     est = compopt.DCLEstimator()
     compopt.ScoreKeeper(4).attach(est)
     encoder.attach(est)
+
+
+def test_weights_loaded_into_a_copy_in_half_precision_are_averaged_from_then_on():
+    model = nn.Linear(4, 3).bfloat16()
+    encoder = compopt.MomentumEncoder(model, 0.75)
+    encoder.update()
+    encoder.module.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    encoder.update()
+    torch.testing.assert_close(
+        encoder.module.weight - model.weight, torch.full((3, 4), 0.75).bfloat16(), rtol=0.1, atol=0
+    )
+
+
+def test_compiled_models_are_copied_without_a_warning_and_share_states_with_others():
+    model = nn.Linear(4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encoder = compopt.MomentumEncoder(torch.compile(model, backend="eager"), 0.5)
+    plain = compopt.MomentumEncoder(nn.Linear(4, 4))
+    plain.load_state_dict(encoder.state_dict())
+    assert torch.equal(plain.module.weight, model.weight)
+    encoder.load_state_dict(compopt.MomentumEncoder(nn.Linear(4, 4)).state_dict())
+
+
+def test_an_attached_encoder_is_pickled_without_its_hook():
+    model = nn.Linear(4, 4)
+    encoder = compopt.MomentumEncoder(model)
+    encoder.attach(compopt.recommended(4, momentum=True))
+    again_model, again = pickle.loads(pickle.dumps((model, encoder)))
+    with torch.no_grad():
+        again_model.weight.add_(1.0)
+    again.update()
+    assert torch.allclose(again.module.weight, model.weight + 0.01)
+
+
+@pytest.mark.parametrize(("state", "error", "message"), [
+    (5, TypeError, "state_dict"),
+    ({"parameters": None, "buffers": {}}, TypeError, "parameters of the checkpoint must be a dict"),
+    ({"parameters": {"weight": torch.full((2, 2), torch.nan)}, "buffers": {}}, ValueError, "must be finite, got nan"),
+    ({"parameters": {"weight": torch.ones(2, 2, dtype=torch.int64)}, "buffers": {}}, ValueError, "the checkpoint has"),
+])  # fmt: skip
+def test_states_that_no_run_writes_are_refused(state, error, message):
+    encoder = compopt.MomentumEncoder(nn.Linear(2, 2, bias=False))
+    before = encoder.module.weight.clone()
+    with pytest.raises(error, match=message):
+        encoder.load_state_dict(state)
+    assert torch.equal(encoder.module.weight, before)
+
+
+def test_a_buffer_that_is_finite_in_the_copy_is_so_in_its_state():
+    """A state with a bad buffer is refused before any weight is copied; a mask of -inf is none."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+    encoder, state = compopt.MomentumEncoder(model), compopt.MomentumEncoder(copy.deepcopy(model)).state_dict()
+    encoder.load_state_dict(state)
+    before = whole(encoder)
+    state["parameters"]["0.weight"] = torch.zeros(4, 4)
+    for name, bad in (("1.running_mean", torch.nan), ("1.running_var", torch.inf)):
+        wrong = {**state["buffers"], name: torch.full((4,), bad)}
+        with pytest.raises(ValueError, match=f"{name} of MomentumEncoder.buffers must be finite, got {bad}"):
+            encoder.load_state_dict({**state, "buffers": wrong})
+        assert whole(encoder) == before
+
+
+def test_a_model_that_cannot_be_copied_is_refused():
+    model = nn.Linear(4, 4)
+    model.last = model(torch.ones(1, 4))
+    with pytest.raises(ValueError, match="cannot be copied"):
+        compopt.MomentumEncoder(model)
+
+
+def test_a_shared_parameter_that_is_replaced_is_noticed():
+    model = nn.Linear(4, 3)
+    model.bias.requires_grad_(False)
+    encoder = compopt.MomentumEncoder(model)
+    encoder.update()
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(ValueError, match="bias, which is shared with the copy, was replaced"):
+        encoder.update()
+
+
+def test_weights_that_are_not_finite_are_not_taken_for_others():
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight[0] = torch.nan
+    encoder = compopt.MomentumEncoder(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encoder(torch.ones(1, 4))

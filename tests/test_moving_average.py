@@ -1,11 +1,13 @@
 """MovingAverageEstimator and InnerAverage on their own: any finite-sum compositional objective 1/n sum_i f(g_i)."""
 
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import compopt
+from compopt.estimator import Component, Estimator
 from tests.helpers import near
 from tests.pool import the_pool
 
@@ -15,6 +17,16 @@ N = 7
 def log_u_of(ma, rows):
     """Return the committed log u as a vector."""
     return ma.read(torch.as_tensor(rows))["log_u"].reshape(len(rows), -1)[:, 0].double()
+
+
+def test_extreme_logs():
+    """The values of u are far outside the range of float32."""
+    ma = compopt.MovingAverageEstimator(2, gamma=0.5)
+    index = torch.arange(2)
+    ma.update(torch.tensor([-1e4, 1e4]), index)
+    ma.step()
+    got = ma.update(torch.tensor([1e4, -1e4]), index)
+    near(got, [1e4 - math.log(2)] * 2, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +53,12 @@ def test_compositional_loss(f, derivative):
         near(log_u_of(ma, [1, 4, 6]), u.double().log(), 1e-5, atol=1e-6)
 
 
+def test_a_component_hides_no_name_of_an_estimator_by_accident():
+    """A hook of components with the name of an estimator's method would override it in components used on their own."""
+    both = {name for name in vars(Component) if not name.startswith("_")} & set(dir(Estimator))
+    assert both == {"parameters"}
+
+
 @pytest.mark.parametrize(
     "g, f, error",
     [
@@ -60,6 +78,17 @@ def test_an_outer_function_that_fails_deposits_nothing(g, f, error):
     assert average.pending == 0
     with pytest.raises(TypeError, match="floating-point"):
         compopt.compositional_loss(torch.ones(3, dtype=torch.int64), torch.arange(3), average, torch.log)
+
+
+def test_a_view_without_negatives_has_no_share_of_the_mean():
+    """Further candidates are negatives of view 1 only; sample 0 has no other negatives."""
+    z1, z2 = torch.randn(2, 3, 4, dtype=torch.float64)
+    extra = torch.randn(4, 4, dtype=torch.float64)
+    keys = {"index": torch.tensor([0, 0, 1]), "labels": torch.tensor([5, 6, 5]), "extra": extra}
+    both = compopt.SogCLREstimator(3, tau=0.5, mode="unimodal", dtype=torch.float64)
+    alone = compopt.DCLEstimator(tau=0.5, mode="unimodal", dtype=torch.float64)
+    both(z1, z2, **keys), alone(z1, z2, **keys)
+    torch.testing.assert_close(both._last.alpha[0], alone._last.alpha[0, :1].expand(2))
 
 
 # -- inner values of any sign ------------------------------------------------------------------------------------------
@@ -92,6 +121,21 @@ def test_inner_values_of_any_sign_are_averaged_as_they_are(offload):
         rtol=1e-12,
         atol=1e-12,
     )
+
+
+def test_a_compositional_loss_of_inner_values_of_any_sign():
+    """F = mean of f(u_i) has the gradient f'(u_i) of its inner values."""
+    ma, index = linear(), torch.arange(3)
+    ma.update(torch.tensor([1.0, -2.0, 0.0], dtype=torch.float64), index)
+    ma.step()
+    g = torch.tensor([-1.0, 0.0, 3.0], dtype=torch.float64, requires_grad=True)
+    u = 0.7 * torch.tensor([1.0, -2.0, 0.0], dtype=torch.float64) + 0.3 * g.detach()
+    loss = compopt.compositional_loss(g, index, ma, lambda x: x.square())
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), u.square().mean())
+    torch.testing.assert_close(g.grad, 2 * u / 3)
+    with pytest.raises(ValueError, match="use compopt.losses.InnerAverage"):
+        compopt.compositional_loss(g, index, compopt.MovingAverageEstimator(6), torch.log)
 
 
 def of_03(state):
@@ -206,6 +250,16 @@ def test_the_corrected_average_follows_a_moving_value():
     near(b, g, 1e-5)
     near(g - a, [3.0, 3.0], 1e-3)
     near(corrected.update(g + 1, index, previous=g, beta=0.0), 0.75 * g + 0.25 * (g + 1), 1e-5)
+
+
+def test_the_correction_reaches_a_compositional_loss():
+    ma, index = linear(), torch.arange(3)
+    ma.update(torch.zeros(3, dtype=torch.float64), index)
+    ma.step()
+    g = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    u = 0.3 * g.detach() + 0.4 * (g.detach() - 0.5)
+    half = torch.full((3,), 0.5, dtype=torch.float64)
+    near(compopt.compositional_loss(g, index, ma, torch.square, previous=half, beta=0.4), u.square().mean(), 1e-12)
 
 
 @pytest.mark.parametrize(

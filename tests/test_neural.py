@@ -130,6 +130,49 @@ def test_a_sample_keeps_its_slots_until_the_commit(mode):
                 near(two, one, 1e-6, atol=1e-6)
 
 
+def test_a_batch_that_cannot_be_used_leaves_its_restart_to_the_next():
+    est = network(restart_every=3, updates=0)
+    for seed in range(3):
+        run(est, *batch(seed))
+        est.step()
+    z1, z2, index = batch(3)  # t = 3: a restart is due
+    with pytest.warns(UserWarning, match="NaN"):
+        est(z1 * float("nan"), z2, index)
+    est.step()
+    assert est.t == 4 and not torch.equal(extra(est)["prototypes"], extra(est)["queue"])
+    run(est, *batch(4))
+    est.step()
+    assert torch.equal(extra(est)["prototypes"], extra(est)["queue"])
+
+
+@pytest.mark.parametrize("tau", [0.005, 0.01])
+def test_close_negatives_and_a_small_temperature_keep_the_state_finite(tau):
+    """The gap in the exponent is about 100; the square of its exp would overflow float32."""
+    est = compopt.NeuCLIPEstimator(64, tau=tau, prototypes=32, learn_tau=False)
+    for t in range(6):
+        z1, z2 = features(32, 64, t, spread=0.3, dtype=torch.float32)
+        if t == 2:
+            z1[1], z2[1] = z1[0] + 0.02 * z1[1], z2[0] + 0.02 * z2[1]
+        loss, g1, _ = run(est, z1, z2, torch.arange(32))
+        est.step()
+        assert torch.isfinite(loss) and torch.isfinite(g1).all()
+    assert all(value.isfinite().all() for value in extra(est).values())
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_feature_without_length_is_no_direction(normalize):
+    est = compopt.ContrastiveEstimator(
+        compopt.NeuralNormalizer(8, 32, through_alpha=True), compopt.FixedTemperature(0.3), normalize=normalize
+    )
+    for t in range(3):
+        z1, z2 = features(16, 8, t, dtype=torch.float32)
+        z1[0] = z2[0] = 0.0
+        loss, g1, g2 = run(est, z1, z2, torch.arange(16))
+        est.step()
+        assert torch.isfinite(loss) and torch.isfinite(g1).all() and torch.isfinite(g2).all()
+    assert not normalize or extra(est)["optimizer.prototypes.sum"].max() < 1e9
+
+
 # optimizers, temperatures, arguments ----------------------------------------------------------------
 
 
@@ -165,6 +208,18 @@ def test_any_torch_optimizer_and_its_state_across_a_resume(make, tmp_path):
     assert_same_bits(snapshot(est, 1), snapshot(twin, 1))
 
 
+def test_a_state_that_does_not_fit_the_optimizer_is_refused():
+    est = network()
+    run(est, *batch(0))
+    est.step()
+    state = est.state_dict()
+    with pytest.raises(ValueError, match=r"optimizer differs.*Adagrad.*Adam"):
+        network(optimizer=torch.optim.Adam).load_state_dict(state)
+    del state["extra"]["normalizer"]["optimizer.prototypes.sum"]
+    with pytest.raises(ValueError, match="entries"):
+        network().load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     "options, error, words",
     [
@@ -192,7 +247,28 @@ def test_bad_options(options, error, words):
         network(**options)
 
 
+def test_features_of_another_dimension_are_refused_and_leave_no_trace():
+    est = network()
+    before = snapshot(est, 1)
+    with pytest.raises(ValueError, match="dim is 4.*5 dimensions"):
+        est(*features(4, 5, 0), torch.arange(4))
+    assert est.pending == 0
+    assert_same_bits(before, snapshot(est, 1))
+
+
 # numbers --------------------------------------------------------------------------------------------
+
+
+def test_half_precision_features_meet_a_float32_network():
+    est = compopt.NeuCLIPEstimator(D, prototypes=8, updates=2, lr=0.1)
+    z1, z2, index = batch(0, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, g1, _ = run(est, z1, z2, index)
+    twin = compopt.NeuCLIPEstimator(D, prototypes=8, updates=2, lr=0.1)
+    want, *_ = run(twin, z1.float(), z2.float(), index)
+    assert loss.dtype == torch.float32 and g1.dtype == torch.bfloat16
+    near(loss, want, 1e-6)
+    assert all(value.dtype == torch.float32 for name, value in extra(est).items() if value.dim() == 3)
 
 
 def test_the_exact_normalizers_are_learned_where_the_network_can_express_them():
@@ -224,6 +300,12 @@ def test_weights_are_bounded_where_the_network_does_not_follow(tau, through_alph
         assert loss.isfinite() and g1.abs().max() < 60 * wanted.abs().max()
         assert (est._last.log_sum - math.log(15) - est._last.alpha).max() < math.log(30) + 0.01
         est.step()
+
+
+def test_used_alone_its_weights_are_bounded_too():
+    network = compopt.NeuralNormalizer(D, 8)
+    alpha = network.update(features(4, D, 0)[0], torch.full((4,), 200.0), 0.01)
+    near(alpha, torch.full((4,), 200.0 - math.log(30)), 1e-6)
 
 
 # the gradient through alpha ---------------------------------------------------------------------------
@@ -317,6 +399,35 @@ def test_each_rank_holds_its_part_and_sends_a_few_doubles_per_update():
     for calls, shape, queue in answers:
         assert shape == queue
         assert calls == [(2 * 6, torch.float64)] * (5 + 1)
+
+
+def saved_by(group, folder):
+    est = network(process_group=group, prototypes=10)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    for seed in range(4):
+        z1, z2, index = batch(seed, 12)
+        own = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks)
+        est(z1[own], z2[own], index[own])
+        est.step()
+    compopt.save(est, folder)
+    return snapshot(est, 1)
+
+
+def loaded_by(group, folder):
+    est = network(process_group=group, prototypes=10)
+    compopt.load(est, folder)
+    return snapshot(est, 1), tuple(est.normalizer.state["prototypes"].shape)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("writers, readers", [(3, 2), (2, 4), (4, 1)])
+def test_checkpoints_fit_any_number_of_ranks(writers, readers, tmp_path):
+    written = the_pool().run(saved_by, writers, str(tmp_path))
+    for other in written[1:]:
+        assert_same_bits(written[0], other)
+    for state, shape in the_pool().run(loaded_by, readers, str(tmp_path)):
+        assert_same_bits(state, written[0])
+        assert shape[1] in (10 // readers, -(-10 // readers))
 
 
 def uneven(group, kind):

@@ -3,9 +3,11 @@
 import csv
 import gc
 import json
+import random
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,19 @@ def test_a_table_may_have_other_columns(small):
         own_data.read(small / "table.csv")
 
 
+def test_other_columns_of_the_same_names_are_not_in_the_way(small):
+    import datasets
+
+    rows = [{"name": f"row {k}", "path": f"blue/{2 + 3 * k:02d}.png", "caption": k, "kind": k % 2} for k in range(3)]
+    for row in rows:
+        row |= {"image": "other", "text": "other", "label": "other"}
+    table = datasets.Dataset.from_list(rows).cast_column("kind", datasets.ClassLabel(names=["cat", "dog"]))
+    table.save_to_disk(small / "columns")
+    found = own_data.read(small / "columns", "path", "caption", "kind")
+    assert found["text"][:] == [["0"], ["1"], ["2"]] and found["name"][0] == "blue/02.png"
+    assert found["label"][:] == ["cat", "dog", "cat"]  # labels are class names, not numbers
+
+
 def test_pairs_without_a_picture_or_a_text_are_left_out(small):
     (small / "empty").mkdir()
     for name, text in {"a": "a text", "b": " \n"}.items():
@@ -98,10 +113,64 @@ def test_the_commands_of_the_description_are_understood(small):
     assert len(lines) == 3
 
 
+def test_a_caption_is_drawn_anew_in_every_epoch(small):
+    pairs = own_data.Pairs(own_data.read(small), lambda texts: torch.zeros(len(texts), 1), 8)
+    drawn = []
+    for pairs.epoch in range(20):
+        drawn.append(pairs[1][2])
+    assert {pairs.distinct[caption] for caption in drawn} == {"blue number 5", "a blue square"}
+    assert drawn[0] == (setattr(pairs, "epoch", 0), pairs[1][2])[1]
+
+
+def test_recall_counts_any_of_the_right_ones():
+    similarities = torch.tensor([[0.9, 0.1, 0.5], [0.3, 0.2, 0.1]])
+    right = torch.tensor([[False, False, True], [False, True, False]])
+    assert own_data.recall(similarities, right, 1) == 0
+    assert own_data.recall(similarities, right, 2) == 1
+    right[0, 0] = True
+    assert own_data.recall(similarities, right, 1) == 0.5
+    assert own_data.recall(similarities.T, right.T, 9) == 1
+
+
+class Ideal(torch.nn.Module):
+    """An encoder that maps a picture to its mean colour and a text to the colour that it names."""
+
+    def image(self, pictures):
+        return pictures.float().mean((2, 3))
+
+    def text(self, tokens):
+        return torch.eye(4)[tokens[:, 0]][:, :3] + 1e-3
+
+
+def test_evaluation_of_an_encoder_that_knows_colours(small):
+    def tokenizer(texts):
+        names = ("red", "green", "blue")
+        return torch.tensor([[next((k for k, name in enumerate(names) if name in text), 3)] for text in texts])
+
+    tables = own_data.split(own_data.read(small, labels="label"))
+    classes = own_data.zero_shot_classes(tables, ["{}", "a {} one"], tokenizer)
+    held_out = own_data.Pairs(tables[1], tokenizer, 8)
+    found = own_data.evaluate(Ideal(), held_out, "cpu", **classes)
+    assert found["zero-shot"] == 1 and found["recall@5"] == 1
+    classes["labels"] = [(label + 1) % 3 for label in classes["labels"]]
+    assert own_data.evaluate(Ideal(), held_out, "cpu", **classes)["zero-shot"] == 0
+
+
 def test_a_tenth_is_held_out_by_name(folder):
     train, held_out = own_data.split(own_data.read(folder))
     assert len(train) + len(held_out) == 240 and 12 < len(held_out) < 36
     assert not set(train["name"]) & set(held_out["name"])
+
+
+def test_a_folder_without_pairs_to_evaluate_on_is_refused(tmp_path, capsys):
+    from PIL import Image
+
+    for name in ("cat.PNG", "dog.JPG"):
+        Image.new("L", (32, 32)).save(tmp_path / name)
+        (tmp_path / name).with_suffix(".txt").write_text(name)
+    with pytest.raises(SystemExit):
+        own_data.main([str(tmp_path), "--batch-size", "2", "--output", str(tmp_path / "run")])
+    assert "0 pairs to evaluate on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -116,6 +185,40 @@ def test_arguments_are_checked_first(arguments, said, tmp_path, capsys):
     with pytest.raises(SystemExit):
         own_data.main([*arguments, "--output", str(tmp_path)])
     assert said in capsys.readouterr().err
+
+
+def new_pair(folder, held_out):
+    """Write a pair whose name assigns it to the held-out set or to the training set."""
+    names = (f"new {k}" for k in range(1000))
+    name = next(name for name in names if (zlib.crc32(f"{name}.png".encode()) % 10 == 0) is held_out)
+    shutil.copy(next(folder.glob("*.png")), folder / f"{name}.png")
+    (folder / f"{name}.txt").write_text("a new pair")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held_out", [True, False])
+def test_a_resume_with_another_pair_is_refused_without_a_traceback(folder, tmp_path, held_out):
+    shutil.copytree(folder, tmp_path / "pictures")
+    run = [str(tmp_path / "pictures"), "--batch-size", "32", "--output", str(tmp_path / "run")]
+    own_data.main([*run, "--epochs", "1"])
+    new_pair(tmp_path / "pictures", held_out)
+    with pytest.raises(SystemExit, match="--resume: .*fingerprint(.|\n)*another --output"):
+        own_data.main([*run, "--resume"])
+
+
+def test_a_kill_leaves_the_former_model(small, tmp_path, monkeypatch):
+    run = [str(small), "--batch-size", "8", "--output", str(tmp_path)]
+    own_data.main([*run, "--epochs", "1"])
+    former = (tmp_path / "last.pt").read_bytes()
+
+    def save(value, path):
+        Path(path).write_bytes(b"the first bytes")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        own_data.main([*run, "--resume"])
+    assert (tmp_path / "last.pt").read_bytes() == former
 
 
 @pytest.mark.slow
@@ -134,6 +237,29 @@ def test_a_resumed_run_is_the_whole_run(small, tmp_path, capsys, monkeypatch):
 
 def interrupted(*args, **options):
     raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_five_hundred_concepts_with_colours_are_learned(tmp_path, capsys):
+    """25 letters in 20 colours: the recall of new pictures is nearly perfect, which grey pictures would not allow."""
+    from PIL import Image, ImageDraw
+
+    draw = random.Random(0)
+    colours = ("red orange yellow lime green teal cyan blue navy purple magenta pink brown olive maroon gold gray "
+               "coral indigo salmon").split()  # fmt: skip
+    for letter in "ABCDEFGHIJKLMNOPQRSTUVWXY":
+        for colour in colours:
+            for version in range(4):
+                picture = Image.new("RGB", (32, 32), "white")
+                at = (draw.randint(4, 10), draw.randint(2, 6))
+                ImageDraw.Draw(picture).text(at, letter, fill=colour, font_size=20)
+                name = tmp_path / colour / f"{letter}{version}.png"
+                name.parent.mkdir(exist_ok=True)
+                picture.save(name)
+                name.with_suffix(".txt").write_text(f"the letter {letter} in {colour}")
+    own_data.main([str(tmp_path), "--epochs", "10", "--output", str(tmp_path / "run")])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert float(last.split("recall@1 ")[1].split(" %")[0]) > 90
 
 
 @pytest.mark.launch

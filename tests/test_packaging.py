@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 
 import compopt
+from tests.open_clip import layer
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ["compopt", *sorted(m.name for m in pkgutil.walk_packages(compopt.__path__, "compopt."))]
@@ -107,6 +108,15 @@ def test_all_is_complete():
     listed = {name for name in compopt.__all__ if not inspect.ismodule(getattr(compopt, name))}
     assert listed - {"__version__"} == public
     assert len(set(compopt.__all__)) == len(compopt.__all__)
+
+
+def test_recipes_use_names_that_are_listed():
+    used = set()
+    for path in (ROOT / "recipes").rglob("*.py"):
+        code = re.sub(r"^(from|import) .*$", "", path.read_text(), flags=re.M)
+        used |= set(re.findall(r"(?<![\w.])compopt\.(\w+)", code))
+    page = (ROOT / "docs" / "api" / "accelerator.md").read_text()
+    assert used - {"integrations"} <= set(dir(compopt)) and "accelerator" in used and "compopt.accelerator" in page
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -196,6 +206,16 @@ def test_arguments_are_documented():
     assert not {name: arguments for name, arguments in silent.items() if arguments}
 
 
+def test_state_and_communication_are_documented():
+    parts = {
+        name: value
+        for name, value in looked_up().items()
+        if inspect.isclass(value) and issubclass(value, compopt.Estimator | compopt.estimator.Component)
+    }
+    assert not [name for name, value in parts.items() if not re.search(r"\bstate\b", value.__doc__, re.IGNORECASE)]
+    assert not [name for name, value in parts.items() if not re.search("communicat", value.__doc__, re.IGNORECASE)]
+
+
 # distribution -------------------------------------------------------------------------------------
 
 
@@ -225,6 +245,46 @@ def test_the_long_description_has_no_link_that_leads_nowhere_else():
     assert f"]({address}/raw/v9.9.0/docs/concepts/recall_by_batch.svg)" in linked
     assert f"]({address}/blob/v9.9.0/README.md#notes-on-the-loop)" in linked
     assert script.urls("", "9.9.0") == {} and script.urls(address, "9.9.0")["Issues"] == f"{address}/issues"
+
+
+def test_the_citation_has_the_address_of_pyproject():
+    address = setup_script().setting("repository")
+    found = re.findall(r'^repository-code: "(.*)"$', (ROOT / "CITATION.cff").read_text(), re.M)
+    assert found == ([address] if address else []), "CITATION.cff: repository-code is `repository` of pyproject.toml"
+
+
+def test_continuous_integration_runs_targets_of_the_makefile():
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    targets = re.findall(r"^([\w-]+):.*##", (ROOT / "Makefile").read_text(), re.M)
+    commands = re.findall(r"run: (.+)$", workflow, re.M)
+    assert {"make test", "make test-full"} <= set(commands)
+    assert {command.removeprefix("make ") for command in commands} <= set(targets)
+
+
+def test_every_environment_with_torchvision_has_the_declarations_that_its_import_needs():
+    rules = re.findall(r"^\$\((\w+)\)/\.\w+:.*((?:\n\t.*)+)", (ROOT / "Makefile").read_text(), re.M)
+    lists = {venv: [(ROOT / file).read_text() for file in re.findall(r"-r (\S+\.txt)", rule)] for venv, rule in rules}
+    found = {venv for venv, texts in lists.items() if "torchvision" in "".join(texts)}
+    assert found == {"BENCH_VENV", "CLIP_VENV"}
+    assert all(f"-m tests.open_clip.layer $({venv})" in rule for venv, rule in rules if venv in found)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("over", ["another", "itself"])
+def test_an_environment_declares_what_torchvision_needs(over, tmp_path, monkeypatch):
+    """The stand-in for torchvision refers to an operator, as torchvision does when it is imported."""
+    packages = Path(sysconfig.get_path("purelib", "venv", vars={"base": tmp_path, "platbase": tmp_path}))
+    (packages / "torchvision").mkdir(parents=True)
+    (packages / "torchvision-0.1.dist-info").mkdir()
+    (packages / "torchvision-0.1.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.1\n")
+    code = "import torch\nif torch.version.cuda is None:\n    torch.library.register_fake('torchvision::nms', abs)\n"
+    (packages / "torchvision" / "__init__.py").write_text(code)
+    if over == "itself":
+        monkeypatch.setattr(sysconfig, "get_path", lambda *args, **options: str(packages))
+    layer.main(tmp_path)
+    assert (packages / "layer.pth").read_text().count("addsitedir") == (over == "another")
+    command = f"import site; site.addsitedir({str(packages)!r}); import torchvision"
+    run_python(command)
 
 
 def test_no_function_swallows_keywords():
@@ -291,6 +351,15 @@ def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path):
     )
     done = subprocess.run([str(python), "-I", "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
     assert done.stdout.split() == [str(packages / "compopt" / "__init__.py"), "1"]
+
+
+@pytest.mark.slow
+def test_type_checkers_find_an_editable_install(tmp_path):
+    """`pip install -e .` installs a path, which type checkers follow, and not an import hook, which they cannot."""
+    source = checkout(tmp_path / "source")
+    wheel = zipfile.ZipFile(build("editable", source, tmp_path / "wheel"))
+    (name,) = [name for name in wheel.namelist() if ".dist-info/" not in name]
+    assert name.endswith(".pth") and wheel.read(name).decode().strip() == str(source)
 
 
 OPENINGS = {"What", "Whether", "Which", "Where", "When", "Why", "Who", "Whose", "How", "Of"}

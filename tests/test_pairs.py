@@ -1,8 +1,10 @@
 """Pair policies: random combinations against the float64 reference, on one rank and on several; invalid input."""
 
 import itertools
+import math
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -185,6 +187,43 @@ def test_a_policy_without_options_is_none(info):
     assert same.pairs is None and repr(same) == repr(plain)
 
 
+def test_copies_of_the_positive_are_no_negatives():
+    """Samples 0 and 1 share a caption, which is less similar to picture 1 than to picture 0."""
+    z2 = torch.eye(4)[[0, 0, 2, 3]]
+    z1 = z2.clone()
+    z1[1, 1] = 0.2
+    est = compopt.DCLEstimator(tau=0.1, pairs=PairPolicy(false_negatives=-1e-6))
+    est(z1, z2)
+    assert est._last.negatives.T.tolist() == [[2, 2, 3, 3], [3, 2, 3, 3]]
+
+
+def test_an_anchor_without_negatives_contributes_nothing():
+    """Data sets of 3, 2 and 1 samples: the last one has no loss, no gradient and no row."""
+    z1, z2 = (z.requires_grad_() for z in features(6, DIM, seed=5))
+    key, unit = torch.tensor([0, 0, 0, 1, 1, 2]), torch.nn.functional.normalize
+    est = compopt.SogCLREstimator(n=6, tau=0.1, gamma=1.0, pairs=PairPolicy(within=True), dtype=torch.float64)
+    est(z1, z2, torch.arange(6), within=key).backward()
+    est.step()
+    h = (s := unit(z1) @ unit(z2).T) - s.diagonal()[:, None]
+    h2 = s.T - s.diagonal()[:, None]
+    other = (key[:, None] == key) & ~torch.eye(6, dtype=torch.bool)
+    terms = [(x / 0.1).masked_fill(~other, -torch.inf)[:5].logsumexp(1) - other[:5].sum(1).log() for x in (h, h2)]
+    want = torch.autograd.grad(0.1 * torch.cat(terms).sum() / 12, (z1, z2))
+    near(z1.grad, want[0]), near(z2.grad, want[1])
+    assert not z1.grad[5].any() and est.read(torch.arange(6))["count"].tolist() == [1, 1, 1, 1, 1, 0]
+
+
+def test_a_bad_guide_shows_in_the_loss():
+    guide = [torch.randn(6, 3), torch.randn(6, 3)]
+    guide[0][2, 1] = torch.nan
+    z1, z2, index = batches(N, 1, repeats=False)[0]
+    est = compopt.SogCLREstimator(N, pairs=PairPolicy(false_negatives=0.0, guided=True))
+    with pytest.warns(UserWarning, match="1 feature rows"):
+        assert not est(z1.requires_grad_(), z2, index, guide=guide).isfinite()
+    est.step()
+    assert not est.read(index)["count"].any()
+
+
 def test_the_policy_is_shown_and_stored():
     policy = PairPolicy(false_negatives=("relative", 0.95), hardness=5.0)
     assert repr(policy) == "PairPolicy(false_negatives=('relative', 0.95), hardness=5.0)"
@@ -259,6 +298,27 @@ def test_calls_that_are_refused(policy, given, kind, message):
         est(*Z, **given)
 
 
+def test_feature_gradients_take_what_a_call_takes():
+    z1, z2, index = batches(N, 1, seed=8, repeats=False)[0]
+    given = {"within": index % 2, "guide": features(6, 3, seed=9)}
+    est = compopt.DCLEstimator(pairs=PairPolicy(false_negatives=0.1, guided=True, within=True))
+    for a, b in zip(est.feature_gradients(z1, z2, index, **given), run(est, z1, z2, index, **given), strict=True):
+        near(a, b, 0.0)
+
+
+def test_hardness_weighted_loss():
+    """Lan et al. (LLaVE), 2025, eq. 5: the logits of negatives grow by beta stop(s)."""
+    z = [x.requires_grad_() for x in features(8, DIM, seed=24)]
+    tau, beta, itself = 0.1, 9.0, torch.eye(8, dtype=torch.bool)
+    est = compopt.InfoNCEEstimator(tau, directions="forward", multiply_tau=False, pairs=PairPolicy(hardness=beta))
+    loss = est(*z) + math.log(7)  # the estimator averages over the negatives
+    s = torch.nn.functional.normalize(z[0]) @ torch.nn.functional.normalize(z[1]).T
+    theirs = torch.nn.functional.cross_entropy(s / tau + (beta * s.detach()).masked_fill(itself, 0), torch.arange(8))
+    near(loss, theirs)
+    for got, want in zip(torch.autograd.grad(loss, z), torch.autograd.grad(theirs, z), strict=True):
+        near(got, want)
+
+
 def test_a_memory_of_several_data_sets_resumes_bit_for_bit():
     """The slots of the memory keep the keys of ``within=``."""
     data = batches(N, 6, BATCH, DIM, seed=40)
@@ -272,6 +332,34 @@ def test_a_memory_of_several_data_sets_resumes_bit_for_bit():
             assert torch.equal(a, b)
         est.step(), resumed.step()
     assert est.state_dict()["extra"]["normalizer"]["keys"].shape == (4, 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    """Similarities, including those of the guide, are computed in float32 from the same features."""
+    z1, z2, *guide = (x.to(dtype) for x in (*features(6, DIM, seed=41), *features(6, DIM, seed=42)))
+    est = compopt.DCLEstimator(pairs=PairPolicy(false_negatives=0.0, guided=True, hardness=1.0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = est(z1, z2, guide=guide)
+    assert loss.dtype == torch.float32
+    near(loss, est(z1.float(), z2.float(), guide=[x.float() for x in guide]), 1e-6)
+
+
+# equal policies and their normalized hyper-parameters -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"hardness": 5}, {"hardness": np.float64(5.0)}),
+        ({"false_negatives": np.float32(0.5)}, {"false_negatives": 0.5}),
+        ({"within": False}, {}),
+        ({"hardness": 0}, {}),
+    ],
+)
+def test_equal_policies_have_one_form(one, other):
+    one, other = compopt.PairPolicy(**one), compopt.PairPolicy(**other)
+    assert one == other and repr(one) == repr(other)
 
 
 # a policy for one call ----------------------------------------------------------------------------------------
@@ -303,6 +391,19 @@ def test_each_call_has_its_policy(name, kind, chunk_size):
     follow_calls(est, ref, BY_NAME[name])
 
 
+def test_a_policy_of_a_call_is_that_of_a_construction():
+    """Results are bit-identical for a stateless estimator; a policy without options equals none."""
+    z1, z2, index = batches(N, 1, BATCH, DIM, seed=61, repeats=False)[0]
+    for policy in SCHEDULE:
+        built, called = compopt.DCLEstimator(pairs=PairPolicy(**policy)), compopt.DCLEstimator()
+        for a, b in zip(run(built, z1, z2, index), run(called, z1, z2, index, pairs=PairPolicy(**policy)), strict=True):
+            assert torch.equal(a, b)
+    assert called.pairs is None
+    found = called.feature_gradients(z1, z2, index, pairs=PairPolicy(hardness=2.0))
+    wanted = run(compopt.DCLEstimator(pairs=PairPolicy(hardness=2.0)), z1, z2, index)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 WITHIN = PairPolicy(within=True)
 REFUSED_CALLS = [
     (compopt.DCLEstimator, {"hardness": 1.0}, TypeError, "pairs must be a compopt.PairPolicy, got dict"),
@@ -318,3 +419,45 @@ REFUSED_CALLS = [
 def test_policies_that_a_call_refuses(build, policy, kind, message):
     with pytest.raises(kind, match=message):
         build()(*torch.randn(2, 4, DIM), torch.arange(4), pairs=policy)
+
+
+def calls_on_ranks(group, name, sizes, data, calls):
+    """Run this rank's part of some calls; return losses, gradients and rows."""
+    rank = dist.get_rank(group)
+    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    est, _ = make(BY_NAME[name], "bimodal", N, tau=0.3, process_group=group)
+    found = []
+    for batch, given in zip(data, calls, strict=True):
+        given = {key: value[own] if isinstance(value, torch.Tensor) else value for key, value in given.items()}
+        found.append(run(est, *(x[own] for x in batch), **given))
+        est.step()
+    return found, est.read(torch.arange(N))["log_u"]
+
+
+@pytest.mark.distributed
+def test_policies_of_calls_on_ranks():
+    data = batches(N, 3, BATCH, DIM, seed=62, repeats=False)
+    calls = [{"pairs": PairPolicy(**SCHEDULE[0])}, {}, {"pairs": WITHIN, "within": torch.arange(BATCH) // 4}]
+    ((whole, rows),) = the_pool().run(calls_on_ranks, 1, "sogclr", [BATCH], data, calls)
+    parts = the_pool().run(calls_on_ranks, 3, "sogclr", [3, 0, 4], data, calls)
+    for step, (loss, *gradients) in enumerate(whole):
+        for found, _ in parts:
+            near(found[step][0], loss, 1e-11)
+        for at, want in enumerate(gradients, start=1):
+            near(torch.cat([found[step][at] for found, _ in parts]) / 3, want, 1e-10)
+    near(parts[2][1], rows, 1e-11)
+
+
+def differing(group, first, second):
+    """Return the error of a call whose policies differ between ranks."""
+    est = compopt.DCLEstimator(process_group=group)
+    with pytest.raises(ValueError) as caught:
+        est(*torch.randn(2, 4, DIM), pairs=second if dist.get_rank(group) else first)
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("second", [None, PairPolicy(hardness=2.0)])
+def test_ranks_with_different_policies_are_told_so(second):
+    for message in the_pool().run(differing, 2, PairPolicy(hardness=1.0), second):
+        assert "the ranks differ in pairs= of the call" in message

@@ -5,13 +5,16 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import compopt
 from compopt.estimator import Column, Estimate
 from compopt.integrations.dcp import Stateful
+from compopt.stores import table
 from tests.helpers import assert_same_bits, generator, near
-from tests.test_alone import DIM, N, state
+from tests.pool import the_pool
+from tests.test_alone import DIM, N, data, state
 
 TAU = 0.2
 I, G = torch.arange(3), torch.zeros(3)  # noqa: E741
@@ -86,6 +89,37 @@ def test_rows_of_sogclr_start_isogclr(mode, optimizer):
     assert est.temperature.read(index)["count"][:4].tolist() == [3, 3, 4, 4]
 
 
+def test_a_load_keeps_what_adam_has_averaged():
+    """A load of a temperature or a normalizer may change the number of visits of a row, but keeps Adam's averages."""
+    source, est = isogclr(), isogclr()
+    for seed, index in enumerate([(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 4, 5)]):
+        call(source, index, seed), source.step()
+    call(est, (0, 1, 2, 3, 6, 7), 8), est.step()
+
+    def averages(est, rows):
+        found, betas = est.read(torch.tensor(rows)), (0.9, 0.999)
+        count = found["count"][:, None].double()
+        return [found[name] / (1 - b**count) for name, b in zip(("tau_exp_avg", "tau_exp_avg_sq"), betas, strict=True)]
+
+    before = averages(est, [0, 2, 6])
+    state = saved(source)
+    state["meaning"] = {"tau": [TAU]}  # as if averaged at the initial temperature of est
+    est.normalizer.load_state_dict(state)
+    assert est.read(torch.tensor([0, 2, 4, 6]))["count"].tolist() == [3, 2, 1, 1]
+    for a, b in zip(averages(est, [0, 2, 6]), before, strict=True):
+        near(a, b, 1e-12)
+    for seed in range(5):
+        call(est, (0, 1, 2, 3), seed), est.step()
+    state = saved(source, "temperature")
+    untouched = copy.deepcopy(state)
+    est.temperature.load_state_dict(state)
+    assert_same_bits(state["rows"], untouched["rows"])  # the caller's state is unchanged
+    assert est.read(torch.tensor([0, 2, 4, 6]))["count"].tolist() == [8, 7, 1, 1]
+    for a, b in zip(averages(est, [0, 2, 4]), averages(source, [0, 2, 4]), strict=True):
+        near(a, b, 1e-12)
+    assert torch.equal(est.read(torch.arange(6))["tau"], source.read(torch.arange(6))["tau"])
+
+
 def refused(source, make, message, role="normalizer"):
     """Assert that loading ``source`` into a part raises an error and changes nothing."""
     est = make()
@@ -134,6 +168,41 @@ def test_rows_that_would_mean_something_else_are_refused():
     bad = copy.deepcopy(state)
     bad["rows"]["log_u"][3] = torch.nan
     refused(bad, isogclr, "log_u")
+
+
+def test_what_was_trained_alone_becomes_part_of_an_estimator():
+    """A temperature trained on its own fits a part with one value per sample, which keeps its hyper-parameters."""
+    tau, d = compopt.TemperatureDual(N, tau_init=TAU, tau_max=1.0, lr=0.1), data()[0]
+    tau.update(d["gradient"].float(), d["index"]), tau.step()
+    for options in ({"mode": "unimodal"}, {"directions": "forward"}):
+        est = isogclr(optimizer="momentum", dtype=torch.float32, **options)
+        est.temperature.load_state_dict(tau.state_dict())
+        assert torch.equal(est.temperature.value(d["index"])[:, 0], tau.value(d["index"]))
+    refused(tau.state_dict(), lambda: isogclr(optimizer="momentum", dtype=torch.float32), "columns.tau", "temperature")
+
+
+def test_temperatures_of_one_run_serve_another_composition():
+    source = isogclr()
+    for seed in range(3):
+        call(source, range(6), seed), source.step()
+    est = compopt.ContrastiveEstimator(
+        compopt.MCMCNegativeSampler(N),
+        compopt.TemperatureDual(N, optimizer="adam", tau_min=0.05, tau_max=1.0, lr=0.5),
+        dtype=torch.float64,
+    )
+    call(est, range(4)), est.step()
+    loads = []
+    est.temperature.register_load_state_dict_post_hook(lambda who: loads.append(who is est.temperature))
+    est.temperature.load_state_dict(source.temperature.state_dict())
+    index = torch.arange(N)
+    seen = source.temperature.read(index)["count"] > 0
+    assert torch.equal(est.read(index)["tau"][seen], source.read(index)["tau"][seen])
+    assert torch.equal(est.temperature.value(index)[seen], source.temperature.value(index)[seen])
+    assert loads == [True] and est.t == 1 and est.temperature.sample_groups[0]["lr"] == 0.5
+    assert est.normalizer.read(index)["count"].tolist() == [3] * 4 + [0] * 19
+    call(est, range(6)), est.step()
+    chains = est.normalizer.read(index)
+    assert ((chains["chain"] >= 0) & (chains["chain"] < 6)).all() and chains["count"].tolist() == [4] * 6 + [0] * 17
 
 
 def go_on(est):
@@ -205,6 +274,25 @@ def test_a_part_shows_its_own_and_leaves_the_rest_to_its_owner(tmp_path):
             hasattr(est.temperature, name)
 
 
+def test_copies_of_a_part_and_of_its_owner():
+    est = isogclr()
+    call(est, range(4)), est.step()
+    index = torch.arange(4)
+    for duplicate in (copy.deepcopy, copy.copy, lambda x: pickle.loads(pickle.dumps(x))):
+        other = duplicate(est)
+        assert other.temperature.owner is other and other.normalizer.owner is other
+        call(other, range(4), 1), other.step()
+        assert not torch.equal(other.temperature.value(index), est.temperature.value(index))
+        alone = duplicate(est.temperature)
+        assert alone.owner is None
+        alone.update(torch.ones(3), I), alone.step()
+        assert est.t == 1 and alone.t == 1
+    est = compopt.FastCLIPEstimator(N)
+    call(est, range(4)), est.step()
+    alone = copy.deepcopy(est.temperature)  # starts from the initial value, like every other part
+    assert alone.tau == est.sample_groups[0]["tau_init"] != est.temperature.tau
+
+
 def test_a_part_does_not_keep_its_owner_alive():
     est = isogclr()
     part = est.temperature
@@ -214,6 +302,38 @@ def test_a_part_does_not_keep_its_owner_alive():
 
 
 # -- from alone to part ------------------------------------------------------------------------------
+
+
+def test_what_is_attached_or_placed_is_not_adopted():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    u = compopt.MovingAverageEstimator(N)
+    handle = u.attach(optimizer)
+    compose = lambda part: compopt.ContrastiveEstimator(part, compopt.FixedTemperature(0.1))  # noqa: E731
+    with pytest.raises(ValueError, match="attached to an SGD; call remove"):
+        compose(u)
+    handle.remove()
+    assert compose(u).normalizer is u
+    with pytest.raises(ValueError, match="already part of an estimator"):
+        compose(u)
+    with pytest.raises(ValueError, match="have no effect: give them to the ContrastiveEstimator"):
+        compose(compopt.MovingAverageEstimator(N, offload="cpu"))
+
+
+def test_edits_survive_adoption_and_defaults_are_those_of_the_mode():
+    u, tau = compopt.MovingAverageEstimator(N), compopt.TemperatureDual(N)
+    assert tau.sample_groups[0]["tau_init"] == 0.01  # default of bimodal mode
+    u.sample_groups[0]["gamma"], tau.sample_groups[0]["lr"] = 0.3, 0.7
+    u.update(G, I), u.step()
+    with pytest.warns(UserWarning, match="its rows of 1 commits are dropped"):
+        est = compopt.ContrastiveEstimator(u, tau, mode="unimodal")
+    (group,) = est.sample_groups
+    assert (group["gamma"], group["lr"]) == (0.3, 0.7)
+    assert (group["tau_init"], group["tau_min"], group["tau_max"], group["rho"]) == (0.7, 0.05, 1.0, 0.3)
+    assert est.t == 0 and est.read(I)["count"].tolist() == [0, 0, 0]
+    grown = compopt.MovingAverageEstimator(N)
+    grown.add_sample_group({"n": 4, "gamma": 0.2})
+    est = compopt.ContrastiveEstimator(grown, compopt.FixedTemperature(0.1))
+    assert [(g["n"], g["gamma"]) for g in est.sample_groups] == [(N, 0.9), (4, 0.2)]
 
 
 def test_equal_bounds_fix_a_temperature():
@@ -241,6 +361,22 @@ class Average(compopt.Normalizer):
     def estimate(self, call):
         g = call.pairs.log_ghat
         return self.mistake(Estimate(g, proposals={"log_u": g}), call)
+
+
+class Kept(compopt.Temperature):
+    """A temperature with a column for which it proposes nothing, since it does not define ``learns``."""
+
+    def __init__(self, n):
+        super().__init__(n, {})
+
+    def check(self, group):
+        pass
+
+    def columns(self, directions, dtype):
+        return [Column("tau", directions, dtype)]
+
+    def temperatures(self, rows, hyper, training):
+        return 0.1
 
 
 MISTAKES = [
@@ -276,3 +412,73 @@ def test_mistakes_of_authors_are_named(mistake, kind, message):
     assert est.pending == 0
     est.step()
     assert est.t == 0
+
+
+def test_forgotten_proposals_of_other_parts_are_named():
+    """Test a temperature, and a part that is used alone."""
+    est = compopt.ContrastiveEstimator(Average(9), Kept(9))
+    with pytest.raises(ValueError, match=r"Kept must propose values for its columns \['tau'\], got proposals for \[\]"):
+        est(*torch.randn(2, 6, 4), torch.arange(6))
+    alone = Average(9)
+    batch = alone._read({"index": torch.arange(3)}, {"log_g": torch.zeros(3)})
+    for proposals, got in (({}, r"\[\]"), ({"log_v": torch.zeros(3, 1)}, r"\['log_v'\]")):
+        with pytest.raises(ValueError, match=rf"Average must propose .* got proposals for {got}"):
+            alone._deposit(batch, proposals)
+    with pytest.raises(ValueError, match=r"log_u of Average must have shape \(3, 1\), got \(3,\)"):
+        alone._deposit(batch, {"log_u": torch.zeros(3)})
+    assert alone.pending == 0
+
+
+# -- several ranks -----------------------------------------------------------------------------------
+
+
+def marks_on_ranks(group, folder, saved_part, whole, options):
+    """Load a part, save, load into other estimators and continue; return the states, and the path of the save."""
+    table.BLOCK_ROWS = 5
+    batches = [[4, 5, 6, 7], [0, 1, 4, 6], [0, 2, 5, 8]]
+
+    def one(est, index, seed):
+        z1, z2 = torch.randn(2, 4, DIM, generator=generator(seed), dtype=torch.float64).requires_grad_().unbind()
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        own = slice(4 * rank // ranks, 4 * (rank + 1) // ranks)
+        est(z1[own], z2[own], torch.tensor(index)[own]).backward()
+        est.step()
+
+    def make(name):
+        directory = {"offload_dir": f"{folder}/{name}"} if options.get("offload") == "disk" else {}
+        return isogclr(process_group=group, **options, **directory)
+
+    est = make("a")
+    one(est, batches[0], 0)
+    compopt.save(est, f"{folder}/before")
+    est.normalizer.load_state_dict(saved_part)
+    found = [state(est), est.normalizer.state_dict()["rows"], est.temperature.read(torch.tensor([0, 5]))]
+    path = compopt.save(est, f"{folder}/before")  # an incremental save
+    other, third = make("b"), make("c")
+    compopt.load(other, path)
+    third.load_state_dict(est.state_dict() if whole is None else whole)
+    for each in (est, other, third):
+        for seed, index in enumerate(batches[1:]):
+            one(each, index, seed + 1)
+        found.append(state(each))
+    return found, path
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks, options", [(2, {}), (2, {"offload": "disk"}), (3, {"shard": True})])
+def test_marks_survive_on_ranks(ranks, options, tmp_path):
+    part = saved(sogclr())
+    (want, path), *_ = the_pool().run(marks_on_ranks, 1, str(tmp_path / "one"), part, None, {})
+    here = isogclr()
+    compopt.load(here, path)
+    answers = the_pool().run(marks_on_ranks, ranks, str(tmp_path / "many"), part, here.state_dict(), options)
+    there = isogclr()
+    compopt.load(there, answers[0][1])  # load on one rank what many ranks wrote
+    assert_same_bits(state(there), answers[0][0][0])
+    for found, _ in answers:
+        for got, expected in zip(found, want, strict=True):
+            assert got.keys() == expected.keys()
+            for name in got:
+                seen = expected[name].isfinite()
+                assert torch.equal(got[name].isfinite(), seen)
+                near(got[name][seen], expected[name][seen], 1e-12, atol=1e-12, what=name)

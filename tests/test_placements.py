@@ -58,6 +58,21 @@ def test_every_placement_gives_the_same_bits(info, mode, offload, prefetch, tmp_
     assert_same_bits(state, snapshot(far, N))
 
 
+@pytest.mark.parametrize("offload", [None, "cpu", "disk"])
+def test_prefetching_the_second_modality_s_rows(offload, tmp_path):
+    z1, z2, index = batches(N, 1, seed=12)[0]
+    results = []
+    for prefetch in (False, True):
+        est = compopt.SogCLREstimator(N, dtype=torch.float64, **options(offload, tmp_path / str(prefetch)))
+        for _ in range(3):
+            if prefetch:
+                est.prefetch(index, index2=(index + 1) % N)
+            est(z1, z2, index, index2=(index + 1) % N)
+            est.step()
+        results.append(snapshot(est, N))
+    assert_same_bits(*results)
+
+
 def test_a_prefetched_batch_that_never_comes(tmp_path):
     """Prefetches of other, repeated or abandoned batches keep values correct and do not accumulate."""
     data = batches(N, 30, seed=13)
@@ -70,6 +85,12 @@ def test_a_prefetched_batch_that_never_comes(tmp_path):
             est.step()
     assert_same_bits(snapshot(near, N), snapshot(far, N))
     assert 0 < len(under_way(far)) <= 4
+
+
+def test_prefetch_takes_one_second_index():
+    index = torch.arange(4)
+    with pytest.raises(TypeError, match=r"prefetch\(index, index2\)"):
+        compopt.SogCLREstimator(N, offload="cpu").prefetch(index, index, index2=index)
 
 
 @pytest.mark.parametrize("offload", [None, "cpu", "disk"])
@@ -92,6 +113,22 @@ def test_a_loader_is_looked_ahead(offload, tmp_path):
         for _ in far.prefetch(data):
             raise RuntimeError("mine")
     assert not under_way(far)
+
+
+def test_growing_while_rows_are_under_way(tmp_path):
+    data = batches(N, 4, seed=15)
+    results = []
+    for place in (None, "cpu", "disk"):
+        est = compopt.SogCLREstimator([{"n": N}], **options(place, tmp_path / str(place)))
+        train(est, data[:2], prefetch=True)
+        est.prefetch(data[2][2])
+        est.add_sample_group({"n": 5, "gamma": 0.5})
+        train(est, data[2:], prefetch=True)
+        run(est, *batches(N, 1, seed=16)[0][:2], torch.arange(12, 18))
+        est.step()
+        results.append(snapshot(est, N + 5))
+    assert_same_bits(results[0], results[1])
+    assert_same_bits(results[0], results[2])
 
 
 def test_bad_placements(tmp_path):
@@ -186,3 +223,19 @@ def test_shards_grow(offload, tmp_path):
     for state in the_pool().run(grown, 3, {**options(offload, str(tmp_path)), "shard": True}):
         for key in alone:
             torch.testing.assert_close(alone[key], state[key], rtol=1e-12, atol=1e-12)
+
+
+def different_reads(group):
+    """Return True if every rank can read rows of its own choice from the shards."""
+    est = compopt.SogCLREstimator(N, process_group=group, shard=True, dtype=torch.float64)
+    own = own_part(group, 8)
+    run(est, *(x[own] for x in batches(N, 1, batch=8, seed=23)[0]))
+    est.step()
+    rank = dist.get_rank(group)
+    asked = torch.arange(N)[rank : rank + 1 + 2 * rank]
+    return torch.equal(est.state_dict()["rows"]["log_u"][asked], est.read(asked)["log_u"])
+
+
+@pytest.mark.distributed
+def test_reading_shards():
+    assert all(the_pool().run(different_reads, 3))

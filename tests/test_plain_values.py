@@ -1,6 +1,7 @@
 """Hyper-parameters given as NumPy or torch values become Python values, so that every state is plain data."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -61,6 +62,18 @@ def test_a_pair_of_another_library_becomes_a_tuple_of_python_numbers(value, tmp_
     assert other.sample_groups == est.sample_groups
 
 
+def test_integers_and_sizes_stay_integers():
+    numbers = {"prototypes": np.int32(8), "updates": np.int64(2), "lr": np.float32(0.5)}
+    est = compopt.NeuCLIPEstimator(4, n=np.int64(N), learn_tau=False, **numbers)
+    group = est.sample_groups[0]
+    assert [type(group[key]) for key in ("n", "updates", "lr")] == [int, int, float]
+    est.add_sample_group({"n": np.int16(5)})
+    train(est)
+    est.sample_groups[0]["n"] = np.int64(N)  # equal: no edit of the size
+    state = through_a_file(est.state_dict())
+    assert state["config"]["n"] == [N, 5] and type(state["config"]["n"][0]) is int
+
+
 @pytest.mark.parametrize(
     "key, value, error, words",
     [
@@ -79,3 +92,13 @@ def test_what_is_no_number_is_refused_by_name(key, value, error, words):
     est.sample_groups[0][key] = value
     with pytest.raises(error, match=words):
         train(est)
+
+
+def test_a_schedule_of_numpy_functions():
+    est = compopt.SogCLREstimator([{"n": 10}, {"n": N - 10}])
+    schedule = compopt.schedules.Schedule(est, "gamma", lambda t: 0.6 + 0.4 * np.cos(0.1 * t))
+    schedule.step()
+    assert [type(group["gamma"]) for group in est.sample_groups] == [float, float]
+    assert est.sample_groups[0]["gamma"] == pytest.approx(0.6 + 0.4 * math.cos(0.1))
+    train(est)
+    through_a_file(est.state_dict())

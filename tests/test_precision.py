@@ -87,6 +87,53 @@ def test_autocast_does_not_lower_the_estimators_precision(name, mode):
         b.step()
 
 
+@pytest.mark.parametrize("features_dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("autocast_dtype", [torch.float16, torch.bfloat16])
+def test_features_of_any_half_precision_under_autocast_of_any(features_dtype, autocast_dtype):
+    """Autocast cannot stack tensors of a half-precision dtype other than its own."""
+    z1, z2, extra = (z.to(features_dtype).requires_grad_() for z in features(3 * 8, 4, seed=5)[0].split(8))
+    est = compopt.SogCLREstimator(8, tau=0.1)
+    want = est(z1, z2, torch.arange(8), extra=extra)
+    grads = torch.autograd.grad(want, (z1, z2, extra))
+    with torch.autocast("cpu", autocast_dtype):
+        loss = est(z1, z2, torch.arange(8), extra=extra)
+    assert torch.equal(loss, want)
+    for got, grad in zip(torch.autograd.grad(loss, (z1, z2, extra)), grads, strict=True):
+        assert torch.equal(got, grad)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_encoder_under_autocast(mode):
+    torch.manual_seed(0)
+    encoder = torch.nn.Linear(6, 4)
+    x1, x2 = features(8, 6, seed=2, dtype=torch.float32)
+    est = compopt.SogCLREstimator(8, tau=0.1, mode=mode)
+    with torch.autocast("cpu", torch.bfloat16):
+        z1, z2 = encoder(x1), encoder(x2)
+        assert z1.dtype == torch.bfloat16
+        loss = est(z1, z2, torch.arange(8))
+    loss.backward()
+    _, ref = make(BY_NAME["sogclr"], mode, 8, tau=0.1)
+    want, g1, g2 = ref.forward(z1.double(), z2.double(), torch.arange(8))
+    near(loss, want, 1e-5, atol=1e-5)
+    near(encoder.weight.grad, g1.T @ x1.double() + g2.T @ x2.double(), 0.03)
+    est.step()
+
+
+def test_float32_rows_with_float64_features():
+    """dtype= is the precision of the rows; the arithmetic uses the dtype of the features."""
+    z1, z2, index = batches(N, 1, seed=83)[0]
+    est = compopt.SogCLREstimator(N, tau=0.07)
+    _, ref = make(BY_NAME["sogclr"], "bimodal", N)
+    loss, g1, _ = run(est, z1, z2, index)
+    want, w1, _ = ref.forward(z1, z2, index)
+    assert g1.dtype == torch.float64
+    near(loss, want, 1e-6)
+    near(g1, w1, 1e-5)
+    est.step()
+    assert est.read(index)["log_u"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("enabled", [False, True])
 def test_predictions_of_a_network_are_in_single_precision_under_autocast(enabled):
     single, exact = (

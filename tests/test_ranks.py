@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import compopt
 from tests.database import BY_NAME, DATABASE, MODES
@@ -182,6 +183,47 @@ def test_index2_group_and_tau_per_sample(ranks, shard, shape):
             near(state[key], est_data[1][key], 1e-12, atol=1e-12, what=key)
 
 
+def moving_average(group, log_g, index, options):
+    """Run updates of the estimator on its own, and of a compositional loss; return values, gradients and rows."""
+    u = compopt.MovingAverageEstimator(N, gamma=0.5, dtype=torch.float64, process_group=group, **options)
+    trace = []
+    for step in range(3):
+        own = own_part(group, step)
+        trace.append(u.update(log_g[step][own], index[step][own]))
+        u.step()
+        g = log_g[step][own].exp().requires_grad_()
+        loss = compopt.compositional_loss(g, index[step][own], u, lambda v: v.log() * 2)
+        loss.backward()
+        u.step()
+        trace += [loss.detach(), g.grad]
+    return trace, u.read(torch.arange(N))
+
+
+@functools.cache
+def average_on_one_rank():
+    """Return data, and the results of one rank."""
+    generator = torch.Generator().manual_seed(3)
+    log_g = torch.randn(3, BATCH, generator=generator, dtype=torch.float64)
+    index = torch.randint(0, N, (3, BATCH), generator=generator)
+    return log_g, index, the_pool().run(moving_average, 1, log_g, index, {})[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["whole", "shard"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_moving_average_alone(ranks, options):
+    log_g, index, (whole, state) = average_on_one_rank()
+    answers = the_pool().run(moving_average, ranks, log_g, index, options)
+    for at, want in enumerate(whole):
+        if want.dim() == 0:
+            near(answers[0][0][at], want, 1e-12)
+        else:
+            scale = ranks if at % 3 == 2 else 1
+            near(torch.cat([trace[at] for trace, _ in answers]) / scale, want, 1e-12)
+    for _, own in answers:
+        for key in state:
+            near(own[key], state[key], 1e-12, atol=1e-12, what=key)
+
+
 # -- through DDP -------------------------------------------------------------------------------------
 
 
@@ -200,6 +242,54 @@ class Towers(torch.nn.Module):
 
     def forward(self, x, y):
         return self.towers[0](x), self.towers[1](y)
+
+
+def through_ddp(group, name, mode, dtype, x, y, index, ddp):
+    """Take three optimizer steps; return losses and the encoder's gradients of each, and its final weights."""
+    model = Towers(dtype)
+    inner = model
+    if ddp:
+        model = DistributedDataParallel(model, process_group=group)
+    est = build(name, mode, dtype, group, {})
+    optimizer = torch.optim.SGD([*model.parameters(), *est.parameters()], lr=0.05)
+    est.attach(optimizer)
+    trace = []
+    for step in range(3):
+        own = own_part(group, step)
+        optimizer.zero_grad()
+        loss = est(*model(x[step][own], y[step][own]), index[step][own])
+        loss.backward()
+        trace.append((loss.detach(), [p.grad.clone() for p in inner.parameters()]))
+        optimizer.step()
+    return trace, [p.detach().clone() for p in inner.parameters()]
+
+
+PRESETS = "infonce clip-learned sogclr isogclr isogclr-adam global-dual-adam neural-through-alpha".split()
+
+
+@functools.cache
+def trained_on_one_rank(name, mode, dtype):
+    """Return the arguments of a training run, and the results of one rank."""
+    generator = torch.Generator().manual_seed(7)
+    x, y = (torch.randn(3, BATCH, d, generator=generator, dtype=torch.float64).to(dtype) for d in (7, 6))
+    args = (name, mode, dtype, x, y, torch.randint(0, N, (3, BATCH), generator=generator))
+    return args, the_pool().run(through_ddp, 1, *args, False)[0]
+
+
+@pytest.mark.covering()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_encoder_s_gradients_after_ddp(name, mode, ranks, dtype):
+    args, (whole, weights) = trained_on_one_rank(name, mode, dtype)
+    for trace, own in the_pool().run(through_ddp, ranks, *args, True):
+        for (loss, gradients), (want_loss, want) in zip(trace, whole, strict=True):
+            near(loss, want_loss, TOLERANCE[dtype], atol=TOLERANCE[dtype], what="loss")
+            for a, b in zip(gradients, want, strict=True):
+                close(a, b, dtype, "gradient")
+        for a, b in zip(own, weights, strict=True):
+            near(a, b, TOLERANCE[dtype], what="weights")
 
 
 def graph_on_one_rank(group, kind, frozen):
@@ -221,3 +311,24 @@ def graph_on_one_rank(group, kind, frozen):
 def test_ranks_with_and_without_a_gradient_of_the_temperature_are_refused(kind, frozen):
     """They would exchange messages of different lengths, which ends the process."""
     the_pool().run(graph_on_one_rank, 2, kind, frozen)
+
+
+def loaded_on_one_rank(group, kind, options):
+    rank = dist.get_rank(group)
+    est = getattr(compopt, kind)(0.1, **options, process_group=group)
+    inputs = *features(4, 8, rank, dtype=torch.float32), torch.arange(4) + 4 * rank
+    with torch.no_grad():
+        for parameter in est.parameters():
+            parameter.add_(rank)
+    with pytest.raises(ValueError, match="the ranks differ in learned parameters.* load the same state on all ranks"):
+        est(*inputs)
+    with torch.no_grad():
+        for parameter in est.parameters():
+            parameter.sub_(rank)
+    est(*inputs)
+    est.step()
+
+
+@pytest.mark.parametrize("kind, options", [("InfoNCEEstimator", {"learn_tau": True}), ("SigLIPEstimator", {})])
+def test_a_state_that_one_rank_has_loaded_is_refused(kind, options):
+    the_pool().run(loaded_on_one_rank, 2, kind, options)

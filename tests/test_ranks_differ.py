@@ -224,6 +224,25 @@ def constructed(group, kind):
     return found
 
 
+def edited(group, kind):
+    """Return, by hyper-parameter, the message of a call after it was edited on rank 1."""
+    found, rank = {}, dist.get_rank(group)
+    obj = build(kind, group, kind in ALONE)
+    call(obj, rank)
+    obj.step()
+    own = obj.sample_groups[0]
+    for key in own:
+        before, name = own[key], key.rpartition(".")[2]
+        if key == "n":
+            continue
+        if rank:
+            own[key] = next(value for value in VALUES[name] if value != before)
+        found[name] = before, next(value for value in VALUES[name] if value != before), refusal(lambda: call(obj, rank))
+        own[key] = before
+    call(obj, rank)
+    return found
+
+
 def check_shown(kind, name, one, other, messages):
     wanted = given_by(SHOWN, kind, name)
     for message in messages:
@@ -239,6 +258,15 @@ def test_arguments_of_constructors(kind):
     for name in answers[0]:
         one, other = given_by(OF_A_CLASS, kind, name) or VALUES[name]
         check_shown(kind, name, one, other, [answer[name] for answer in answers])
+
+
+@pytest.mark.covering(all=True)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_hyper_parameters_that_one_rank_edits(kind):
+    answers = the_pool().run(edited, 2, kind)
+    for name, (one, other, _) in answers[0].items():
+        for answer in answers:
+            assert f"{name} by rank [{one!r}, {other!r}]" in answer[name][2], (name, answer[name])
 
 
 # calls ------------------------------------------------------------------------------------------------------------

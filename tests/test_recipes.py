@@ -1,13 +1,17 @@
 """The recipes: a run that is stopped and resumed in the middle of an epoch is bit-identical to an uninterrupted one."""
 
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
+import compopt
 from benchmarks import report
-from recipes import glyphs
+from recipes import cache, glyphs
+from recipes import tasks as tasks_module
 from recipes.engine import Config, Control, Run
-from recipes.methods import METHODS
+from recipes.methods import METHODS, build
 from recipes.tasks import GlyphFaces, GlyphNames
 
 
@@ -66,6 +70,25 @@ def test_resume_in_the_middle_of_an_epoch(tasks, mode, method, tmp_path):
     assert resumed.step == last
 
 
+def test_the_second_face_differs_from_the_first_one(tasks):
+    task, index = tasks["unimodal"], torch.arange(500)
+    sources = task.sources(index, torch.Generator().manual_seed(0))
+    assert sources.shape == (2, 500) and (sources[1] != sources[0]).all()
+    place = sources - task.first[index]
+    assert (place >= 0).all() and (place < task.count[index]).all()
+
+
+def test_the_demo_compares_methods_that_exist_and_begins_with_the_recommended_one():
+    makefile = (Path(__file__).parents[1] / "Makefile").read_text()
+    methods = re.search(r"^DEMO_METHODS \?= (.+)$", makefile, re.M).group(1).split()
+    assert methods[0] == "recommended" and set(methods) <= set(METHODS)
+
+
+@pytest.mark.parametrize("batch_size, kind", [(64, compopt.MemoryEstimator), (1024, compopt.DCLEstimator)])
+def test_recommended_depends_on_the_batch_size_of_the_run(batch_size, kind):
+    assert isinstance(build("recommended", 4096, "bimodal", {"group": 0}, batch_size=batch_size), kind)
+
+
 @pytest.mark.covering()
 @pytest.mark.parametrize(
     "batches",
@@ -86,6 +109,14 @@ def test_chosen_batches_resume_in_the_middle_of_an_epoch(tasks, batches, prefetc
     assert bits(state(resumed)) == bits(state(whole))
 
 
+def test_compressed_records(tmp_path):
+    path = tmp_path / "records.jsonl.gz"
+    for number in range(3):
+        assert report.read_runs(path) == [{"run": n} for n in range(number)]
+        report.append_run(path, {"run": number})
+    assert path.read_bytes()[:2] == b"\x1f\x8b"
+
+
 def test_records_survive_a_kill(tmp_path):
     path = tmp_path / "runs" / "records.jsonl"
     assert report.read_runs(path) == []
@@ -102,3 +133,20 @@ def test_a_checkpoint_of_another_run_is_refused(tasks, tmp_path):
     train(task, "sogclr", 2, checkpoint=checkpoint)
     with pytest.raises(ValueError, match="method"):
         train(task, "isogclr", 4, checkpoint=checkpoint, resume=True)
+
+
+def test_retrieval_in_chunks_is_that_of_the_whole_matrix(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    images, captions = torch.randn(50, 8, generator=draw), torch.randn(12, 8, generator=draw)
+    right = torch.arange(50) % 12
+    similarity = torch.nn.functional.normalize(images, dim=1) @ torch.nn.functional.normalize(captions, dim=1).T
+    monkeypatch.setattr(tasks_module, "QUERIES", 7)
+    found = tasks_module.retrieval(images, captions, right)
+    assert torch.equal(found.caption_of_image, similarity.argmax(1))
+    assert torch.equal(found.image_of_caption, similarity.argmax(0))
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04", b"text"])
+def test_a_damaged_cache_is_drawn_anew(tmp_path, content):
+    (tmp_path / "glyphs.npz").write_bytes(content)
+    assert cache.read(tmp_path / "glyphs.npz", "key", ("images",)) is None

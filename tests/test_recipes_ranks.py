@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
+from PIL import Image
 
 from recipes import checkpoints, glyphs, launch
 from recipes.models import BatchNorm
@@ -22,6 +24,10 @@ pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parent.parent
 STEPS = 3
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m")
+ACCELERATE = (
+    *("accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+    *("--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no", "-m"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +95,11 @@ def assert_like(record, single):
     assert record["final"]["r1"] == pytest.approx(single["final"]["r1"], abs=2e-3)
 
 
+@pytest.mark.launch
+def test_accelerate_launch(cache, single, tmp_path):
+    assert_like(recipe(cache, tmp_path, "--offload", "cpu", launcher=launched(ACCELERATE)), single)
+
+
 def check_processes(monkeypatch, variables):
     """Check a process without a process group, in the environment of an unlaunched process plus ``variables``."""
     for name in ("WORLD_SIZE", "MASTER_PORT", "ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP"):
@@ -115,6 +126,13 @@ def see(group, folders):
     return exit_of(lambda: launch.check_shared(folders[dist.get_rank()]))
 
 
+def refuse_on_main(group, error):
+    def function():
+        raise error
+
+    return exit_of(lambda: launch.on_main(function))
+
+
 def exit_of(function):
     try:
         return function()
@@ -132,6 +150,12 @@ def test_a_folder_that_processes_do_not_share_is_refused(tmp_path):
         assert said.startswith(f"SystemExit: {one if said.count(str(one)) else other}: process 1 on")
         assert "put it on a file system that the nodes share" in said
     assert not [*one.iterdir(), *other.iterdir()]
+
+
+def test_an_error_of_the_main_process_ends_all():
+    pool = the_pool(2, timeout=120)
+    assert pool.run(refuse_on_main, 2, SystemExit("no")) == ["SystemExit: no", "SystemExit: 1"]
+    assert pool.run(refuse_on_main, 2, ValueError("no")) == ["ValueError: no", "SystemExit: 1"]
 
 
 def save_and_load(group, folder):
@@ -170,6 +194,37 @@ def test_torchrun_and_resume(cache, single, tmp_path):
     whole, _, resumed = carry_out(launched(TORCHRUN), *runs, short(cache, part, *options, "--resume"))
     assert_like(whole, single)
     assert losses(resumed) == losses(whole) and resumed["final"] == whole["final"]
+
+
+def save_images(folder):
+    draw = np.random.default_rng(0)
+    for number in range(24):
+        path = folder / f"label {number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
+
+
+@pytest.mark.launch
+@pytest.mark.full
+def test_lars_with_augmented_views_and_resume(tmp_path):
+    """Two ranks train on four views as one does; a run is stopped in the second of three epochs and resumed."""
+    pytest.importorskip("kornia")
+    save_images(tmp_path / "images")
+    options = ("--data", "folder", "--folder", str(tmp_path / "images"), "--views", "4", "--anchors", "2")
+    options += ("--optimizer", "lars", "--schedule", "cosine", "--warmup", "1", "--batch-size", "8", "--epochs", "3")
+
+    def run(name, *more):
+        return common(tmp_path, tmp_path / name, *options, *more)
+
+    def weights(name):
+        saved = checkpoints.latest(tmp_path / name / "sogclr-seed0" / "checkpoints") / "model.safetensors"
+        return saved.read_bytes()
+
+    (single,) = carry_out(("recipes.train_simclr",), run("single"))
+    runs = run("whole"), run("part", "--max-steps", "3"), run("part", "--resume")
+    whole, _, resumed = carry_out((*TORCHRUN, "recipes.train_simclr"), *runs)
+    assert losses(whole) == pytest.approx(losses(single), abs=1e-4)
+    assert losses(resumed) == losses(whole) and weights("part") == weights("whole")
 
 
 @pytest.mark.launch

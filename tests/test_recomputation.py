@@ -3,15 +3,16 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import compopt
-from tests.database import BY_NAME, MODES, STATEFUL
+from tests.database import BY_NAME, DATABASE, MODES, STATEFUL
 from tests.helpers import assert_same_bits, features, make, near, run, snapshot
 from tests.pool import the_pool
 
 N = 16
 REFUSED = "inside a checkpointed function.*checkpoint the encoders alone"
+STATELESS = [info for info in DATABASE if not info.has_state]
 
 
 def data(seed=0, rows=8):
@@ -53,6 +54,26 @@ def test_the_refusal_comes_before_backward():
         checkpoint(lambda a, b: est(a, b, index), z1, z2, use_reentrant=False)
     with pytest.raises(RuntimeError, match=REFUSED):  # feature_gradients computes gradients even under no_grad
         checkpoint(lambda a, b: est.feature_gradients(a, b, index)[0], z1, z2, use_reentrant=True)
+    assert est.pending == 0
+
+
+def test_other_ways_into_a_checkpoint_are_refused():
+    """Raise for a module, nested checkpoints, saved-tensor hooks around the call, and checkpoint_sequential."""
+    est, (z1, z2, index) = compopt.SogCLREstimator(N), data()
+
+    class Loss(torch.nn.Module):
+        def forward(self, a, b):
+            with torch.autograd.graph.save_on_cpu():
+                return est(a, b, index)
+
+    loss = Loss()
+    for call in (
+        lambda: checkpoint(lambda a: checkpoint(loss, a, z2, use_reentrant=False), z1, use_reentrant=False),
+        lambda: checkpoint_sequential([torch.nn.Identity(), lambda a: loss(a, z2)], 1, z1, use_reentrant=False),
+        lambda: checkpoint(torch.enable_grad()(loss), z1, z2, use_reentrant=True),
+    ):
+        with pytest.raises(RuntimeError, match=REFUSED):
+            call().backward()
     assert est.pending == 0
 
 
@@ -130,6 +151,16 @@ def test_no_rank_waits_for_another(name, how, who):
 
 
 # allowed ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("info", STATELESS, ids=str)
+def test_what_keeps_nothing_may_be_checkpointed(info, use_reentrant):
+    z1, z2, index = data()
+    _, *want = run(make(info, "bimodal", N)[0], z1, z2, index)
+    back_and_forth(make(info, "bimodal", N)[0], z1, z2, index, use_reentrant)
+    near(z1.grad, want[0], 1e-14)
+    near(z2.grad, want[1], 1e-14)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

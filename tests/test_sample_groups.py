@@ -5,9 +5,9 @@ import torch
 
 import compopt
 from tests.database import BY_NAME, MODES, dual_options
-from tests.helpers import batches, group_key
+from tests.helpers import batches, compare_state, group_key, near, run
 from tests.reference import DualReference, FixedReference, MovingAverageReference, Reference
-from tests.test_agreement import follow
+from tests.test_agreement import compare_forward, follow
 
 N1, N2 = 5, 8
 
@@ -77,6 +77,18 @@ def test_a_group_added_during_a_run(name, mode):
     follow(info, est, ref, N1 + N2 + 6, batches(N1 + N2 + 6, 12, seed=8))
 
 
+def test_a_group_added_while_deposits_wait():
+    """Pending rows are neither lost nor shifted."""
+    est, ref = sogclr_pair("bimodal")
+    z1, z2, index = batches(N1 + N2, 1, seed=9)[0]
+    compare_forward(BY_NAME["sogclr"], est, ref, z1, z2, index)
+    est.add_sample_group({"n": 4})
+    ref.groups.append({"n": 4, "gamma": 0.35, "tau": 0.1})
+    est.step()
+    ref.step()
+    compare_state(est, ref, N1 + N2 + 4, BY_NAME["sogclr"])
+
+
 def test_dicts_and_pairs_of_the_user_are_not_shared():
     betas = [0.9, 0.999]
     groups = [{"n": 9, "gamma": 0.5, "betas": betas}]
@@ -89,6 +101,62 @@ def test_dicts_and_pairs_of_the_user_are_not_shared():
         a(*torch.randn(2, 4, 3), torch.arange(4))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_groups_with_their_own_eps_and_gamma_1(mode):
+    """Mix eps = 0 with eps > 0, and gamma = 1 with gamma < 1: the logarithms of 0 do no harm."""
+    groups = [{"n": N1, "eps": 0.2, "gamma": 1.0}, {"n": N2, "eps": 0.0, "gamma": 0.4}]
+    est = compopt.SogCLREstimator(groups, tau=0.1, mode=mode, reference="positive", dtype=torch.float64)
+
+    class OwnEps(MovingAverageReference):
+        def updated(self, ref, row, column, g):
+            self.eps = ref.hyper(row, "eps")
+            return super().updated(ref, row, column, g)
+
+    ref = Reference([{"tau": 0.1, **g} for g in groups], OwnEps("positive"), FixedReference(), mode)
+    follow(BY_NAME["sogclr"], est, ref, N1 + N2, batches(N1 + N2, 8, seed=11))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_two_modalities_in_different_groups(name):
+    """index is in the first data set and index2 in the second: each direction uses its own row's group."""
+    est, ref = PAIRS[name]("bimodal")
+    for t in range(5):
+        index = torch.randperm(N1)[:4]
+        z1, z2, _ = batches(N1 + N2, 1, batch=4, seed=20 + t)[0]
+        compare_forward(BY_NAME[name], est, ref, z1, z2, index, index2=index + N1)
+        est.step()
+        ref.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_group_with_its_own_reference(mode):
+    """log u averages over s in one data set, and over h in the other."""
+    groups = [{"n": N1, "reference": "none"}, {"n": N2, "reference": "positive"}]
+    est = compopt.SogCLREstimator(groups, gamma=0.5, tau=0.1, mode=mode, dtype=torch.float64)
+    pure = {
+        name: compopt.SogCLREstimator(N1 + N2, gamma=0.5, tau=0.1, reference=name, mode=mode, dtype=torch.float64)
+        for name in ("none", "positive")
+    }
+    for z1, z2, index in batches(N1 + N2, 6, seed=12):
+        for each in (est, *pure.values()):
+            run(each, z1, z2, index)
+            each.step()
+    got, none, positive = (e.read(torch.arange(N1 + N2))["log_u"] for e in (est, pure["none"], pure["positive"]))
+    near(got[:N1], none[:N1])
+    near(got[N1:], positive[N1:])
+
+
+def test_a_group_that_does_not_fit_in_memory_changes_nothing():
+    est = compopt.SogCLREstimator(20)
+    with pytest.raises((MemoryError, RuntimeError, ValueError)):
+        est.add_sample_group({"n": 10**15})
+    assert est.n == 20 and len(est.sample_groups) == 1
+    z1, z2 = torch.randn(2, 4, 3)
+    est(z1, z2, torch.arange(4))
+    est.add_sample_group({"n": 2})
+    assert est.n == 22
+
+
 def test_what_a_group_leaves_out_is_filled_once_all_else_is_known():
     """Bounds given in a group affect the defaults in the same way as bounds given as arguments."""
     as_argument = compopt.ISogCLREstimator(20, tau_min=0.05)
@@ -99,6 +167,20 @@ def test_what_a_group_leaves_out_is_filled_once_all_else_is_known():
     assert [group["tau_init"] for group in wider.sample_groups] == [0.002, 0.002]
     tau = compopt.FastCLIPEstimator([{"n": 20, "tau_init": 0.2}]).temperature.tau
     assert tau == 0.2, "a global temperature starts where the first group says"
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_inference_mode_leaves_rows_that_can_be_written(offload):
+    with torch.inference_mode():
+        est = compopt.SogCLREstimator(12, offload=offload)
+    run(est, *batches(12, 1, seed=9)[0])
+    est.step()
+    with torch.inference_mode():
+        est.add_sample_group({"n": 4})
+    z1, z2, _ = batches(12, 1, seed=9)[0]
+    run(est, z1, z2, torch.arange(10, 16))
+    est.step()
+    assert est.read(torch.arange(10, 16))["count"].gt(0).all()
 
 
 @pytest.mark.parametrize("spoil", [lambda groups: groups * 2, lambda groups: [None], lambda groups: [{"n": 20}]])

@@ -1,13 +1,16 @@
 """The bank of features of the batch samplers."""
 
+import warnings
 
 import pytest
 import torch
 from torch.nn.functional import normalize
 
 from compopt.samplers import FeatureBank
+from compopt.samplers.ordered import batch_losses
 from tests.devices import DEVICE, PRETEND, counted, marked, needs_accelerator
-from tests.samplers import DIM, N, both, moving, spectral, table
+from tests.helpers import generator
+from tests.samplers import DIM, N, both, filled, moving, spectral, table
 
 
 def put(bank, index, z1, z2):
@@ -88,3 +91,49 @@ def test_one_sample_that_is_nan_does_not_make_all_batches_random(make):
     if make is spectral:
         assert all(sorted(sum(epoch, [])) == list(range(N)) for epoch in epochs)
         assert [len(batch) for batch in epochs[0]] == [len(batch) for batch in make()]
+
+
+@pytest.mark.slow
+def test_a_sample_without_features_is_dealt_at_random():
+    """Over epochs of two clear clusters it shares batches with all other samples about equally often."""
+    n, bad, together = 16, 5, torch.zeros(16, 16)
+    centres = torch.eye(2).repeat_interleave(n // 2, 0)  # hard negatives: samples 0 .. 7 of each other, and 8 .. 15
+    z = centres + 0.01 * torch.randn(n, 2, generator=generator(0))
+    z[bad] = torch.nan
+    sampler = spectral(n, 4, group=4)
+    sampler.observe(torch.arange(n), z, z)
+    with pytest.warns(UserWarning, match="finite"):
+        for _ in range(150):
+            for batch in sampler:
+                together[torch.tensor(batch)[:, None], batch] += 1 / 150
+    alike, other = together[0, [1, 2, 3, 4, 6, 7]].mean(), together[0, 8:].mean()
+    assert alike > 5 * other
+    mine = together[bad][torch.arange(n) != bad]  # three of the fifteen others share its batch
+    assert mine.min() > 0.07 and mine.max() < 0.36, mine
+
+
+@both
+def test_nothing_changes_where_all_features_are_finite(make):
+    """A sample whose features become finite is chosen like the others."""
+    sampler, plain = with_nan(make, [17]), filled(make)
+    sampler.observe(torch.tensor([17]), *(z[17:18] for z in table()))
+    with warnings.catch_warnings(record=True):
+        assert list(sampler) == list(plain)
+
+
+@both
+def test_a_resumed_run_leaves_the_same_samples_out(make):
+    sampler, twin = with_nan(make, [3, 17]), make()
+    twin.load_state_dict(sampler.state_dict())
+    with pytest.warns(UserWarning, match="2 of n=50"):
+        assert list(sampler) == list(twin)
+
+
+def test_a_batch_is_judged_by_its_other_samples():
+    """The loss of a batch is that of the batch without its absent samples."""
+    z1, z2 = (normalize(z, dim=1) for z in table(12))
+    batch = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
+    absent = torch.tensor([[False, True, False, False], [True, True, True, True]])
+    got = batch_losses(z1[batch], z2[batch], 0.2, absent=absent)
+    rest = batch[:1, [0, 2, 3]]
+    assert torch.allclose(got[:1], batch_losses(z1[rest], z2[rest], 0.2)) and got[1] == 0

@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import normalize
 
 from compopt.samplers import spectral
-from compopt.samplers.ordered import batch_losses
-from compopt.samplers.spectral import edge_weights
+from compopt.samplers.ordered import batch_losses, highest
+from compopt.samplers.spectral import edge_weights, normalized_affinity
 from tests.helpers import features, generator, near
 
 
@@ -55,6 +55,16 @@ def test_losses_are_their_definition():
     near(got, [naive_loss(z1, z2, batch.tolist(), 0.2) for batch in batches], rtol=1e-12)
     got = batch_losses(z1[batches], z2[batches], 0.2, labels[batches])
     near(got, [naive_loss(z1, z2, batch.tolist(), 0.2, labels) for batch in batches], rtol=1e-12)
+
+
+def test_the_affinity_of_small_temperatures_is_finite():
+    """exp(w) overflows float32, and even float64, here."""
+    z1, z2 = (z.float() for z in unit(30, 4, seed=6, spread=2.0))
+    w = edge_weights(z1, z2, 0.003, 8)
+    assert torch.exp(w.double()).isinf().any()
+    affinity = normalized_affinity(w)
+    assert affinity.isfinite().all() and float(affinity.max()) <= 1 + 1e-5
+    assert float(torch.linalg.eigvalsh(affinity.double()).max()) == pytest.approx(1.0, abs=1e-4)
 
 
 # clusters -----------------------------------------------------------------------------------------
@@ -104,6 +114,14 @@ def test_planted_clusters_are_the_best_of_all_partitions(seed):
 
 
 # ordered ------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_kept_once_unless_there_are_too_few():
+    batches = torch.tensor([[0, 1], [1, 0], [2, 3], [1, 0], [0, 2]])
+    losses = torch.tensor([9.0, 9.0, 1.0, 9.0, 5.0])
+    assert highest(batches, losses, 3).tolist() == [0, 2, 4]
+    assert len(set(highest(batches, losses, 4).tolist())) == 4
+    assert set(highest(batches, losses, 4).tolist()) > {0, 2, 4}
 
 
 def test_missing_packages_are_named(monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import compopt.samplers.ordered as ordered_module
 from tests.pool import the_pool
 from tests.samplers import KINDS, N, both, moving, spectral, table, train
 
@@ -56,6 +57,61 @@ def test_ranks_of_a_group_have_the_batches_of_one(make, world):
     resumed = make(**options)  # a state of K ranks continues on one
     resumed.load_state_dict(results[0][1])
     assert train(resumed, STEPS - 10, clock=10) == whole[10:]
+
+
+def refreshed(group, number):
+    sampler = KINDS[number](process_group=group)
+    asked = []
+
+    def encode(index):
+        asked.append(len(index))
+        return tuple(z[index] for z in table())
+
+    sampler.refresh(encode, chunk_size=7)  # the last chunk has one sample: less than there are ranks
+    return list(sampler), asked
+
+
+@both
+def test_refresh_shares_the_encoding(make):
+    one = make()
+    one.refresh(lambda index: tuple(z[index] for z in table()))
+    results = the_pool().run(refreshed, 2, KINDS.index(make))
+    assert joined([own for own, _ in results]) == list(one)
+    assert all(len(asked) == 8 and sum(asked) < 0.6 * N for _, asked in results)
+
+
+def broken(group, number):
+    """Fail in the pieces of one rank; return the error of this rank."""
+    ordered_module.PIECE, piece = 1, ordered_module.PIECE  # a piece per candidate: work for every rank
+    try:
+        return _broken(KINDS[number](process_group=group, **whole_batches(KINDS[number], 4)))
+    finally:
+        ordered_module.PIECE = piece
+
+
+def _broken(sampler):
+    sampler.refresh(lambda index: tuple(z[index] for z in table()))
+
+    def do(piece):
+        raise ZeroDivisionError("in a piece")
+
+    if sampler.rank == 1:
+        good, sampler.do = sampler.do, do
+    try:
+        next(iter(sampler))
+    except (RuntimeError, ZeroDivisionError) as error:
+        message = f"{type(error).__name__}: {error}"
+    if sampler.rank == 1:
+        sampler.do = good
+    assert len(list(sampler)) == len(sampler) and sampler.epoch == 0, "the run may go on, with this epoch"
+    return message
+
+
+@both
+def test_an_error_on_one_rank_is_raised_on_all(make):
+    found = the_pool().run(broken, 4, KINDS.index(make))
+    assert all("rank 1 failed: ZeroDivisionError: in a piece" in found[rank] for rank in (0, 2, 3)), found
+    assert found[1] == "ZeroDivisionError: in a piece"
 
 
 def refused(group, number, where):

@@ -1,10 +1,13 @@
 """Batch samplers: seeds, states in the middle of an epoch, loaders with workers."""
 
+import copy
 import io
+import pickle
 
 import pytest
 import torch
 
+from compopt import accelerator
 from tests.helpers import whole
 from tests.samplers import N, both, filled, loader, moving, ordered, spectral, table, train
 
@@ -22,6 +25,19 @@ def test_resume_continues_bit_for_bit(make, stop):
     second.load_state_dict(torch.load(file, weights_only=True))
     assert train(second, 26 - stop, clock=stop) == whole[stop:]
     assert trace == whole[:stop]
+
+
+@both
+def test_a_state_without_observations_counts_batches_handed_out(make):
+    """The loop refreshes the bank instead of observing features."""
+    sampler, twin = make(), make()
+    for each in (sampler, twin):
+        each.refresh(lambda index: tuple(z[index] for z in table()), chunk_size=16)
+    batches = iter(sampler)
+    first = [next(batches) for _ in range(3)]
+    twin.load_state_dict(sampler.state_dict())
+    assert first + list(twin) == first + list(batches)
+    assert list(twin) == list(sampler)
 
 
 @both
@@ -121,3 +137,60 @@ def test_loaders_with_workers_train_on_the_same_batches(make, workers, refreshed
     resumed.load_state_dict(sampler.state_dict())
     looped(resumed, workers, 11, trace)
     assert trace == train(twin, 20)
+
+
+@both
+def test_a_plan_made_ahead_by_an_earlier_version_is_used(make):
+    """States of 0.2 have the plan of the next epoch; a refresh drops it."""
+    sampler, twin = filled(make), make()
+    list(sampler)
+    state = sampler.state_dict()
+    state["complete"], state["plans"] = True, {1: torch.randperm(N)[: len(sampler) * 8]}
+    twin.load_state_dict(state)
+    assert sum(twin, []) == state["plans"][1].tolist()
+    twin.load_state_dict(state)
+    twin.refresh(lambda index: tuple(z[index] for z in table()))
+    assert list(twin) == list(sampler)
+
+
+@both
+def test_samples_that_are_no_batch_are_reported_once(make):
+    sampler = filled(make)
+    with pytest.warns(UserWarning, match="no batch of it"):
+        for _ in range(2):
+            for batch in sampler:
+                sampler.observe(torch.tensor(batch[::-1]), *moving(1, batch[::-1]))
+    assert sampler.state_dict()["batch"] == 0 and sampler.state_dict()["epoch"] == 2
+    list(sampler)
+
+
+@both
+def test_autocast_changes_no_plan(make):
+    plain, cast = filled(make), make()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast.observe(torch.arange(N), *table())
+        assert list(cast) == list(plain)
+
+
+class Event:
+    """Event of a copy that never seems to end, and cannot be pickled."""
+
+    synchronize = staticmethod(lambda: None)
+
+    def query(self):
+        return False
+
+    def __reduce__(self):
+        raise TypeError("events of a device cannot be pickled")
+
+
+@both
+@pytest.mark.parametrize("copying", [False, True])
+def test_copies_go_on_alike(make, copying, monkeypatch):
+    if copying:
+        monkeypatch.setattr(accelerator, "event", lambda device: Event())
+    sampler = filled(make, offload="cpu" if copying else None)
+    train(sampler, 3)
+    copies = [copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))]
+    for each in copies:
+        assert train(each, 12, clock=3) == train(copy.deepcopy(sampler), 12, clock=3)

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from tests.samplers import KINDS, B, N, both, filled, ordered, spectral, table
+from compopt.samplers.ordered import batch_losses
+from tests.samplers import KINDS, B, N, both, filled, ordered, spectral, table, train
 
 # epochs -------------------------------------------------------------------------------------------
 
@@ -28,6 +29,18 @@ def test_spectral_epochs_have_every_sample_once(n, drop_last, known):
     assert epochs[0] != epochs[1] != epochs[2], "every epoch draws anew"
 
 
+def test_spectral_batches_are_harder_than_random_ones():
+    n = 480
+    z1, z2 = (normalize(z, dim=1) for z in table(n))
+    sampler = spectral(n, group=10, tau=0.1)
+    losses = []
+    for _ in range(2):  # random, then clustered
+        batches = torch.tensor(list(sampler))
+        losses.append(batch_losses(z1[batches], z2[batches], 0.1).mean())
+        sampler.observe(torch.arange(n), z1, z2)
+    assert losses[1] > 1.2 * losses[0]
+
+
 def test_samples_with_one_label_are_not_gathered():
     """Four copies of each of sixteen samples are the hardest negatives of all, but false ones."""
     z1, z2 = (z.repeat(4, 1) for z in table(16))
@@ -40,6 +53,19 @@ def test_samples_with_one_label_are_not_gathered():
 
     assert twins() > 10
     assert twins(labels=label) == 0
+
+
+def test_labels_are_dealt_anew_every_epoch_and_fill_every_group():
+    labels = torch.arange(74) // 3
+    sampler = spectral(74, group=2, labels=labels)
+    partners = set()
+    for epoch in range(60):
+        groups = [piece.samples for piece in sampler.work(epoch)]
+        assert sorted(torch.cat(groups).tolist()) == list(range(74))
+        assert all(len(labels[group].unique()) == len(group) for group in groups)
+        (mine,) = (group for group in groups if 0 in group)
+        partners |= set(mine.tolist())
+    assert partners == set(range(74)) - {1, 2}
 
 
 def test_ordered_keeps_the_hardest_of_its_candidates():
@@ -79,6 +105,15 @@ def test_epochs_are_random_until_every_sample_was_observed(make):
     assert partly.bank.filled
     next(iter(partly))
     assert "plan_seconds" in partly.metrics and "plan_seconds" not in plain.metrics
+
+
+@both
+def test_the_loop_fills_the_bank(make):
+    """This also holds if an epoch leaves samples out, because samples without features come first."""
+    sampler = make(drop_last=True) if make is spectral else make()
+    least = -(-N // (len(sampler) * B))
+    train(sampler, least * len(sampler))
+    assert sampler.bank.filled
 
 
 # bad input ----------------------------------------------------------------------------------------
@@ -135,3 +170,14 @@ def test_bad_features(index, shapes, error, message):
     with pytest.raises(error, match=message):
         sampler.observe(index, *map(torch.ones, shapes))
     assert torch.equal(sampler.bank.rows, before[0]) and torch.equal(sampler.bank.seen, before[1])
+
+
+def test_coverage_is_reported():
+    sampler = filled(ordered)
+    assert (sampler.coverage, sampler.total_coverage) == (0.0, 0.0)
+    seen = set()
+    for _ in range(3):
+        epoch = set(sum(sampler, []))
+        seen |= epoch
+        assert sampler.coverage == sampler.metrics["coverage"] == len(epoch) / N <= 5 * B / N
+        assert sampler.total_coverage == len(seen) / N

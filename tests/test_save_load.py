@@ -7,6 +7,7 @@ import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,6 +69,24 @@ def test_resume_is_bitwise(info, mode, dtype, tmp_path):
         assert train(build(), data[4:]) != rest, "the state matters here"
 
 
+PLACEMENTS = [{}, {"offload": "cpu"}, {"offload": "disk"}]
+
+
+@pytest.mark.parametrize("writer, reader", [(PLACEMENTS[i], PLACEMENTS[i - 1]) for i in range(3)])
+def test_any_placement_reads_any_other(writer, reader, tmp_path):
+    def placed(options, name):
+        return {**options, "offload_dir": tmp_path / name} if options.get("offload") == "disk" else options
+
+    est = trained(**placed(writer, "a"))
+    compopt.save(est, tmp_path / "c")
+    other = trained(seed=99, **placed(reader, "b"))  # rows to be overwritten
+    compopt.load(other, tmp_path / "c")
+    assert_same_bits(snapshot(est, N), snapshot(other, N))
+    state = sogclr()
+    state.load_state_dict(other.state_dict())
+    assert_same_bits(snapshot(est, N), snapshot(state, N))
+
+
 # -- ranks -------------------------------------------------------------------------------------------
 
 
@@ -126,6 +145,73 @@ def test_damage_is_refused_by_every_rank(tmp_path):
     file.write_bytes(file.read_bytes()[:-3])
     for message, rows in the_pool().run(damage_seen_by_all, 3, str(tmp_path)):
         assert file.name in message and rows == 0
+
+
+def saved_after_an_edit_on_one_rank(group, directory):
+    """Save a network split over ranks, which is gathered for the checkpoint, first with a bad edit on one rank."""
+    est = compopt.NeuCLIPEstimator(dim=4, prototypes=8, process_group=group)
+    est.sample_groups[0]["lr"] = -1.0 if torch.distributed.get_rank(group) else 1.0
+    with pytest.raises((ValueError, RuntimeError)) as refused:
+        compopt.save(est, directory)
+    est.sample_groups[0]["lr"] = 1.0
+    return str(refused.value), str(compopt.save(est, directory))
+
+
+@pytest.mark.distributed
+def test_a_bad_edit_on_one_rank_is_refused_by_every_rank(tmp_path):
+    (message, path), (own, same) = the_pool().run(saved_after_an_edit_on_one_rank, 2, str(tmp_path))
+    assert message == f"rank 1 failed: ValueError: {own}" and own == "lr must be 0 or greater, got -1.0"
+    assert path == same and [str(p) for p in tmp_path.glob("checkpoint-*")] == [path]
+
+
+def loaded_without_memory_on_one_rank(group, directory):
+    """Fail on one rank while restoring the state that is not rows, which is restored last; return the error."""
+    est = sogclr(process_group=group)
+    if torch.distributed.get_rank(group):
+        est.normalizer.take_state = lambda state: torch.empty(1 << 60)
+    with pytest.raises(RuntimeError) as raised:
+        compopt.load(est, directory)
+    return str(raised.value)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_fails_at_the_end_of_a_load_fails_it_on_all_ranks(tmp_path):
+    compopt.save(trained(), tmp_path)
+    other, own = the_pool().run(loaded_without_memory_on_one_rank, 2, str(tmp_path))
+    assert own in other and other.startswith("rank 1 failed: ")
+
+
+def loaded_while_pruned(group, directory, newer, options):
+    """Replace the checkpoint by a newer one when rank 1 opens its rows: both ranks must load the newer one."""
+    manifest.PIECE_ROWS = manifest.CHUNK_ROWS = 5
+    rank, opened, left = torch.distributed.get_rank(group), loading._open, [1]
+
+    def go_on(path, *more):
+        if rank == 1 and left and "rows-" in path.name:
+            left.clear()
+            os.rename(newer, os.path.join(directory, os.path.basename(newer)))
+            for old in manifest.outdated(Path(directory), 1):
+                shutil.rmtree(old.path)
+        return opened(path, *more)
+
+    est = sogclr(process_group=group, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "_check_rows", lambda *_: None)  # rows are read while they are written
+        patch.setattr(loading, "_open", go_on)
+        compopt.load(est, directory)
+    return snapshot(est, N), est.t
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["whole", "shard"])
+def test_ranks_load_the_newest_beside_a_run_that_prunes(options, tmp_path):
+    newest = trained(steps=4)
+    compopt.save(newest, tmp_path / "newer")
+    newer = compopt.save(newest, tmp_path / "newer")
+    compopt.save(trained(), tmp_path / "c")
+    for state, t in the_pool().run(loaded_while_pruned, 2, str(tmp_path / "c"), str(newer), options):
+        assert t == 4
+        assert_same_bits(snapshot(newest, N), state)
 
 
 # -- damage ------------------------------------------------------------------------------------------
@@ -266,6 +352,22 @@ def test_a_load_beside_a_run_that_prunes_takes_the_newest(owner, name, tmp_path,
     assert_same_bits(snapshot(est, N), snapshot(other, N))
 
 
+def test_a_load_ends_beside_a_run_that_prunes_without_end(tmp_path, monkeypatch):
+    est, other = trained(), sogclr()
+    compopt.save(est, tmp_path, keep=1)
+    prune_beside(monkeypatch, manifest, "read", lambda: compopt.save(est, tmp_path, keep=1), times=1000)
+    with pytest.raises(FileNotFoundError, match="checkpoint-"):
+        compopt.load(other, tmp_path)
+
+
+def test_a_pruned_checkpoint_that_was_named_is_not_replaced(tmp_path, monkeypatch):
+    est, other = trained(), sogclr()
+    path = compopt.save(est, tmp_path, keep=1)
+    prune_beside(monkeypatch, manifest, "read", lambda: compopt.save(est, tmp_path, keep=1))
+    with pytest.raises(FileNotFoundError, match=path.name):
+        compopt.load(other, path)
+
+
 def test_a_listing_beside_a_run_that_prunes_is_made_again(tmp_path, monkeypatch):
     est, other = trained(), sogclr()
     compopt.save(est, tmp_path, keep=1)
@@ -378,6 +480,15 @@ def test_what_is_no_path():
                 act(sogclr(), url)
 
 
+def test_hooks_run(tmp_path):
+    est, seen = trained(), []
+    est.register_state_dict_pre_hook(lambda e: seen.append("save"))
+    est.register_load_state_dict_post_hook(lambda e: seen.append("loaded"))
+    compopt.save(est, tmp_path)
+    compopt.load(est, tmp_path)
+    assert seen == ["save", "loaded"]
+
+
 def test_sample_groups_travel(tmp_path):
     est = compopt.ISogCLREstimator([{"n": 10, "gamma": 0.3}, {"n": 13}], rho=1.0, tau_init=0.07)
     est.sample_groups[1]["gamma"] = 0.123456789
@@ -390,6 +501,30 @@ def test_sample_groups_travel(tmp_path):
 
 
 # unchanged estimators, and paths of checkpoints ------------------------------------------------------
+
+
+@pytest.mark.parametrize("spoil", [lambda g: g[0].update(gamma=5.0), lambda g: g.append({"n": 5})])
+def test_what_could_not_be_loaded_is_not_saved(spoil, tmp_path):
+    est = sogclr()
+    compopt.save(est, tmp_path)
+    spoil(est.sample_groups)
+    with pytest.raises(ValueError):
+        compopt.save(est, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    compopt.load(sogclr(), tmp_path)
+
+
+def test_versions_of_a_method_are_told_apart(tmp_path):
+    written = compopt.FastCLIPEstimator(N, version="v0")
+    compopt.save(written, tmp_path)
+    for read in (
+        compopt.FastCLIPEstimator(N, version="v3"),
+        compopt.FastCLIPEstimator(N, version="v0", normalize=False),
+    ):
+        with pytest.raises(ValueError, match="options"):
+            compopt.load(read, tmp_path)
+        with pytest.raises(ValueError, match="options"):
+            read.load_state_dict(written.state_dict())
 
 
 def test_a_checkpoint_is_found_by_any_of_its_names(tmp_path, monkeypatch):
@@ -407,7 +542,40 @@ def test_a_checkpoint_is_found_by_any_of_its_names(tmp_path, monkeypatch):
             compopt.save(est, name)
 
 
+def test_links_to_other_runs_are_never_pruned(tmp_path):
+    est = trained()
+    precious = compopt.save(est, tmp_path / "old")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / precious.name).symlink_to(precious)
+    for _ in range(4):
+        compopt.save(est, tmp_path / "new", keep=1)
+    compopt.load(sogclr(), precious)
+
+
+def test_numbers_of_numpy_and_moved_working_directories(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    est = compopt.SogCLREstimator(N, gamma=np.float32(0.5), offload="disk", offload_dir="rows")
+    train(est, batches(N, 2, seed=1, dtype=torch.float32))
+    compopt.save(est, tmp_path / "c")
+    monkeypatch.chdir("/")
+    compopt.load(est, tmp_path / "c", t=np.int64(2))
+    est.add_sample_group({"n": 3})
+    assert est.n == N + 3 and est.read(torch.arange(N + 3))["count"].sum() > 0
+
+
 # -- hyper-parameters and owners -----------------------------------------------------------------------
+
+
+def test_an_edit_to_an_equal_number_of_numpy_is_saved(tmp_path):
+    """A call does not detect the edit, and JSON cannot store a NumPy number."""
+    est = sogclr()
+    for save in (lambda: compopt.save(est, tmp_path), est.state_dict):
+        est.sample_groups[0]["gamma"] = 0.5
+        run(est, *batches(N, 1, seed=1, dtype=torch.float32)[0])
+        est.sample_groups[0]["gamma"] = np.float32(0.5)
+        saved = save()
+    assert type(saved["sample_groups"][0]["gamma"]) is float
+    compopt.load(sogclr(), tmp_path)
 
 
 def test_a_directory_is_of_one_estimator(tmp_path):
@@ -491,6 +659,14 @@ def test_an_interrupted_run_keeps_no_directory(blocking, tmp_path):
         compopt.save(est, folders[0])
 
 
+def test_an_estimator_that_is_gone_keeps_no_directory(tmp_path):
+    est = trained()
+    est.itself = est  # only garbage collection frees it
+    compopt.save(est, tmp_path)
+    del est
+    compopt.save(trained(seed=3), tmp_path)
+
+
 def test_a_checkpoint_that_was_completed_stays_whatever_fails_after_it(tmp_path, monkeypatch):
     """Its manifest exists, so it may have been loaded already."""
     est, write = sogclr(), manifest.write
@@ -506,3 +682,14 @@ def test_a_checkpoint_that_was_completed_stays_whatever_fails_after_it(tmp_path,
     loaded = sogclr()
     compopt.load(loaded, tmp_path)
     assert_same_bits(snapshot(loaded, N), snapshot(est, N))
+
+
+def test_a_whole_estimator_with_deposits_can_be_saved_by_torch(tmp_path):
+    est = compopt.SogCLREstimator(N)
+    run(est, *batches(N, 1, dtype=torch.float32)[0])
+    torch.save(est, tmp_path / "est.pt")
+    other = torch.load(tmp_path / "est.pt", weights_only=False)
+    for each in (est, other):
+        assert each.pending == 1 and each.metrics["new_rows"] > 0
+        each.step()
+    assert_same_bits(snapshot(other, N), snapshot(est, N))

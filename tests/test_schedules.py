@@ -34,6 +34,14 @@ def test_cosine_gamma_in_every_group(options):
         schedule.step()
 
 
+def test_a_schedule_of_any_key():
+    est = compopt.SogCLREstimator(N, tau=0.5)
+    schedule = Schedule(est, "tau", lambda t: 0.5 / (1 + t))
+    for t in range(1, 4):
+        schedule.step()
+        assert est.sample_groups[0]["tau"] == pytest.approx(0.5 / (1 + t))
+
+
 @pytest.mark.parametrize(
     "build, message",
     [

@@ -186,6 +186,24 @@ def test_the_callback_logs_their_loss_and_the_trainer_ours(tmp_path, callback):
     assert not callback or torch.allclose(ours, 0.05 * (theirs - math.log(BATCH - 1)), atol=1e-3)
 
 
+def test_two_estimators_in_one_folder_are_refused(tmp_path):
+    tau = {32: estimator(), 16: estimator()}
+    with trainer(tmp_path, lambda model: loss_of(tau, model), data(), callback=False) as made:
+        for est in tau.values():
+            made.add_callback(losses().EstimatorCallback(est, made))
+        with pytest.raises(ValueError, match="name='compopt-2'"):
+            made.train()
+
+
+def test_a_last_batch_of_one_sample_is_refused_before_training(tmp_path):
+    indexed, loss = losses().add_index(data(n=33)), lambda model: loss_of(estimator(33), model)
+    with (
+        trainer(tmp_path, loss, indexed, dataloader_drop_last=False) as made,
+        pytest.raises(ValueError, match="33 samples leave one.*dataloader_drop_last=True"),
+    ):
+        made.train()
+
+
 # a call -------------------------------------------------------------------------------------------
 
 
@@ -267,6 +285,15 @@ def test_matryoshka(kind, make, weight):
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-7)
 
 
+def test_layers_do_not_share_rows():
+    from sentence_transformers.sentence_transformer.losses import AdaptiveLayerLoss
+
+    model, labels = encoder(layers=2), torch.arange(BATCH)
+    with pytest.raises(ValueError, match="layers would share rows"):
+        call(AdaptiveLayerLoss(model, loss_of(estimator(), model)), 2, labels)
+    call(AdaptiveLayerLoss(model, loss_of(compopt.DCLEstimator(tau=0.1, directions="forward"), model)), 2, labels)
+
+
 def test_matryoshka_wants_an_estimator_for_each_dimension():
     from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 
@@ -292,6 +319,28 @@ def test_evaluation_has_a_loss_of_its_own(kind, both):
         found = loss_of(est, model, kind, eval_scale=10.0)(tokens, torch.full((BATCH,), 10**6))
         expected = their_loss(both, model, scale=10.0)(tokens, None)
     assert est.pending == 0 and torch.allclose(found, expected)
+
+
+# devices, dtypes and copies of a loss -------------------------------------------------------------
+
+
+def test_it_moves_and_is_copied():
+    loss = loss_of(learned())
+    assert {each.device.type for each in loss.to("cpu").parameters()} == {"cpu"}
+    assert next(loss.double().model.parameters()).dtype == torch.float64
+    (temperature,) = loss.estimators[0].est.parameters()
+    assert temperature.dtype == torch.float32  # half() and double() are for encoders
+    assert copy.deepcopy(loss).estimators[0].est is not loss.estimators[0].est
+    assert all(name.startswith("model.") for name in loss_of(estimator()).state_dict())  # the callback saves rows
+
+
+def test_static_embeddings_cannot_be_cached():
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+
+    static = StaticEmbedding(encoder().tokenizer.backend_tokenizer, embedding_dim=8)
+    with pytest.raises(ValueError, match="StaticEmbedding"):
+        losses().CachedEstimatorLoss(SentenceTransformer(modules=[static], device="cpu"), estimator())
 
 
 # labels -------------------------------------------------------------------------------------------
@@ -389,6 +438,56 @@ def test_an_estimator_without_rows_ignores_the_label_column(kind):
         call(read, 3, torch.rand(BATCH))
     with pytest.raises(ValueError, match="index_labels is True, and the data set has no label column"):
         call(read, 3, None)
+
+
+@KINDS
+def test_declared_duplicates_that_are_ignored_are_told_once(kind):
+    """Several integers per sample have no other meaning; one integer may be a class."""
+    indexed = losses().add_index(data(), anchors="anchor", positives="positive")
+    labels = torch.tensor(indexed["label"][:BATCH])
+    for est, given in ((None, {"scale": 20.0}), (compopt.DCLEstimator(tau=0.1, directions="forward"), {})):
+        loss = loss_of(est, kind=kind, **given)
+        with pytest.warns(UserWarning, match="2 integers per sample.*ignores them.*index_labels=True"):
+            ignored, _ = call(loss, 2, labels)
+        read = loss_of(est, kind=kind, index_labels=True, **given)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call(loss, 2, labels)
+            call(loss_of(est, kind=kind, **given), 2, torch.arange(BATCH))
+            assert not torch.equal(call(read, 2, labels)[0], ignored)
+
+
+def test_losses_compose_through_embeddings():
+    """Wrappers of sentence-transformers, such as SpladeLoss, call compute_loss_from_embeddings."""
+    from sentence_transformers.sparse_encoder.losses import SpladeLoss
+
+    class Columns(torch.nn.Sequential):
+        """A model with the output format of a SparseEncoder."""
+
+        def forward(self, inputs):
+            return {"sentence_embedding": super().forward(inputs["input_ids"])}
+
+    torch.manual_seed(0)
+    model, x = Columns(torch.nn.Linear(4, 6), torch.nn.ReLU()), torch.randn(2, BATCH, 4)
+    z1, z2 = (model({"input_ids": each})["sentence_embedding"] for each in x)
+    expected = estimator()(z1, z2, torch.arange(BATCH))
+    for kind in ("EstimatorLoss", "CachedEstimatorLoss"):
+        found = loss_of(estimator(), model, kind).compute_loss_from_embeddings([z1, z2], torch.arange(BATCH))
+        torch.testing.assert_close(found, expected)
+    around = SpladeLoss(model, loss_of(estimator(), model), document_regularizer_weight=0.0)
+    value = around([{"input_ids": each} for each in x], torch.arange(BATCH))
+    torch.testing.assert_close(value["base_loss"], expected)
+
+
+def test_classes_are_told_from_rows_once():
+    loss, classes = loss_of(estimator()), torch.arange(BATCH) % 2
+    with pytest.warns(UserWarning, match="2 different labels.*not its class"):
+        call(loss, 2, classes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(loss, 2, classes)
+        call(loss_of(estimator()), 2, torch.arange(BATCH))
+        call(loss_of(estimator()), 2, torch.arange(BATCH) // 2)  # two positives each
 
 
 def test_bad_arguments():

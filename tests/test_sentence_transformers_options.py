@@ -19,6 +19,7 @@ from tests.sentences import (
     call,
     embed,
     encoder,
+    estimator,
     gradients,
     learned,
     loss_of,
@@ -150,6 +151,91 @@ def test_options_are_attributes(kind):
         assert call(loss, 3, torch.zeros(BATCH))[0].isfinite()
 
 
+WRONG = [
+    ("hardness_mode", "hard", "hardness_mode must be one of"),
+    ("partition_mode", "each", "partition_mode must be"),
+    ("directions", ("doc_to_query",), "'query_to_doc' direction is required"),
+    ("hardness_mode", "hard_negatives", "hardness_mode='hard_negatives' with .* use MultipleNegativesRankingLoss"),
+    ("directions", ("query_to_doc", "query_to_query"), r"est\(z1, z2, index, extra=z1, extra_index=index\) in a loop"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "match"), WRONG)
+def test_options_that_are_refused_cannot_be_assigned(name, value, match):
+    loss = losses().EstimatorLoss(Columns(), hardness_strength=2.0)
+    setattr(loss, name, value)
+    with pytest.raises(ValueError, match=match):
+        value_and_gradients(loss.compute_loss_from_embeddings, columns_of(2, 5, seed=9))
+
+
+def test_a_warning_of_theirs_is_given_once(caplog):
+    loss = losses().EstimatorLoss(Columns(), hardness_mode="all_negatives")
+    for _ in range(3):
+        value_and_gradients(loss.compute_loss_from_embeddings, columns_of(2, 5, seed=9))
+    assert sum("hardness weighting has no effect" in message for message in caplog.messages) == 1
+
+
+def test_options_beside_an_estimator_cannot_be_assigned():
+    loss = loss_of(estimator(), eval_scale=10.0)
+    assert not hasattr(loss, "scale")
+    with pytest.raises(AttributeError, match="scale=50.0 is an option of a loss without est=.*eval_scale"):
+        loss.scale = 50.0
+    loss.eval_scale = 50.0
+    with torch.no_grad():
+        columns = columns_of(2, 5, seed=6)
+        found = loss.compute_loss_from_embeddings(columns)
+        assert torch.equal(found, their_loss(False, scale=50.0).compute_loss_from_embeddings(columns, None))
+
+
+@pytest.mark.parametrize("columns", [2, 3])
+def test_a_last_batch_of_one_sample_has_their_loss(columns):
+    """An epoch may end with such a batch, which their loss accepts."""
+    data = [column[:1] for column in columns_of(columns, 5, seed=7)]
+    found = value_and_gradients(losses().EstimatorLoss(Columns()).compute_loss_from_embeddings, data)
+    expected = value_and_gradients(their_loss(False).compute_loss_from_embeddings, data, labels=None)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_similarity_of_its_own_does_not_read_rows():
+    loss = losses().EstimatorLoss(Columns(), similarity_fct=Bilinear(), index_labels=True)
+    with pytest.raises(ValueError, match="index_labels=True needs similarity_fct=cos_sim or dot_score"):
+        loss.compute_loss_from_embeddings(columns_of(2, 5, seed=8), torch.arange(7))
+
+
+def test_similarities_in_another_dtype_than_embeddings():
+    """Autocast computes matrix products in bfloat16."""
+    options = {"similarity_fct": lambda queries, documents: queries @ documents.T, "scale": 1.0}
+    data = [column.float() for column in columns_of(3, 5, seed=8)]
+    mine, other = losses().EstimatorLoss(Columns(), **options), type(their_loss(False))(None, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = value_and_gradients(mine.compute_loss_from_embeddings, data)
+        expected = value_and_gradients(other.compute_loss_from_embeddings, data, labels=None)
+    for one, each in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), each.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_the_cache_trains_a_similarity_that_learns():
+    results = []
+    for kind in ("EstimatorLoss", "CachedEstimatorLoss"):
+        similarity = Bilinear()
+        loss = loss_of(None, kind=kind, similarity_fct=similarity)
+        value = loss(embed(loss.model, (texts(0), texts(1)), range(BATCH)), None)
+        (value * 0.25).backward()
+        results.append(similarity.weight.grad)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-7)
+
+
+class Bilinear(torch.nn.Linear):
+    """A similarity of embeddings with parameters."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(32, 32)
+
+    def forward(self, queries, documents):
+        return super().forward(queries) @ documents.T
+
+
 def test_options_of_theirs_for_estimators_with_rows():
     options = losses().ranking_options(scale=20.0, hardness_mode="all_negatives", hardness_strength=9.0)
     assert repr(options["pairs"]) == "PairPolicy(hardness=9.0)"
@@ -169,6 +255,19 @@ def test_options_of_theirs_for_estimators_with_rows():
         loss_of(est, scale=20.0, hardness_mode=None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'scales'"):
         loss_of(None, scales=20.0)
+
+
+@pytest.mark.parametrize(
+    "labels", [None, torch.arange(7) // 2, torch.stack([torch.arange(7), torch.arange(7) // 3], 1)]
+)
+def test_labels_of_both_directions(labels):
+    """Equal labels are not negatives, also in the second direction: the terms are those of two losses."""
+    options = {"scale": 5.0, "index_labels": labels is not None}
+    loss, one = losses().EstimatorLoss(Columns(), **options, **BOTH), losses().EstimatorLoss(Columns(), **options)
+    z1, z2 = (z.requires_grad_() for z in columns_of(2, 5, seed=4))
+    flipped = labels.flip(1) if labels is not None and labels.dim() == 2 else labels
+    expected = one.compute_loss_from_embeddings([z1, z2], labels) + one.compute_loss_from_embeddings([z2, z1], flipped)
+    torch.testing.assert_close(loss.compute_loss_from_embeddings([z1, z2], labels), expected / 2, rtol=1e-6, atol=1e-8)
 
 
 def test_queries_as_further_candidates():
@@ -247,6 +346,42 @@ def test_the_guided_loss_is_theirs(margin, columns, kind):
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
+def guided_on_two_ranks(group, columns, options):
+    """Return value and gradients of this rank's half, by our loss and by GISTEmbedLoss, both gathered."""
+    found, half = [], len(columns[0]["x"]) // 2
+    for build in (lambda *models, **o: loss_of(None, models[0], guide=models[1], **o), gist):
+        inputs = [{key: z[dist.get_rank() * half :][:half] for key, z in column.items()} for column in columns]
+        leaves = [column["x"].requires_grad_() for column in inputs]
+        value = build(Given("x"), Given("guide"), gather_across_devices=True, **options)(inputs, None)
+        value.backward()
+        found.append([value.detach(), *(leaf.grad for leaf in leaves)])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_guided_loss_on_two_ranks():
+    """If gathered, ours and theirs are that of the whole batch."""
+    options = {"temperature": 0.05, "margin": 0.1}
+    columns = guided_inputs(3, batch=6)
+    leaves = [column["x"].requires_grad_() for column in columns]
+    whole = gist(Given("x"), Given("guide"), **options)([dict(column) for column in columns], None)
+    whole.backward()
+    ours, theirs = zip(*the_pool(2, 60).run(guided_on_two_ranks, 2, guided_inputs(3, batch=6), options), strict=True)
+    for rank, (_, *found) in enumerate(ours):
+        expected = [2 * leaf.grad[3 * rank :][:3] for leaf in leaves]
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    assert all(value == pytest.approx(whole.item(), abs=1e-9) for value, *_ in ours)
+    assert torch.stack([value for value, *_ in theirs]).mean().item() == pytest.approx(whole.item(), abs=1e-9)
+
+
+@KINDS
+@pytest.mark.parametrize("columns", [2, 3])
+def test_a_last_batch_of_one_sample_has_their_guided_loss(columns, kind):
+    ours, theirs = guided_pair(kind, columns, batch=1, margin=0.0)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
 @KINDS
 @pytest.mark.parametrize("other", [False, True])
 def test_a_guide_with_other_tokens_reads_the_texts(other, kind):
@@ -262,6 +397,13 @@ def test_a_guide_with_other_tokens_reads_the_texts(other, kind):
         results.append(gradients(loss.model))
     assert (loss.must_retokenize, loss_of(None, guide=guide)._tokenizer is not None) == (other, other)
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_embeddings_of_a_guide_that_are_missing(batch):
+    loss = losses().EstimatorLoss(Columns(), guide=Columns())
+    with pytest.raises(ValueError, match="guides is missing, each column's embeddings by the guide"):
+        loss.compute_loss_from_embeddings([column[:batch] for column in columns_of(2, 5, seed=7)])
 
 
 def test_a_guide_beside_an_estimator_with_rows():

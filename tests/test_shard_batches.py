@@ -2,6 +2,7 @@
 
 import doctest
 import pickle
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -65,6 +66,17 @@ def test_workers_give_what_one_process_gives():
         if left:
             batches.advance(left)
         assert loaded(batches, 3) == list(batches) and len(batches) == TOTAL // batch_size - left
+
+
+def test_a_block_is_shuffled_and_shards_have_an_order():
+    whole = sum(read(batches_of(batch_size=1, shuffle=1)), [])
+    starts = {sum(SIZES[:k]) for k in range(len(SIZES) + 1)}
+    assert whole != sorted(whole)  # shards are shuffled
+    assert all(b == a + 1 for a, b in zip(whole, whole[1:], strict=False) if (a + 1) not in starts)
+    mixed = sum(read(batches_of(batch_size=1, shuffle=7)), [])
+    for at in range(0, TOTAL, 7):
+        assert sorted(mixed[at : at + 7]) == sorted(whole[at : at + 7])
+    assert mixed != whole
 
 
 @pytest.mark.parametrize("workers", [0, 2, 3])
@@ -154,6 +166,14 @@ def test_shards_are_drawn_with_replacement():
         batches_of(replacement=1)
 
 
+def test_samples_that_cannot_be_read_make_a_batch_shorter():
+    with pytest.warns(UserWarning, match="shard .*00004.tar gave 1 of 6"):
+        given = read(batches_of(lost=[4], shuffle=20))
+    lost = set(range(sum(SIZES[:4]) + 1, sum(SIZES[:5])))
+    assert len(given) == TOTAL // 3
+    assert Counter(row for batch in given for row in batch) == Counter(set(range(TOTAL)) - lost)
+
+
 @pytest.mark.filterwarnings("ignore:shard s3")
 def test_a_batch_without_a_sample_is_replaced():
     lost = {3, 4}
@@ -168,6 +188,45 @@ def test_a_batch_without_a_sample_is_replaced():
     lost.update(range(10))
     with pytest.raises(RuntimeError, match="nothing could be read, kept or decoded of the share of worker 0"):
         list(batches)
+
+
+def test_samples_that_are_not_kept_make_a_batch_shorter_and_move_nothing():
+    whole = read(batches_of())
+    out = {row for batch in whole for row in batch if row % 3 == 1}
+    batches = batches_of(keep=lambda sample: sample["index"] not in out)
+    assert read(batches) == [[row for row in batch if row not in out] for batch in whole]
+    batches.set_epoch(1)
+    batches.keep = lambda sample: not sample["__key__"].endswith("0")
+    batches.advance(2)
+    following = batches_of()
+    following.set_epoch(1)
+    first = {0, *(sum(SIZES[: k + 1]) for k in range(len(SIZES)))}  # their keys end with 0, like that of the 11th
+    given = read(batches)
+    assert not first & {row for batch in given for row in batch}
+    assert all(set(few) <= set(batch) for few, batch in zip(given, read(following)[2:], strict=True))
+
+
+def rows_unless(bad):
+    """Return a decoder that yields the rows of a batch that are not bad, or None if there are none."""
+    return lambda batch: [row for row in rows(batch) if row not in bad] or None
+
+
+@pytest.mark.filterwarnings("ignore:nothing of a batch")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("bad", ["first", "middle", "last"])
+def test_a_batch_of_which_nothing_can_be_decoded_is_replaced_alike_after_a_resume(workers, bad):
+    order = sum(read(batches_of(workers=workers, shuffle=1)), [])
+    lanes = [sum([order[at : at + 3] for at in range(3 * lane, TOTAL, 3 * max(1, workers))], []) for lane in range(2)]
+    part = {"first": slice(0, 9), "middle": slice(10, 22), "last": slice(-9, None)}[bad]
+    decode = rows_unless({row for lane in lanes[: max(1, workers)] for row in lane[part]})
+    whole = list(batches_of(workers=workers, shuffle=1, decode=decode))
+    assert len(whole) == TOTAL // 3 and all(whole)
+    assert Counter(map(tuple, whole)).most_common(1)[0][1] > 2  # repeated in place of batches without samples
+    for left in (1, 3, 7, 9, 28, 32):
+        resumed = batches_of(workers=workers, shuffle=1, decode=decode)
+        resumed.advance(left)
+        assert list(resumed) == whole[left:]
+    assert loaded(resumed, workers) == whole[left:]
 
 
 # errors -----------------------------------------------------------------------------------------------------------
@@ -193,6 +252,23 @@ def test_files_are_checked_before_they_are_read(tmp_path):
     shards[1].unlink()
     with pytest.raises(FileNotFoundError, match="1 of 2 shards are missing or empty"):
         ShardBatches(shards, indexed_reader(read_tar, sizes), 2, sizes=sizes)
+
+
+def test_positions_that_cannot_be_are_refused():
+    batches = batches_of()
+    with pytest.raises(ValueError, match="33 batches of this epoch are left"):
+        batches.advance(34)
+    batches.advance(30)
+    state = batches.state_dict()
+    for name, value, said in [
+        ("done", 34, "34 batches, and there were 33"),
+        ("done", -3, "done"),
+        ("ranks", 0, "ranks"),
+    ]:
+        wrong = {**state, "read": [{**state["read"][0], name: value}]}
+        with pytest.raises(ValueError, match=said):
+            batches.load_state_dict(wrong)
+        assert batches.done == 30
 
 
 def test_states_of_other_shards_or_seeds_are_refused():
@@ -244,6 +320,35 @@ def test_lists_of_shards(tmp_path):
 
 
 # large epochs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_new_layout_of_many_workers_needs_little_memory():
+    """512 workers leave 256,000 ranges of 32 bytes each, and as much again while they are merged."""
+    names = [f"s3://{k}.tar" for k in range(500)]
+    sizes = ShardIndex(dict.fromkeys(names, 10_000))
+    old, new = (ShardBatches(names, read_tar, 10, sizes=sizes, num_workers=8, rank=0, ranks=k) for k in (64, 32))
+    old.advance(800)
+    tracemalloc.start()
+    new.load_state_dict(old.state_dict())
+    left, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert left < 15e6 and peak < 40e6
+
+
+@pytest.mark.slow
+def test_a_long_epoch_is_resumed_without_reading_what_was_done():
+    """2e8 samples: the shards before the position are not opened."""
+    opened, names = [], [f"s3://{k}.tar" for k in range(20_000)]
+
+    def stage(sources):
+        for source in sources:
+            opened.append(source["url"])
+            yield from ({"row": row} for row in range(10_000))
+
+    batches = ShardBatches(names, stage, 256, sizes=ShardIndex(dict.fromkeys(names, 10_000)), ranks=64, rank=3)
+    batches.advance(8_000)
+    assert len(next(iter(batches))) == 256 and len(opened) <= 2
 
 
 def test_the_example_of_the_docstring():

@@ -38,6 +38,16 @@ def test_every_sample_once_with_its_own_row(shards, ranks, workers):
     assert all(index == expected(key) for index, key in seen)
 
 
+def test_resampling_and_skipped_samples_keep_the_rows(tmp_path):
+    lost = {"000020001", "000000000"}
+    urls = write_shards(tmp_path / "data", SIZES, corrupt=lost, captionless={"000020003"})
+    stage = indexed_reader(read_tar, ShardIndex.build(urls))
+    seen = [p for rank in range(3) for p in epoch(Shuffled(stage, urls, rank, 3, replacement=True), 0)]
+    assert len(seen) > sum(SIZES)  # with replacement every rank and worker draws as many shards as there are
+    assert all(index == expected(key) for index, key in seen)
+    assert not {key for _, key in seen} & (lost | {"000020003"})
+
+
 # the index ----------------------------------------------------------------------------------------
 
 
@@ -65,6 +75,16 @@ def test_growing_data_keeps_all_rows(shards, tmp_path):
     write_shard(shards[3], ["000030000"])
     with pytest.raises(ValueError, match=r"00003.tar has 1 samples, and 4 in the index"):
         ShardIndex.build(shards, extend=old)
+
+
+def test_shards_of_several_folders(tmp_path):
+    first, second = (write_shards(tmp_path / name, [2, 3]) for name in "ab")
+    index = ShardIndex.build([*first, *second])
+    assert index.index({"__url__": "/moved/b/00001.tar"}, 0) == 7
+    old = ShardIndex.build(first, root=tmp_path)
+    assert ShardIndex.build(second, extend=old, root=tmp_path).index({"__url__": "b/00000.tar"}, 1) == 6
+    with pytest.raises(ValueError, match="root="):
+        ShardIndex.build([*first, *first])
 
 
 @pytest.mark.parametrize("kind", ["sizes", "stats", "wids", "energon"])
@@ -141,6 +161,37 @@ def test_shards_that_are_not_those_of_the_index(shards, tmp_path):
         index.index({}, 0)
 
 
+def test_changed_files_are_refused(shards, tmp_path):
+    path = tmp_path / "shards.json"
+    ShardIndex.build(shards).save(path)
+    saved = json.loads(path.read_text())
+    assert saved["bytes"]["00000.tar"] == shards[0].stat().st_size
+    assert ShardIndex.load(path).n == sum(SIZES)
+    saved["shards"][0][2] += 1
+    for content, said in ((json.dumps(saved), "was changed"), ("[]", "no index of shards")):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=said):
+            ShardIndex.load(path)
+
+
+def test_a_look_before_training(shards):
+    """check() tests names and files, for keys also the first sample and the last shard, which has the largest key."""
+    names, largest = [str(shard) for shard in shards], 50_001
+    for index in (ShardIndex.build(shards), KeyIndex(largest + 1)):
+        indexed_reader(read_tar, index).check(names)
+        with pytest.raises(FileNotFoundError, match="1 of 7 shards are missing or empty"):
+            indexed_reader(read_tar, index).check([*names[:1], names[0].replace("data", "gone"), *names[1:]])
+    with pytest.raises(ValueError, match="'000050001' of 00005.tar is outside"):
+        indexed_reader(read_tar, KeyIndex(largest)).check(names)
+    write_shard(shards[0], ["cat"])
+    with pytest.raises(ValueError, match="'cat' of 00000.tar is no integer"):
+        indexed_reader(read_tar, KeyIndex(largest + 1)).check(names)
+    with pytest.raises(TypeError, match="read must be"):
+        indexed_reader(None, KeyIndex(3))
+    with pytest.raises(TypeError, match="index must be"):
+        indexed_reader(read_tar, {"a": 1})
+
+
 # keys ---------------------------------------------------------------------------------------------
 
 
@@ -202,3 +253,11 @@ def test_rows_of_other_data_are_refused(tmp_path, make):
     with pytest.raises(ValueError, match=r"keys 0..99.*keys 1..100"):
         compopt.load(other, path)
     compopt.load(other, untold)  # like checkpoints of versions without fingerprints
+
+
+def test_local_paths_may_contain_characters_of_queries(tmp_path):
+    urls = write_shards(tmp_path / "run#1?", SIZES)
+    index = ShardIndex.build(urls)
+    assert index.entry(str(urls[1]))[1:] == (SIZES[0], SIZES[1])
+    web = ShardIndex({"https://host/00000.tar": 3})
+    assert web.entry("https://host/00000.tar?token=1#part")[1:] == (0, 3)

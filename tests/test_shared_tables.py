@@ -82,6 +82,22 @@ def test_ranks_on_disk_have_a_file_each_and_the_results_of_ranks_in_memory(tmp_p
     assert files == {"rows-00000-of-00002.rows": 4096, "rows-00001-of-00002.rows": 4096}
 
 
+def folders_of_their_own(group, folder):
+    """Train on ranks that share no folder; return losses and rows."""
+    est = on_disk(group, f"{folder}/{dist.get_rank(group)}")
+    return train(est, group, 2), snapshot(est, N)
+
+
+def test_ranks_on_disk_need_not_share_a_folder(tmp_path):
+    (losses, state), (others, other) = on_two(folders_of_their_own, str(tmp_path))
+    assert losses == others
+    assert_same_bits(state, other)
+    assert [path.name for path in sorted(tmp_path.rglob("*.rows"))] == [
+        "rows-00000-of-00002.rows",
+        "rows-00001-of-00002.rows",
+    ]
+
+
 def growing_badly(group, folder, offload, shard, done):
     """Fail to append rows on rank 1; afterwards no rank has them, and the run continues, saves and loads."""
     kind = {"offload": offload, "shard": shard, "process_group": group}
@@ -142,6 +158,22 @@ def test_a_failed_writer_stops_every_rank(tmp_path):
     assert "disk full" in first and "rank 0 refused" in second
 
 
+def reading_badly(group):
+    est = compopt.SogCLREstimator(N, shard=True, process_group=group)
+    index = torch.tensor([0, 99] if dist.get_rank(group) == 0 else [1])
+    with pytest.raises((IndexError, RuntimeError)) as caught:
+        est.read(index)
+    bad = [0, 1] if dist.get_rank(group) == 0 else index
+    with pytest.raises((TypeError, RuntimeError)):
+        est.read(bad)
+    return str(caught.value), est.read(torch.arange(3))["count"].tolist()
+
+
+def test_a_bad_read_of_a_shard_is_refused_everywhere():
+    (first, zeros), (second, _) = on_two(reading_badly)
+    assert "99" in first and "rank 0 failed: IndexError" in second and zeros == [0, 0, 0]
+
+
 def pickled(group):
     est = compopt.SogCLREstimator(N, shard=True, process_group=group)
     file = io.BytesIO()
@@ -153,6 +185,64 @@ def test_a_pickled_shard_is_refused_elsewhere():
     for rank, content in enumerate(on_two(pickled)):
         with pytest.raises(RuntimeError, match=rf"shard of rank {rank} of 2.*compopt\.save"):
             torch.load(io.BytesIO(content), weights_only=False)
+
+
+# ranks that differ --------------------------------------------------------------------------------
+
+
+def per_anchor(value=0.2, shape=(4,), dtype=torch.float32):
+    return torch.full(shape, value, dtype=dtype)
+
+
+DIFFERENT = {  # arguments of rank 0, and of rank 1
+    "gamma": ({"gamma": 0.8}, {"gamma": 0.5}),
+    "dtype": ({"dtype": torch.float32}, {"dtype": torch.float64}),
+    "n": ({"n": N}, {"n": N + 1}),
+    "mode": ({"mode": "bimodal"}, {"mode": "unimodal"}),
+    "shard": ({"shard": False}, {"shard": True}),
+    "directions": ({"directions": "both"}, {"directions": "forward"}),
+}
+DIFFERENT_EXTRA = {"given": ((), ("extra",)), "positions": (("extra",), ("extra", "extra_index"))}
+DIFFERENT_TAU = {
+    "value": (0.1, 1.1),
+    "kind": (0.2, per_anchor()),
+    "shape": (per_anchor(), per_anchor(shape=(4, 2))),
+    "dtype": (per_anchor(), per_anchor(dtype=torch.float64)),
+    "grad": (torch.tensor(0.2), torch.tensor(0.2, requires_grad=True)),
+    "given": (None, 0.2),
+}
+
+
+def differing(group, what, value):
+    """Build or call the estimators of rank 0 and rank 1 with different arguments; return the error."""
+    second = dist.get_rank(group)
+    arguments = DIFFERENT[value][second] if what == "options" else {}
+    est = compopt.SogCLREstimator(**{"n": N, "tau": 0.2, "process_group": group, **arguments})
+    call = {"index": torch.arange(4) + 4 * second}
+    if what == "tau":
+        call["tau"] = DIFFERENT_TAU[value][second]
+    if what == "extra":
+        further = {"extra": torch.randn(5, 5), "extra_index": torch.arange(5)}
+        call |= {name: further[name] for name in DIFFERENT_EXTRA[value][second]}
+    if what == "index":
+        est, call = compopt.MemoryEstimator(5, process_group=group), {} if second else call
+    if what == "encode":
+        est = compopt.EMC2Estimator(N, process_group=group)
+        call["encode"] = (lambda missing: tuple(torch.randn(2, len(missing), 5))) if second else None
+    with pytest.raises(ValueError) as caught:
+        est(*torch.randn(2, 4, 5), **call)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [*(("options", name) for name in DIFFERENT), *(("tau", name) for name in DIFFERENT_TAU)]
+    + [*(("extra", name) for name in DIFFERENT_EXTRA), ("index", ""), ("encode", "")],
+)
+def test_ranks_that_differ_are_told_so(what, value):
+    for message in on_two(differing, what, value):
+        assert "the ranks differ in" in message and ("tau" in message) == (what == "tau")
+        assert ("differ in extra=" in message) == (what == "extra")
 
 
 # a load beside prefetching -------------------------------------------------------------------------

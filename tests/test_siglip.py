@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import compopt
+from compopt.normalizers.sigmoid import SigmoidPairs
 from tests.helpers import features, generator, near
 from tests.pool import the_pool
 
@@ -108,6 +109,33 @@ def test_ranks(kind):
             near(part[at], whole[at], 1e-11)
     for at in range(1, len(whole) - 2):
         near(torch.cat([part[at] for part in parts], dim=whole[at].dim() - 2) / 3, whole[at], 1e-10)
+
+
+def without_gradients(group, views):
+    """Return a validation loss under no_grad, with a gradient function that cannot be called."""
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(SigmoidPairs, "gradients", None)
+        return build("bimodal", process_group=group)(*views)
+
+
+@pytest.mark.distributed
+def test_a_validation_computes_no_gradients():
+    one, other = the_pool().run(without_gradients, 2, features(BATCH, DIM, seed=95))
+    near(one, other)
+
+
+def test_the_bias_is_learned_stored_and_shown():
+    est, other = (compopt.SigLIPEstimator(bias=b) for b in (-5.0, -3.0))
+    assert "bias: -5 (learned)" in repr(est)
+    optimizer = torch.optim.SGD(est.parameters(), lr=1.0)
+    est.attach(optimizer)
+    est(*torch.randn(2, 6, 4)).backward()
+    before = est.normalizer.bias.item()
+    optimizer.step()
+    assert est.normalizer.bias.item() != before and est.t == 0  # without rows there is no deposit to commit
+    other.load_state_dict(est.state_dict())
+    assert torch.equal(other.normalizer.bias, est.normalizer.bias)
+    assert compopt.as_module(est).state_dict().keys() >= {"normalizer.bias", "temperature.log_inverse"}
 
 
 def test_what_is_refused():

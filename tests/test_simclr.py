@@ -1,5 +1,6 @@
 """The unimodal recipe: augmentations, heads, probes, icons in colour, folders of images, and resuming."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,11 +8,15 @@ import pytest
 import torch
 from PIL import Image
 
-from recipes import cache, folder, train_simclr
+from recipes import augment, cache, folder, icons, train_simclr
 from recipes.augment import Augmentation
+from recipes.batches import seeded
 from recipes.engine import Config, Control, Run
+from recipes.icon_task import icon_views
 from recipes.methods import METHODS
-from recipes.tasks import ImageViews, Labelled, Views
+from recipes.models import BatchNorm, Projected
+from recipes.tasks import ImageViews, Labelled, Views, linear_probe, logistic_regression
+from tests.test_icons import icon_set, pack
 
 COLOUR_NAMES = ("crop", "flip", "jitter", "grey", "blur")
 
@@ -43,12 +48,125 @@ def test_draws_are_a_function_of_the_generator_alone(name):
     assert not torch.equal(one, pictures / 255)
 
 
+def test_the_order_of_operations_is_not_that_of_the_names():
+    pytest.importorskip("kornia")
+    one, other = (Augmentation(names, 3)(images(4), generator()) for names in (("crop", "blur"), ("blur", "crop")))
+    assert torch.equal(one, other)
+
+
 def test_colours_of_grey_images_are_refused():
     with pytest.raises(ValueError, match="augment='grey' needs images in colour; these have 1 channel"):
         Augmentation(("shift", "grey"), channels=1)
 
 
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(augment, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="augment='crop' needs kornia: pip install"):
+        Augmentation(("crop",), channels=3)
+    assert torch.equal(Augmentation((), 3)(images(2), generator()), images(2))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_shift_moves_whole_images(channels):
+    pictures = images(5, channels)
+    offsets = torch.tensor([[0, 1, 2, 3, 4], [4, 3, 2, 1, 0]])
+    moved = augment.shifted(pictures, offsets, 2)
+    assert torch.equal(moved[2], pictures[2])
+    assert torch.equal(moved[0, ..., 2:, :30], pictures[0, ..., :30, 2:]) and not moved[0, ..., :2, :].any()
+
+
+# -- heads and probes ----------------------------------------------------------------------------------------------
+
+
+def test_heads():
+    model = Projected(channels=3, head=(64, 64, 32), dim=16)
+    kinds = [type(layer) for layer in model.projection[1:]]
+    assert kinds == [torch.nn.Linear, BatchNorm, torch.nn.ReLU] * 2 + [torch.nn.Linear]
+    one, two = model(images(4), images(4).flip(0))
+    assert one.shape == two.shape == (4, 32)
+    assert [view.shape for view in model(*images(12).chunk(3))] == [(4, 32)] * 3
+    model.eval()
+    assert torch.equal(model.project(images(4)), model.project(images(4).float() / 255))
+
+
+def test_batch_norm_of_features_is_that_of_torch():
+    ours, theirs, x = BatchNorm(5), torch.nn.BatchNorm1d(5), torch.randn(7, 5, generator=generator())
+    assert torch.equal(ours(x), theirs(x)) and torch.equal(ours.running_var, theirs.running_var)
+
+
+@pytest.mark.full
+def test_probes_find_what_is_linear_and_repeat_to_the_bit():
+    z = torch.randn(600, 8, generator=generator())
+    label = (z @ torch.randn(8, 4, generator=generator(1))).argmax(1)
+    data = z[:400], label[:400], z[400:], label[400:]
+    found = linear_probe(*data)
+    assert found > 0.85 and abs(found - logistic_regression(*data)) < 0.08
+    assert linear_probe(*data) == found
+    shuffled = label[torch.randperm(600, generator=generator(2))]
+    assert linear_probe(z[:400], shuffled[:400], z[400:], shuffled[400:]) < 0.5
+
+
 # -- icons in colour -----------------------------------------------------------------------------------------------
+
+RED, BLUE, WHITE = (f'<path fill="{colour}" d="M2 2h20v20H2z"/>' for colour in ("#f00", "#00f", "#fff"))
+DOT = '<circle cx="12" cy="12" r="9" fill="#0a0"/>'
+
+
+def coloured(prefix, bodies):
+    content = icon_set(prefix, bodies)
+    content["info"]["palette"] = True
+    return content
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    pytest.importorskip("resvg")
+    sets = [
+        coloured("noto", {"heart": RED, "sea": BLUE, "pale": WHITE, "leaf": DOT}),
+        coloured("fxemoji", {"heart": DOT, "sea": RED}),
+        coloured("twemoji", {"heart": BLUE, "unknown": BLUE}),
+        coloured("openmoji", {"sea": DOT}),
+        icon_set("tabler", {"heart": RED}),
+    ]
+    return pack(tmp_path_factory.mktemp("npm") / "icons.tgz", sets)
+
+
+@pytest.fixture(scope="module")
+def data(packed, tmp_path_factory):
+    return icons.load(tmp_path_factory.mktemp("cache"), packed, progress=False, coloured=True)
+
+
+def test_icons_in_colour(data):
+    assert "tabler:heart" not in data.sources, "its set is not in colour"
+    red, blue, pale = (data.images[data.sources.index(f"noto:{name}")] for name in ("heart", "sea", "pale"))
+    assert red.shape == (3, 32, 32) and red.dtype == torch.uint8
+    assert red[:, 16, 16].tolist() == [255, 0, 0] and blue[:, 16, 16].tolist() == [0, 0, 255]
+    assert red[:, 0, 0].tolist() == [255, 255, 255] and pale[:, 16, 16].tolist() == [0, 0, 0], "white is inverted"
+
+
+def test_labels_of_icons(data):
+    pytest.importorskip("kornia")
+    names = icon_views(data, "names")
+    assert names.n == 6 and names.channels == 3, "neither twemoji nor openmoji is trained on"
+    assert len(names.queries.labels) == 1, "an unknown name is no class"
+    assert len(icon_views(data, "names", "validation").queries.labels) == 1
+    with pytest.raises(ValueError, match="part must be one of test, validation"):
+        icon_views(data, part="train")
+
+
+def test_families_are_told_for_names_never_seen(data):
+    pytest.importorskip("kornia")
+    caption, family = torch.arange(80) // 2, torch.arange(80) % 2
+    many = dataclasses.replace(data, images=images(80), caption=caption, family=family, names=list("x" * 40))
+    test, validation = (icon_views(many, "families", part) for part in ("test", "validation"))
+    assert test.n == validation.n == len(test.bank.labels) == 64
+    assert len(test.queries.labels) == len(validation.queries.labels) == 8, "a tenth of the names, two icons of each"
+    shown = [{image.numpy().tobytes() for image in part} for part in (test.images, *two_queries(test, validation))]
+    assert not (shown[0] & shown[1] or shown[0] & shown[2] or shown[1] & shown[2])
+
+
+def two_queries(*tasks):
+    return [task.queries.images for task in tasks]
 
 
 # -- a folder ------------------------------------------------------------------------------------------------------
@@ -100,6 +218,18 @@ def test_two_views_are_the_halves_of_one_augmented_batch():
     assert all(torch.equal(*pair) for pair in zip(task.inputs(index, generator()), wanted, strict=True))
 
 
+@pytest.mark.parametrize("method", ["sogclr", "emc2"])
+def test_a_step_is_the_call_with_both_views(method):
+    task = of(images(64), augment=("shift",), head=(16,))
+    config = Config(method, METHODS[method].options("unimodal"), batch_size=16, epochs=1)
+    run_, twin = (Run(task, config, Control(max_steps=1)) for _ in range(2))
+    index = twin.batches(0)
+    features = twin.model.train()(*task.inputs(index, seeded("augment", 0, 0)))
+    wanted = twin.est(*features, index)
+    assert run_.train().loss_sum == wanted.detach()
+    assert run_.est.metrics["effective_negatives"] <= 2 * 15
+
+
 # -- the recipe ----------------------------------------------------------------------------------------------------
 
 
@@ -125,6 +255,17 @@ def test_resume_with_augmentation(optimizer, schedule, tmp_path):
     parts = zip(whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True)
     assert all(torch.equal(one, two) for (_, one), two in parts)
     assert whole.optimizer.state_dict()["param_groups"] == resumed.optimizer.state_dict()["param_groups"]
+
+
+def test_a_checkpoint_of_before_a_field_was_added_is_taken(tmp_path):
+    task, config = run()
+    run_ = Run(task, config, Control(max_steps=1)).train()
+    state = run_.state_dict()
+    for name in ("optimizer", "schedule", "warmup"):
+        del state["config"][name]
+    run_.load_state_dict(state)
+    with pytest.raises(ValueError, match="the checkpoint has optimizer='sgd', this run 'adamw'|optimizer"):
+        run_.load_state_dict({**state, "config": {**state["config"], "optimizer": "sgd"}})
 
 
 def test_the_command_trains_on_a_folder(photos, tmp_path):

@@ -63,6 +63,22 @@ def test_a_moving_average_of_late_interaction():
         torch.testing.assert_close(est.read(index)["log_u"], torch.stack(log_u, 1), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("mode", ["both", "forward"])
+def test_inner_products_are_what_features_give(mode):
+    z1, z2 = torch.randn(2, B, 4, dtype=torch.float64).unbind()
+    index = torch.arange(B) // 2 * 2 + 1  # two of each
+    results = []
+    for matrix in (False, True):
+        leaves = [z.clone().requires_grad_() for z in (z1, z2)]
+        est = estimator(n=N, gamma=0.5, directions=mode, pairs=compopt.PairPolicy(hardness=2.0))
+        given = (ONE_HOT, (leaves[0] @ leaves[1].T).T) if matrix else leaves
+        loss = est(*given, index)
+        loss.backward()
+        est.step()
+        results.append([loss.detach(), *(z.grad for z in leaves), est.read(index)["log_u"]])
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
+
+
 def on_ranks(group, half):
     from torch.distributed.nn.functional import all_gather
 

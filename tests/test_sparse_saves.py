@@ -158,3 +158,31 @@ def test_on_ranks(options, tmp_path):
             compopt.load(alone, tmp_path / "c")
         assert_same_bits(snapshot(alone, N), state)
         assert written == ([80, 104] if options else [160, 160])
+
+
+@pytest.mark.parametrize("options", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_a_load_in_inference_mode(options, tmp_path):
+    est, other = sogclr(), sogclr(**placed(options, tmp_path / "rows"))
+    visit(est, range(9)), visit(other, range(3, 12), seed=1)
+    path = compopt.save(est, tmp_path / "c")
+    with torch.inference_mode():
+        compopt.load(other, path)
+    for one in (est, other):
+        visit(one, range(4), seed=2)
+    assert_same_bits(snapshot(est, N), snapshot(other, N))
+
+
+def test_symbolic_links_are_followed(tmp_path):
+    """File names are symbolic links to content, as in the cache of a hub."""
+    est = sogclr()
+    visit(est, range(20))
+    path = compopt.save(est, tmp_path / "a", keep=1)
+    (tmp_path / "content").mkdir()
+    for file in path.glob("rows-*"):
+        moved = file.rename(tmp_path / "content" / file.name)
+        file.symlink_to(os.path.relpath(moved, path))
+    loads(path, est)
+    saved = compopt.save(est, tmp_path / "a", keep=1)
+    assert not any(file.is_symlink() for file in saved.iterdir())
+    shutil.rmtree(tmp_path / "content")
+    loads(saved, est)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -15,6 +17,8 @@ import weakref
 import pytest
 import torch
 
+import compopt
+from compopt import accelerator
 from compopt.stores import DiskStore, RowStore, WriteBehind
 from compopt.stores.snapshot import Snapshot
 from tests.devices import DEVICE, PRETEND, marked, needs_accelerator, quiet
@@ -123,10 +127,40 @@ def test_a_snapshot_reads_rows_as_they_were(kind, seed, tmp_path, monkeypatch):
     assert store.undo_log is None
 
 
+def test_a_snapshot_whose_log_cannot_be_kept_fails_and_the_commit_does_not(monkeypatch):
+    store = RowStore(10, 1)
+    snapshot = Snapshot(store)
+
+    def full(rows):
+        raise MemoryError("no memory for the log")
+
+    monkeypatch.setattr(store, "gather", full)
+    store.scatter(torch.arange(10), torch.ones(10, 2, dtype=torch.int64))
+    monkeypatch.undo()  # only the commit failed to read
+    assert store.gather(torch.arange(10)).sum() == 20
+    with pytest.raises(MemoryError, match="for the log"):
+        snapshot.read(0, 10)
+
+
+def test_rows_start_unseen_and_stay_on_the_host(tmp_path):
+    for kind in ("host", "disk"):
+        store = make_store(kind, 10, 1, tmp_path)
+        assert store.gather(torch.arange(10)).abs().max() == 0
+        store.to(torch.device("meta"))
+        assert store.device == CPU
+
+
 def test_more_rows_than_memory():
     for n in (10**14, 10**19):
         with pytest.raises(MemoryError, match=f"n={n} rows.*offload_dir="):
             RowStore(n, 1, on_host=True)
+
+
+def test_a_table_that_cannot_be_opened_leaves_no_lock(tmp_path):
+    (tmp_path / "rows.rows").mkdir()
+    with pytest.raises(IsADirectoryError) as refused:  # the error is kept alive, as in a notebook
+        DiskStore(tmp_path, "rows", 10, 1)
+    assert refused.value and not (tmp_path / "rows.lock").exists()
 
 
 def test_memory_is_claimed_when_it_is_written():
@@ -257,6 +291,47 @@ def test_a_failed_read_is_raised_where_it_is_taken():
     assert value_of(rows.fetch(torch.tensor([2]))) == 1
 
 
+def test_tickets_cost_nothing_when_forgotten():
+    rows = WriteBehind(RowStore(5, 1, on_host=True))
+    dropped = [weakref.ref(rows.prefetch(torch.tensor([2]), CPU)) for _ in range(20)]  # as after a break
+    gc.collect()
+    assert not any(ref() for ref in dropped)
+
+
+class GatedSlow(Gated):
+    """A store whose rows are read ahead; reads are counted."""
+
+    slow, reads = True, 0
+
+    def gather(self, rows):
+        self.reads += 1
+        return super().gather(rows)
+
+
+def test_tickets_that_are_dropped_before_their_turn_are_not_read():
+    rows = WriteBehind(GatedSlow(5))
+    commit_value(rows, 1)  # waits for the gate
+    kept, *dropped = [rows.prefetch(torch.tensor([2]), CPU) for _ in range(20)]
+    del dropped
+    rows.store.gate.set()
+    rows.settle()
+    assert rows.store.reads == 1 and value_of(kept.take()) == 1
+
+
+@marked(needs_accelerator)
+def test_reads_on_the_cpu_wait_for_no_write_and_leave_tickets_valid():
+    """Read as est.read() does, while batches are on a device."""
+    rows, here = WriteBehind(GatedSlow(5)), torch.tensor([2], device=DEVICE)
+    ticket = rows.prefetch(torch.tensor([2]), DEVICE)
+    rows.commit(here, torch.full((1, 2), 3, device=DEVICE))  # waits for the gate
+    assert value_of(rows.fetch(torch.tensor([2]))) == 3 and ticket.ahead is not None
+    reads = 2 if accelerator.has_streams(DEVICE) else 3  # without streams a ticket reads when it is taken
+    assert value_of(ticket.take()) == 3 and rows.store.reads == reads
+    rows.store.gate.set()
+    rows.settle()
+    assert value_of(rows.fetch(here, torch.tensor([2]))) == 3
+
+
 def test_tickets_of_two_threads_see_every_commit(switch_often):
     """With shards a background thread requests tickets while the main thread takes and commits."""
     rows, issued = WriteBehind(RowStore(5, 1, on_host=True)), []
@@ -275,6 +350,25 @@ def test_tickets_of_two_threads_see_every_commit(switch_often):
             assert value_of(issued[taken].take()) == value
             taken += 1
     thread.join()
+
+
+def test_a_ticket_from_before_a_load_sees_it():
+    rows = WriteBehind(RowStore(5, 1, on_host=True))
+    ticket = rows.prefetch(torch.tensor([2]), CPU)
+    rows.settle()
+    rows.store.scatter(torch.arange(5), torch.full((5, 2), 9))
+    assert value_of(ticket.take()) == 9
+
+
+def test_copies_are_independent_and_complete():
+    rows = WriteBehind(Slow(RowStore(5, 1, on_host=True), generator(0)))
+    rows.store = RowStore(5, 1, on_host=True)
+    commit_value(rows, 3)
+    for twin in (copy.deepcopy(rows), pickle.loads(pickle.dumps(rows))):
+        assert value_of(twin.fetch(torch.tensor([2]))) == 3
+        commit_value(twin, 4)
+        assert value_of(twin.fetch(torch.tensor([2]))) == 4
+    assert value_of(rows.fetch(torch.tensor([2]))) == 3
 
 
 def test_threads_end_with_the_object():
@@ -321,6 +415,52 @@ def test_a_forked_process_goes_on():
     rows.store.gate.set()
     rows.settle()
     assert value_of(rows.store.gather(torch.tensor([2]))) == 3
+
+
+def test_a_fork_reads_a_file_that_its_parent_writes(tmp_path):
+    """Commits unwritten at the fork are overlaid on the file; a commit of the forked process itself raises at once."""
+
+    class GatedFile(DiskStore):
+        gate = threading.Event()
+
+        def scatter(self, rows, block):
+            self.gate.wait()
+            super().scatter(rows, block)
+
+    rows = WriteBehind(GatedFile(tmp_path, "rows", 5, 1))
+    commit_value(rows, 3)
+
+    def check():
+        rows.store.gate.set()
+        rows.settle()
+        if value_of(rows.fetch(torch.tensor([2]))) != 3:
+            return 2
+        with pytest.raises(RuntimeError, match="forked"):
+            commit_value(rows, 4)
+        return 0
+
+    assert exit_code_of_a_fork(check) == 0
+    rows.store.gate.set()
+    rows.settle()
+    assert value_of(rows.store.gather(torch.tensor([2]))) == 3
+
+
+def test_rows_that_another_estimator_of_this_process_has_replaced(tmp_path):
+    """The kernel's file locks separate processes, but not two objects of one process."""
+
+    def build():
+        return compopt.SogCLREstimator(20, offload="disk", offload_dir=tmp_path)
+
+    one, other = build(), build()
+    state = compopt.SogCLREstimator(20).state_dict()
+    one.load_state_dict(state)
+    assert one.read(torch.arange(3))["count"].sum() == 0
+    other.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="another estimator of this process"):
+        one.read(torch.arange(3))
+    assert other.read(torch.arange(3))["count"].sum() == 0
+    one.load_state_dict(state)  # takes over the table again
+    assert one.read(torch.arange(3))["count"].sum() == 0
 
 
 @pytest.mark.launch

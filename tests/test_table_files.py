@@ -65,6 +65,24 @@ def test_bad_places_and_sizes(tmp_path):
             attempt(store)
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_unwritable_directory(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError, match="offload_dir"):
+        DiskStore(tmp_path, "rows", 5, 1)
+
+
+def test_a_table_larger_than_the_disk_is_warned_of(tmp_path, monkeypatch):
+    real = os.statvfs(tmp_path)
+
+    class Full:
+        f_bavail, f_frsize = 1, real.f_frsize
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Full)
+    with pytest.warns(UserWarning, match="commits fail once it is full"):
+        DiskStore(tmp_path, "rows", 100_000, 1)
+
+
 def test_an_estimator_refuses_the_table_of_another_run_until_a_load_follows(tmp_path):
     def build():
         return compopt.SogCLREstimator(50, gamma=0.6, offload="disk", offload_dir=tmp_path / "rows")

@@ -1,5 +1,7 @@
 """A state copied in another thread during training is the state between two commits."""
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -104,6 +106,21 @@ def test_save_in_a_thread(make, tmp_path):
         assert f"-t{twin.t}-" in path.name
 
 
+def test_a_hook_may_wait_for_a_thread_that_copies():
+    est, states = in_rows(), []
+
+    def hook(est, args, kwargs):
+        thread = threading.Thread(target=lambda: states.append(est.state_dict()))
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+
+    est.register_step_pre_hook(hook)
+    est.register_step_post_hook(hook)
+    train(est, 2)
+    assert [state["t"] for state in states] == [0, 1, 1, 2]
+
+
 COPIES = {
     "state_dict": lambda est, folder: commits(est.state_dict()),
     "save": lambda est, folder: commits_saved(compopt.save(est, folder)),
@@ -149,6 +166,18 @@ def test_a_commit_interrupted_by_a_handler_is_not_copied(monkeypatch, tmp_path):
     monkeypatch.setattr(est._engine.table, "commit", interrupted)
     train(est, 1)
     assert est.state_dict()["t"] == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda est: pickle.loads(pickle.dumps(est))])
+def test_a_copy_has_a_lock_of_its_own(duplicate):
+    est = in_rows()
+    with est._engine.writing():
+        other = duplicate(est)
+        thread = threading.Thread(target=train, args=(other, 1))
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+    assert other.t == 1 and est.t == 0
 
 
 @pytest.mark.parametrize("kind", four.KINDS)

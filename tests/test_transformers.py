@@ -3,9 +3,11 @@
 import contextlib
 import os
 import shutil
+import types
 import warnings
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 
@@ -150,6 +152,14 @@ def test_several_estimators(tmp_path, mapping):
         assert (tmp_path / "checkpoint-3" / folder).is_dir()
 
 
+def test_the_cross_entropy_is_logged_as_often_as_the_loss(tmp_path):
+    with trainer(tmp_path, logging_steps=2, save_strategy="no") as made:
+        made.train()
+        logged = {entry["step"]: entry["info_nce"] for entry in made.state.log_history if "info_nce" in entry}
+        assert list(logged) == [entry["step"] for entry in made.state.log_history if "loss" in entry] == [2, 4]
+        assert logged[4] == made.est.metrics["info_nce"].item()
+
+
 def travelling(folder, own=None, late=False, **options):
     """Train with the state in the optimizer's: attached when a subclass creates the optimizer, or too late."""
 
@@ -260,6 +270,17 @@ def test_a_checkpoint_without_all_rows_is_refused(tmp_path, finished, missing):
         train(tmp_path, resume=2)
 
 
+@pytest.mark.slow
+def test_a_checkpoint_of_another_run_is_not_mistaken_for_this_one(tmp_path, finished):
+    """Both folders have a checkpoint-2; the Trainer resumes from the other one."""
+    train(tmp_path, learning_rate=1e-3, data=Items(updates=2 * UPDATES), max_steps=2)
+    there = str(finished[0] / "checkpoint-2")
+    with pytest.raises(FileNotFoundError, match="resume_from="):
+        train(tmp_path, resume=there)
+    for options in ({"own": {"resume_from": there}}, {"resume_from_checkpoint": there}):
+        assert same(train(tmp_path, resume=there, save_strategy="no", **options)[0], finished[1])
+
+
 def with_columns(form, **more):
     """Return the samples with further columns, as a list or a ``datasets.Dataset``."""
     from datasets import Dataset
@@ -278,6 +299,44 @@ def test_an_index_that_the_trainer_removes_is_refused(tmp_path, form):
         pytest.raises(ValueError, match=r"removes the columns \['index'\].*remove_unused_columns=False"),
     ):
         made.train()
+
+
+@pytest.mark.parametrize("case", ["label_names", "forward", "without rows", "kept"])
+def test_removed_columns_that_are_no_index_are_accepted(tmp_path, case):
+    est = compopt.DCLEstimator(tau=0.5) if case == "without rows" else None
+    options = {"label_names": ["index"]} if case == "label_names" else {}
+    with trainer(tmp_path, est, data=with_columns("list", width=5), **options) as made:
+        made.args.remove_unused_columns = case != "kept"
+        if case == "forward":
+            made._signature_columns = ["x1", "x2", "index"]
+        elif case == "without rows":
+            made.compute_loss = lambda model, inputs, **_: est(*model(inputs["x1"], inputs["x2"]))
+        made.train()
+        assert made.state.global_step == UPDATES
+        assert est is not None or same((weights(made.model), rows(made.est)), plain_loop())
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield {"x1": 1, "index": 0}
+
+
+@pytest.mark.parametrize(
+    "data", [Stream(), [{"x1": 1, "index": np.array([0]), "kind": 3}], [{"x1": 1, "index": [0], "kind": 3}]]
+)
+def test_an_index_that_is_kept_or_cannot_be_looked_at_is_accepted(data):
+    """A stream has no samples by position, and an index may be an array or a list with one integer."""
+    est = compopt.SogCLREstimator(8)
+    kept = types.SimpleNamespace(train_dataset=data, _signature_columns=["x1", "index", "label"])
+    made = callback(est, types.SimpleNamespace(train_dataset=[]))
+    made.trainer = kept
+    made._refuse_removed_index()
+
+
+def test_a_hyper_parameter_search_is_refused(tmp_path):
+    with trainer(tmp_path, own=False) as made, pytest.raises(ValueError, match="search"):
+        search = types.SimpleNamespace(is_hyper_param_search=True)
+        callback(made.est, made).on_train_begin(made.args, search, None)
 
 
 @pytest.mark.parametrize(("own", "count"), [(False, 1), (None, 0)])
@@ -305,6 +364,24 @@ def two_ranks(group, folder, shard):
 def test_two_ranks(tmp_path, shard):
     for equal, counts in the_pool(2, 180).run(two_ranks, 2, str(tmp_path), shard):
         assert equal and counts == (UPDATES, UPDATES, 2)
+
+
+def travelling_on_two_ranks(group, folder):
+    """Rank 0 saves the optimizer with the rows of all ranks. Split rows and a shorter last batch raise errors."""
+    whole, _ = travelling(folder, own=False)
+    again, _ = travelling(folder, own=False, resume_from_checkpoint=f"{folder}/checkpoint-2")
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(ValueError, match="ranks hold different parts of it"):
+        estimator(shard=True).attach(optimizer, checkpoint=True)
+    with pytest.raises(ValueError, match="dataloader_drop_last=True"):
+        train(folder, dataloader_drop_last=False)
+    return same(whole, plain_loop()) and same(again, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_rows_travel_with_the_optimizer_on_two_ranks(tmp_path):
+    assert the_pool(2, 180).run(travelling_on_two_ranks, 2, str(tmp_path)) == [True, True]
 
 
 # DeepSpeed ----------------------------------------------------------------------------------------

@@ -61,6 +61,24 @@ class Store:
         monkeypatch.setattr(LocalFileSystem, "put_file", put_file)
 
 
+def test_a_state_that_is_read_is_held_and_one_that_waits_is_left_out_for_a_newer_one(run, monkeypatch):
+    def wait(store, source):
+        if source.read_text() == "model of 1":
+            store.reached.set()
+            assert store.go_on.wait(60)
+
+    store, made = Store(monkeypatch, wait), uploading(run)
+    first, second, third = (state(run, step) for step in (1, 2, 3))
+    made.put(first, [])
+    assert store.reached.wait(60)
+    made.put(second, [])
+    made.put(third, [])
+    assert made.holds(first) and not made.holds(second)
+    store.go_on.set()
+    assert made.finish() == {} and not made.holds(first)
+    assert {name[:12] for name in there(run)} == {"run.json", "state/step-1", "state/step-3"}
+
+
 def test_what_fails_is_tried_again_at_once_and_with_the_next_state(run, monkeypatch, capsys):
     failing = [3]  # how often
 
@@ -97,6 +115,17 @@ def test_the_newest_complete_state_is_fetched_if_it_is_newer(run, tmp_path):
     assert checkpoints.latest(nowhere) is None
 
 
+def test_a_run_that_must_end_does_not_try_again(run, monkeypatch):
+    def fail(store, file):
+        raise OSError("unreachable")
+
+    store = Store(monkeypatch, fail)
+    made = uploading(run, waits=(60.0, 60.0))
+    made.put(state(run, 1), [])
+    (path,) = made.finish(hurry=True)
+    assert path.name == "step-1" and len(store.copied) <= 2
+
+
 def test_a_state_that_is_uploaded_anew_is_incomplete_until_it_is_whole(run, monkeypatch):
     made = uploading(run)
     made.put(state(run, 1), [])
@@ -104,3 +133,16 @@ def test_a_state_that_is_uploaded_anew_is_incomplete_until_it_is_whole(run, monk
     monkeypatch.setattr(LocalFileSystem, "put_file", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("full")))
     made.put(run[0] / "state" / "step-1", [])
     assert made.finish() and not [name for name in there(run) if name.endswith(uploads.COMPLETE)]
+
+
+def test_files_of_a_state_that_failed_do_not_stay_in_the_store(run, monkeypatch):
+    def fail(store, file):
+        if "step-1" in str(file) and file.name == "model":
+            raise OSError("full")
+
+    Store(monkeypatch, fail)
+    made = uploading(run)
+    for step in (1, 2):
+        made.put(state(run, step), [])
+        made.finish()
+    assert {name[:12] for name in there(run)} == {"run.json", "state/step-2"}

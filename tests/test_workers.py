@@ -153,6 +153,15 @@ def test_other_objects_go_to_another_process(things):
         assert type(sent(thing)) is type(thing)
 
 
+@pytest.mark.parametrize("options", [{}, {"offload": "cpu"}])
+def test_another_process_shares_the_rows(options):
+    est = placed(**options)
+    twin = sent(est)
+    trained(est, data(2, seed=3))
+    est._engine.table.at_rest()
+    assert bits(twin.read(torch.arange(N))["log_u"]) == bits(est.read(torch.arange(N))["log_u"]) and twin.t < est.t
+
+
 # -- real workers --------------------------------------------------------------------------------------------------
 
 
@@ -197,3 +206,9 @@ def test_workers(method):
     kinds = {tuple(type(part) for part in make(info, "bimodal", N)[0]._facts.parts.values()): info for info in DATABASE}
     ests = [of_kind(info, STATES[at % len(STATES)]) for at, info in enumerate(kinds.values())]
     check_in_workers(method, ests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_all_kinds_in_workers(method):
+    check_in_workers(method, (of_kind(info, state) for info in DATABASE for state in STATES))
