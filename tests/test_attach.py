@@ -1,8 +1,11 @@
 """attach(): one commit after each real update, and only then."""
 
 import copy
+import gc
 import itertools
 import warnings
+import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -56,6 +59,20 @@ def many_closures(est, parameter):
     return optimizer, step
 
 
+def scheduled(est, parameter):
+    """Warm-up from a learning rate of 0 with zero gradients: updates that change nothing."""
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4))
+
+    def step():
+        deposit(est, parameter)
+        parameter.grad.zero_()
+        optimizer.step(closure=None)
+        scheduler.step()
+
+    return optimizer, step
+
+
 def plain(optimizer_class):
     def make(est, parameter):
         optimizer = optimizer_class([parameter], lr=0.1)
@@ -76,6 +93,7 @@ LOOPS = {
     "sgd": plain(torch.optim.SGD),
     "adamw": plain(torch.optim.AdamW),
     "closures": many_closures,
+    "scheduler": scheduled,
 }
 
 
@@ -102,26 +120,53 @@ def test_attaching_twice_is_attaching_once_and_wrappers_are_unwrapped():
     assert (est.t, commits(est)) == (1, 6)
 
 
-class Uninitialised(torch.optim.Optimizer):
-    """A wrapper that never calls Optimizer.__init__, like those of pytorch_optimizer, and has no hook tables."""
-
-    def __init__(self, inside, name="optimizer"):
-        setattr(self, name, inside)
-        self.param_groups, self.step, self.state_dict = inside.param_groups, inside.step, inside.state_dict
+HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 
+def uninitialised(inside, families, patched, name="optimizer"):
+    """Return a wrapper that never calls Optimizer.__init__, like those of pytorch_optimizer, with some hook tables."""
+
+    class Kind(torch.optim.Optimizer):  # a new class, since torch patches step() of the class
+        param_groups = property(lambda self: getattr(self, name).param_groups)
+
+        def __init__(self):
+            for family in families:
+                setattr(self, f"_optimizer_{family}_hooks", OrderedDict())
+            if patched:
+                self._patch_step_function()
+            setattr(self, name, inside)
+
+        def step(self, closure=None):
+            return inside.step(closure)
+
+        def state_dict(self):
+            return inside.state_dict()
+
+    return Kind()
+
+
+@pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_a_wrapper_without_hook_tables(checkpoint):
+@pytest.mark.parametrize("tables", range(len(HOOKS) + 1))
+def test_a_wrapper_with_some_hook_tables(tables, patched, checkpoint):
+    """The hooks are registered where all of them run, or nowhere."""
     parameter, optimizer, est = setting()
-    wrapper = Uninitialised(Uninitialised(optimizer))
-    est.attach(wrapper, checkpoint=checkpoint)
+    families, patched = HOOKS[:tables], patched and tables >= 2  # a patched step() reads the tables of step()
+    wrapper = uninitialised(uninitialised(optimizer, families, patched), families, patched)
+    runs_all = patched and tables == len(HOOKS)
+    if runs_all and checkpoint:
+        with pytest.raises(ValueError, match=r"Kind has its own state_dict\(\)"):
+            est.attach(wrapper, checkpoint=True)
+    est.attach(wrapper, checkpoint=checkpoint and not runs_all)
     for t in range(1, 4):
         deposit(est, parameter)
         wrapper.step()
         assert (est.t, est.pending) == (t, 0)
-    assert not checkpoint or wrapper.state_dict()["compopt"]["t"] == 3
-    with pytest.raises(TypeError, match=r"in \.optimizer; got Uninitialised\. Attach the optimizer inside it, or call"):
-        compopt.SogCLREstimator(N).attach(Uninitialised(optimizer, name="inside"), checkpoint=checkpoint)
+    assert not checkpoint or runs_all or wrapper.state_dict()["compopt"]["t"] == 3
+    inside, other = uninitialised(optimizer, families, False, name="inside"), compopt.SogCLREstimator(N)
+    with pytest.raises(TypeError, match=r"in \.optimizer; got Kind\. Attach the optimizer inside it, or call"):
+        other.attach(inside, checkpoint=checkpoint)
+    assert not any(getattr(inside, f"_optimizer_{family}_hooks") for family in families)
 
 
 def test_remove_detaches():
@@ -135,6 +180,19 @@ def test_remove_detaches():
     est.attach(optimizer)  # attaching again is allowed
     optimizer.step()
     assert commits(est) == 6
+
+
+def test_two_estimators_on_one_optimizer():
+    parameter, optimizer, first = setting()
+    second = compopt.SogCLREstimator(N, tau=0.2)
+    first.attach(optimizer)
+    handle = second.attach(optimizer)
+    for expected in ((6, 6), (12, 6)):
+        for est in (first, second):
+            deposit(est, parameter)
+        optimizer.step()
+        assert (commits(first), commits(second)) == expected
+        handle.remove()
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -235,6 +293,17 @@ def test_the_estimator_does_not_mistake_a_new_optimizer_for_an_old_one():
         assert commits(est) == 6 * t
         optimizer = None  # freed before the next one is made
         optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+
+@pytest.fixture
+def accelerator():
+    """Yield an accelerator on the CPU with two accumulation steps."""
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    yield accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
 
 
 # -- estimator state in the state of the optimizer ---------------------------------------------------------------
@@ -473,6 +542,31 @@ def test_a_refused_entry_leaves_the_optimizer_and_all_estimators(name):
     assert not differing(run.optimizer.state_dict(), saved) and pre == [1]
 
 
+def test_an_optimizer_that_refuses_its_state_keeps_no_rows():
+    """The state takes up to 1 GiB."""
+    _, optimizer, est = setting()
+    est.attach(optimizer, checkpoint=True)
+    saved = optimizer.state_dict()
+    column = weakref.ref(saved["compopt"]["rows"]["log_u"])
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict({**saved, "param_groups": saved["param_groups"] * 2})
+    del saved
+    gc.collect()
+    assert column() is None
+
+
+def test_a_pre_hook_that_drops_the_entry_is_told():
+    _, optimizer, est = setting()
+    est.attach(optimizer, checkpoint=True)
+    keys = ("state", "param_groups")
+    handle = optimizer.register_load_state_dict_pre_hook(lambda _, state: {key: state[key] for key in keys})
+    with pytest.raises(RuntimeError, match="pre-hook of SGD.* has dropped the entry 'compopt' of the SogCLREstimator"):
+        optimizer.load_state_dict(optimizer.state_dict())
+    handle.remove()
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: {**state})
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 class OfItsOwn(torch.optim.SGD):
     """An optimizer with its own state_dict format."""
 
@@ -514,3 +608,37 @@ def test_torch_distributed_would_drop_the_entry():
         get_optimizer_state_dict(model, optimizer)
     handle.remove()
     get_optimizer_state_dict(model, optimizer)
+
+
+def test_the_state_travels_through_accelerate(accelerator, tmp_path):
+    """The state is in the optimizer file of save_state; prepare() reloads the optimizer's state and preserves it."""
+
+    def prepared():
+        model, groups = tower()
+        optimizer, est = torch.optim.AdamW(groups), compopt.SogCLREstimator(N, tau=0.1)
+        est.attach(optimizer, checkpoint=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        est.attach(optimizer, checkpoint=True)
+        return model, optimizer, est
+
+    def train(model, optimizer, est, data):
+        for z1, z2, index in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(est(model(z1), z2, index))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    data = batches(N, 8, dtype=torch.float32)
+    whole = prepared()
+    train(*whole, data[:4])
+    accelerator.save_state(tmp_path / "last")
+    assert "compopt" in torch.load(tmp_path / "last" / "optimizer.bin", weights_only=True)
+    train(*whole, data[4:])
+    accelerator.free_memory()
+    again = prepared()
+    accelerator.load_state(tmp_path / "last")
+    assert again[2].t == 2
+    train(*again, data[4:])
+    assert again[2].t == whole[2].t == 4
+    assert not differing(again[2].state_dict(), whole[2].state_dict())
+    assert not differing(again[0].state_dict(), whole[0].state_dict())

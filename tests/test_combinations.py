@@ -3,18 +3,22 @@
 import inspect
 import math
 from dataclasses import dataclass, fields
+from typing import get_args
 
 import pytest
 import torch
 
 import compopt
 from compopt import PairPolicy
-from tests.helpers import features, generator, near
+from compopt.temperatures.dual import Mode
+from tests.database import BY_NAME
+from tests.helpers import features, generator, make, near
 from tests.reference import PolicyReference
 from tests.reference.pairs import anchors
+from tests.test_agreement import compare_forward
 
 KINDS = ("bimodal", "unimodal", "forward")
-BATCH, DIM, TAU = 6, 4, 0.4
+BATCH, DIM, TAU, GAMMA = 6, 4, 0.4, 0.6
 ZERO = torch.zeros((), dtype=torch.float64)
 LABELS, KEY = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([0, 0, 0, 1, 1, 1])
 G = generator(80)
@@ -116,10 +120,10 @@ def evaluated(est, case, z, **more):
     return est(*z, **{"index": torch.arange(BATCH), **case.given, **more})
 
 
-def same(loss, theirs, leaves):
-    """Compare a value and its gradients."""
+def same(loss, theirs, leaves, surrogate=None):
+    """Compare a value and its gradients; ``surrogate``: its gradients are those wanted, if not those of the value."""
     near(loss, theirs, 1e-9, what="value")
-    wanted = torch.autograd.grad(theirs, leaves, allow_unused=True)
+    wanted = torch.autograd.grad(theirs if surrogate is None else surrogate, leaves, allow_unused=True)
     found = torch.autograd.grad(loss, leaves, allow_unused=True)
     for got, want in zip(found, wanted, strict=True):
         near(*(ZERO if x is None else x for x in (got, want)), 1e-8, atol=1e-10, what="gradient")
@@ -162,12 +166,143 @@ def test_pairs_of_options(first, kind):
         assert (error is not None) == refused(kind, first, second), (first, second, error)
 
 
-@pytest.mark.parametrize("option", POLICY)
-@pytest.mark.parametrize("normalizer", [lambda: compopt.MCMCNegativeSampler(BATCH), compopt.SigmoidNormalizer])
-def test_normalizers_that_refuse_every_policy(normalizer, option):
-    policy, case = PairPolicy(**POLICY[option]), Case.of("bimodal", option)
-    with pytest.raises(ValueError):
-        compopt.ContrastiveEstimator(normalizer(), compopt.FixedTemperature(TAU), pairs=policy)
-    est = compopt.ContrastiveEstimator(normalizer(), compopt.FixedTemperature(TAU))
-    with pytest.raises(ValueError):
-        evaluated(est, case, case.views(82), pairs=policy)
+# Normalizers with their log-normalizers, and those that a database entry with a reference stands for.
+NORMALIZERS = {
+    "batch": lambda: compopt.BatchNormalizer(include_positive=True),
+    "average, none": lambda: compopt.MovingAverageEstimator(BATCH, GAMMA, "none"),
+    "average, positive": lambda: compopt.MovingAverageEstimator(BATCH, GAMMA, "positive"),
+    "network": lambda: compopt.NeuralNormalizer(DIM, 6, 0.2, 3, 3),
+    "memory": lambda: compopt.MemoryNormalizer(DIM, 14),
+    "chains": lambda: compopt.MCMCNegativeSampler(BATCH),
+    "sigmoid": compopt.SigmoidNormalizer,
+}
+TWINS = {"network": "neural", "memory": "memory"}
+REFUSED = {
+    "batch": set(),
+    "average, none": set(),
+    "average, positive": set(),
+    "network": {"hardness"},
+    "memory": {"guided"},
+    "chains": set(POLICY),
+    "sigmoid": set(POLICY),
+}
+
+
+def log_normalizers(name, est, terms, old):
+    """Return the log-normalizer of each anchor from the batch's terms and the rows before, which are updated."""
+    if name == "batch":
+        return [torch.logaddexp(g, torch.full_like(g, -math.log(len(a.negatives)))) for a, _, g in terms]
+    inner, outer = {}, []
+    for a, t, g in terms:
+        column = 0 if est.mode == "unimodal" else a.direction
+        shift = a.positive / t if name == "average, none" else ZERO
+        inner.setdefault((a.position, column), []).append(g + shift)
+        outer.append(((a.position, column), shift))
+    for key, values in inner.items():
+        new = torch.stack(values).logsumexp(0) - math.log(len(values))
+        before = old.get(key)
+        if before is not None:
+            new = torch.logaddexp(before + math.log(1 - GAMMA), new + math.log(GAMMA))
+        old[key] = new.detach()
+    return [old[key] - shift for key, shift in outer]
+
+
+def follow_option(name, kind, option):
+    """Compare two steps of a normalizer under a policy with the definition; return an error, or ``None``."""
+    case = Case.of(kind, option)
+    policy, options = PairPolicy(**case.policy), {**case.options, "dtype": torch.float64}
+
+    def build(**more):
+        return compopt.ContrastiveEstimator(NORMALIZERS[name](), compopt.FixedTemperature(TAU), **options, **more)
+
+    try:
+        est = build(pairs=policy)
+    except ValueError as error:
+        with pytest.raises(ValueError):
+            evaluated(build(), case, case.views(82), pairs=policy)
+        return str(error)
+    if name in TWINS:
+        info = BY_NAME[TWINS[name]]
+        est, ref = make(info, kind, BATCH, tau=TAU, pairs=policy)
+        ref.policy = PolicyReference(**case.policy)
+        for seed in (82, 83):
+            batch = (*(z.detach() for z in case.views(seed)), torch.arange(BATCH))
+            compare_forward(info, est, ref, *batch, rtol=1e-9, **case.given)
+            est.step(), ref.step()
+        return None
+    old = {}
+    for seed in (82, 83):
+        z, tau = case.views(seed), torch.tensor(TAU, dtype=torch.float64)
+        loss = evaluated(est, case, z)
+        est.step()
+        terms, value, surrogate = dense(case, z, tau), 0.0, 0.0
+        for (a, t, g), alpha in zip(terms, log_normalizers(name, est, terms, old), strict=True):
+            value = value + t * alpha / len(terms)
+            outside = a.positive if name == "average, none" else ZERO  # s_ii in the outer function
+            surrogate = surrogate + (t * (g - alpha).detach().exp() * (g + outside / t) - outside) / len(terms)
+        same(loss, value, z, surrogate)
+    return None
+
+
+@pytest.mark.covering(all=True)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_every_normalizer_with_every_option(name, kind):
+    for option in POLICY:
+        error = follow_option(name, kind, option)
+        assert (error is not None) == (option in REFUSED[name]), (option, error)
+
+
+def test_every_normalizer_is_here():
+    exported = {cls for cls in vars(compopt).values() if inspect.isclass(cls) and issubclass(cls, compopt.Normalizer)}
+    assert exported - {compopt.Normalizer} == {type(build()) for build in NORMALIZERS.values()}
+
+
+DUAL = {"rho": 0.0, "lr": 0.0, "tau_init": TAU, "tau_min": 0.1, "tau_max": 1.0, "max_grad": 1e9, "beta": 1.0}
+TEMPERATURES = {
+    "individual": lambda: compopt.TemperatureDual(BATCH, **DUAL),
+    "global": lambda: compopt.TemperatureDual(None, **DUAL, mode="global"),
+    "learned": lambda: compopt.FixedTemperature(TAU, learn=True, dtype=torch.float64),
+    "tensor": lambda: compopt.FixedTemperature(torch.tensor(TAU, dtype=torch.float64, requires_grad=True)),
+}
+
+
+def mean_gradient(est, kind):
+    """Return the derivative of the last call's objective with respect to a temperature that all anchors share."""
+    if kind == "individual":
+        return est.read(torch.arange(BATCH))["tau_exp_avg"].mean()
+    if kind == "global":
+        return est.state_dict()["extra"]["temperature"]["exp_avg"]
+    if kind == "learned":
+        return est.temperature.log_inverse.grad / -TAU
+    return est.temperature.tensor.grad
+
+
+@pytest.mark.filterwarnings("ignore:the gradient of a learned temperature")
+@pytest.mark.covering(all=True)
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_every_normalizer_with_every_temperature(name, mode):
+    """All kinds follow the gradient of individual temperatures, which test_agreement compares with references."""
+    found = {}
+    for kind, temperature in TEMPERATURES.items():
+        if name == "sigmoid" and kind in ("individual", "global"):
+            with pytest.raises(ValueError, match="a sigmoid per pair has none"):
+                compopt.ContrastiveEstimator(NORMALIZERS[name](), temperature(), mode)
+            continue
+        est = compopt.ContrastiveEstimator(NORMALIZERS[name](), temperature(), mode, dtype=torch.float64)
+        found[kind] = []
+        for seed in (84, 85):
+            for leaf in (getattr(est.temperature, name, None) for name in ("log_inverse", "tensor")):
+                if leaf is not None:
+                    leaf.grad = None
+            est(*(z.requires_grad_() for z in features(BATCH, DIM, seed)), torch.arange(BATCH)).backward()
+            est.step()
+            found[kind].append(float(mean_gradient(est, kind)))
+    assert all(gradient == pytest.approx(found["tensor"], rel=1e-9) for gradient in found.values()), found
+
+
+def test_every_temperature_is_here():
+    exported = {cls for cls in vars(compopt).values() if inspect.isclass(cls) and issubclass(cls, compopt.Temperature)}
+    assert exported - {compopt.Temperature} == {type(build()) for build in TEMPERATURES.values()}
+    assert set(get_args(Mode)) == {"individual", "global"}

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import compopt
+from compopt.estimator import Component
 from tests.database import BY_NAME, DATABASE, MODES, STATEFUL, WITH_ROWS
 from tests.helpers import assert_same_bits, batches, bits, features, make, near, run, snapshot, warmed
 
@@ -114,6 +115,42 @@ def test_repr_shows_what_was_chosen():
     network = repr(compopt.NeuCLIPEstimator(dim=8, prototypes=32))
     assert "dim: 8\n" in network and "prototypes: 32\n" in network
     assert "normalize: False\n" in repr(compopt.SogCLREstimator(9, normalize=False))
+
+
+PARTS = {
+    "normalizer": [
+        compopt.BatchNormalizer,
+        lambda: compopt.MovingAverageEstimator(9),
+        lambda: compopt.NeuralNormalizer(4, 8),
+        lambda: compopt.MemoryNormalizer(4, 8, momentum=True),
+        lambda: compopt.SigmoidNormalizer(learn=True),
+        lambda: compopt.MCMCNegativeSampler(9, proposals="dataset"),
+    ],
+    "temperature": [
+        lambda: compopt.FixedTemperature(0.1, learn=True),
+        lambda: compopt.TemperatureDual(9),
+        lambda: compopt.TemperatureDual(None, mode="global", parametrization="log"),
+    ],
+}
+
+
+def test_repr_names_the_parts_and_arguments_of_their_constructors():
+    """Values of a part have names of arguments of its constructor, or of that of the network inside it."""
+    for role, builds in PARTS.items():
+        for build in builds:
+            part = build()
+            parts = {"normalizer": compopt.BatchNormalizer(), "temperature": compopt.FixedTemperature()} | {role: part}
+            est = compopt.ContrastiveEstimator(**parts)  # parts have a weak reference to it
+            shown = repr(est)
+            assert all(f"    {name}: {type(each).__name__}\n" in shown for name, each in parts.items()), shown
+            taken = inspect.signature(type(part)).parameters | inspect.signature(compopt.NeuralNormalizer).parameters
+            assert part.described().keys() | part.sample_groups[0].keys() <= {*taken, "tau"}, shown
+    exported = {c for c in vars(compopt).values() if inspect.isclass(c) and issubclass(c, Component)}
+    assert {type(build()) for builds in PARTS.values() for build in builds} == exported - {
+        compopt.Normalizer,
+        compopt.Temperature,
+        compopt.ScoreKeeper,
+    }
 
 
 def test_every_exported_class_has_a_repr():

@@ -268,6 +268,25 @@ def test_the_share_of_wrong_pairs_is_estimated_from_ranks(share):
     assert curation.wrong_share(made(-rank, rank)) == pytest.approx(share, abs=0.02)
 
 
+def test_rows_separate_shuffled_pairs():
+    """Test fixed pairs of noisy views, of which a fifth is shuffled."""
+    g = torch.Generator().manual_seed(0)
+    z1 = torch.randn(200, 16, generator=g)
+    z2 = z1 + 0.5 * torch.randn(200, 16, generator=g)
+    wrong = torch.arange(200) < 40
+    z2[:40] = z2[:40].roll(1, 0)
+    est = compopt.DCLEstimator(0.1)
+    keeper = kept(est, 200)
+    for _ in range(3):
+        for index in torch.randperm(200, generator=g).split(50):
+            run(est, z1[index], z2[index], index)
+            est.step()
+    found = curation.scores(keeper)
+    assert curation.wrong_share(found) == pytest.approx(0.2, abs=0.05)
+    assert wrong[curation.suspects(found, 0.2)].sum() >= 38  # some of the 40 wrong pairs are similar by chance
+    assert (found.uncertainty > 0).all() and found.similarity[~wrong].mean() > found.similarity[wrong].mean() + 0.5
+
+
 def test_trend_is_the_change_since_earlier_scores():
     (est, keeper), data = with_scores("dcl", "bimodal"), batches(N, steps=8, seed=2)
     for batch in data[:4]:
@@ -330,6 +349,20 @@ def test_a_keeper_that_joins_a_run_tells_what_it_has_met():
     assert curation.scores(keeper).visits.nonzero().flatten().tolist() == sorted(second[2].tolist())
 
 
+def test_uncertainty_is_the_standard_error_of_the_score():
+    """Scores of 2,048 samples seen five times with independent features have the standard deviation they report."""
+    est = compopt.DCLEstimator(0.5, directions="forward")
+    keeper = kept(est, 2048, rank=False)
+    g = torch.Generator().manual_seed(3)
+    for _ in range(5):
+        for index in torch.arange(2048).split(64):
+            run(est, *torch.randn(2, 64, 4, generator=g), index)
+            est.step()
+    found = curation.scores(keeper)
+    claimed = found.uncertainty.square().mean().sqrt()
+    assert float(claimed) == pytest.approx(float(found.score.std()), rel=0.08)
+
+
 def test_equal_captions_tie():
     est = compopt.DCLEstimator(0.2)
     keeper = kept(est)
@@ -357,6 +390,12 @@ def test_duplicates_and_rare_samples_equal_their_definitions(chunk_size):
     assert curation.rare(z, share=0.2, neighbours=4, chunk_size=chunk_size).tolist() == want
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_features_are_duplicates_at_any_threshold(dtype):
+    z = torch.randn(300, 64, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    assert curation.duplicates(torch.cat([z, 3 * z]), 1.0).tolist() == 2 * list(range(300))
+
+
 def test_duplicates_are_chained():
     angles = torch.tensor([0.0, 0.1, 0.2, 0.3])  # cos(0.1) = 0.995, cos(0.2) = 0.98
     z = torch.stack([angles.cos(), angles.sin()], dim=1)
@@ -376,6 +415,22 @@ def test_features_that_tell_nothing():
     ):
         with pytest.raises(kind, match=message):
             call()
+
+
+def test_directions_that_were_never_visited_do_not_count():
+    """An anchor whose negatives a policy excludes is not visited in that direction."""
+    est = compopt.DCLEstimator(0.1, pairs=compopt.PairPolicy(false_negatives=0.0))
+    keeper = kept(est, 3)
+    z1 = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.8, -0.6]])
+    z2 = torch.tensor([[0.6, 0.8], [0.7, 0.7], [0.9, -0.3]])
+    run(est, z1, z2, torch.arange(3))
+    est.step()
+    count = keeper._read_rows(torch.arange(3))[1]
+    assert (count == 0).any() and (count.amax(1) > 0).all()
+    found, rows = curation.scores(keeper), keeper.read(torch.arange(3))
+    for row, seen in enumerate(count > 0):
+        assert found.similarity[row].item() == pytest.approx(rows["similarity"][row][seen].mean().item())
+        assert found.score[row].item() == pytest.approx(-rows["log_g"][row][seen].mean().item())
 
 
 def test_an_epoch_is_never_empty():
@@ -463,18 +518,18 @@ def test_the_sampler_draws_by_the_difference_to_the_reference(monkeypatch, of_re
         reference = scored(score + odds.log())
     else:
         score = -odds.log()
-    drawn = draws(monkeypatch, scored(score), 1500, drawn=0.25, reference=reference)
+    drawn = draws(monkeypatch, scored(score), 4000, drawn=0.25, reference=reference)
     assert (drawn.sum(1) == 1).all()
-    assert torch.allclose(drawn.double().mean(0), odds / 15, atol=0.04), "three standard errors"
+    assert torch.allclose(drawn.double().mean(0), odds / 15, atol=0.025), "three standard errors"
 
 
 def test_samples_that_the_reference_lacks_have_the_median_of_the_differences(monkeypatch):
     odds = torch.tensor([1.0, 4.0, 8.0, 0.0, 0.0], dtype=torch.float64)
     reference = scored(torch.cat([odds[:3].log(), torch.tensor([torch.nan])]))  # one was excluded, one added later
     reference.visits[3] = 0
-    drawn = draws(monkeypatch, scored(torch.zeros(5)), 1500, drawn=0.2, reference=reference)
+    drawn = draws(monkeypatch, scored(torch.zeros(5)), 4000, drawn=0.2, reference=reference)
     expected = torch.tensor([1.0, 4.0, 8.0, 4.0, 4.0], dtype=torch.float64) / 21
-    assert torch.allclose(drawn.double().mean(0), expected, atol=0.04), "three standard errors"
+    assert torch.allclose(drawn.double().mean(0), expected, atol=0.025), "three standard errors"
 
 
 def test_the_sampler_draws_samples_without_a_score_first_and_suspects_never(monkeypatch):
@@ -528,6 +583,21 @@ def visit(est, n, seed, right=False):
     est.step()
 
 
+@pytest.mark.parametrize("saved_again", [False, True])
+def test_a_sampler_that_is_saved_right_after_its_load_repeats_its_epoch(saved_again):
+    options = {"warm_up": 0, "share": 0.2, "drawn": 0.5}
+    est, keeper, sampler = visited(**options)
+    order = list(sampler)
+    visit(est, 40, seed=1)
+    state = sampler.state_dict()
+    for _ in range(1 + saved_again):
+        sampler = compopt.samplers.ScoredSampler(keeper, **options)
+        sampler.load_state_dict(state)
+        visit(est, 40, seed=2)
+        state = sampler.state_dict()
+    assert list(sampler) == order
+
+
 def test_a_refused_estimate_of_the_share_is_not_kept():
     est = compopt.recommended(4, n=8)
     sampler = compopt.samplers.ScoredSampler(kept(est, 8), warm_up=1)
@@ -543,6 +613,13 @@ def test_a_refused_estimate_of_the_share_is_not_kept():
     for seed in range(60):
         visit(est, 8, seed, right=True)
     assert len(list(sampler)) == 8 and sampler.share == 0
+
+
+def test_an_epoch_has_at_least_one_sample():
+    est = compopt.recommended(4, n=8)
+    keeper = kept(est, 8)
+    visit(est, 8, seed=0)
+    assert len(list(compopt.samplers.ScoredSampler(keeper, warm_up=0, share=0.95, returning=0.0))) == 1
 
 
 def test_states_that_no_sampler_writes_are_refused():
@@ -569,6 +646,36 @@ def test_states_that_no_sampler_writes_are_refused():
         with pytest.raises(error, match=message):
             sampler.load_state_dict({**state, **wrong})
         assert whole(sampler) == before
+
+
+def test_negative_variances_are_refused():
+    _, keeper, _ = visited(warm_up=0, share=0.2)
+    state, before = keeper.state_dict(), whole(keeper)
+    state["rows"]["similarity_var"][3] = -1
+    with pytest.raises(ValueError, match="column 'similarity_var' of the checkpoint must be finite and >= 0, row 3"):
+        keeper.load_state_dict(state)
+    assert whole(keeper) == before
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_features_of_any_length_have_their_duplicates(scale):
+    z = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    z[4] = z[1]
+    assert curation.duplicates(z * scale).tolist() == [0, 1, 2, 3, 1, 5]
+    assert curation.rare(z * scale, 0.5, 2).tolist() == curation.rare(z, 0.5, 2).tolist()
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: curation.scores(5), "est must be an estimator"),
+    (lambda: curation.suspects(None), "est must be an estimator"),
+    (lambda: compopt.samplers.ScoredSampler(None), "est must be an estimator"),
+    (lambda: curation.wrong_share(visited()[1]), "found must be the result of scores"),
+    (lambda: curation.scores(visited()[1], since=torch.zeros(40)), "since must be an earlier result"),
+    (lambda: curation.export(visited()[1], "scores.csv"), "found must be the result of scores"),
+])  # fmt: skip
+def test_arguments_of_other_types_are_refused(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
 
 
 def test_the_share_of_a_run_without_a_commit_is_unknown():

@@ -15,6 +15,7 @@ from tests.database import BY_NAME, DATABASE, MODES
 from tests.helpers import assert_same_bits, batches, features, make, run, snapshot
 from tests.pool import the_pool
 from tests.samplers import both
+from tests.test_shard_batches import batches_of, rows
 from tests.training import micro_batches
 
 N = 23
@@ -98,6 +99,39 @@ def test_objects_alone(kind, context):
 
 
 @elsewhere
+@pytest.mark.parametrize("replacement", [False, True])
+def test_batches_of_shards(context, replacement):
+    def epoch():
+        return [rows(batch) for batch in batches_of(replacement=replacement)]
+
+    usual = epoch()
+    with context():
+        assert epoch() == usual
+
+
+@elsewhere
+def test_curation(context):
+    z1, z2 = features(50, 5, 0, dtype=torch.float32)
+
+    def curated():
+        est, keeper = compopt.DCLEstimator(), compopt.ScoreKeeper(50)
+        keeper.attach(est)
+        for _ in range(2):
+            est(z1, z2, torch.arange(50, device="cpu"))
+            est.step()
+        before = compopt.curation.scores(keeper)
+        sampler = compopt.samplers.ScoredSampler(keeper, warm_up=1, drawn=0.5, reference=before)
+        found = compopt.curation.scores(keeper, since=before)
+        epochs = torch.tensor([*sampler, *sampler], device="cpu")
+        return {**found.columns(), "epochs": epochs}
+
+    usual = curated()
+    with context():
+        found = curated()
+    assert_same_bits(usual, found)
+
+
+@elsewhere
 @both
 def test_samplers(make, context):
     z1, z2 = features(50, 5, 0, dtype=torch.float32)
@@ -158,3 +192,12 @@ def test_a_temperature_without_a_value_says_so():
     for attempt in (lambda: compopt.FixedTemperature(tau), lambda: est(*DATA[0], tau=tau)):
         with pytest.raises(ValueError, match="tau is on the meta device.*device='cpu'"):
             attempt()
+
+
+def test_a_network_with_a_default_dtype_of_half_precision():
+    torch.set_default_dtype(torch.float16)
+    try:
+        loss = compopt.NeuCLIPEstimator(5)(*features(8, 5, 0, dtype=torch.float32), torch.arange(8))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert loss.dtype == torch.float32 and loss.isfinite()

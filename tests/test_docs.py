@@ -1,6 +1,7 @@
 """The documentation pages: code blocks compile, names exist, links lead to files."""
 
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -23,6 +24,12 @@ def name(page):
 
 def blocks(page, language):
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)
+
+
+def test_python_blocks_compile():
+    for page in PAGES:
+        for block in blocks(page, "python"):
+            compile(block, name(page), "exec")
 
 
 def test_names_of_the_library_exist():
@@ -109,6 +116,13 @@ def test_every_picture_has_a_text_alternative():
         assert not re.findall(r"!\[\s*\]\(", page.read_text()), name(page)
 
 
+def test_pages_correct_the_threshold_of_clipping_for_the_factor_tau_and_not_the_learning_rate():
+    """Clipped gradients have the length of the threshold, so that another learning rate would change the step."""
+    parts = [part for page in PAGES for part in re.split(r"\n\n|\n- ", page.read_text())]
+    about = [part for part in parts if "multiply_tau=False" in part and "clip" in part and "learning rate by" in part]
+    assert len(about) > 4 and all(re.search(r"clipping\s+multiply\s+the\s+threshold\s+by", part) for part in about)
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) < 130
 
@@ -144,3 +158,36 @@ def test_the_normalizer_of_the_page_on_extending(mode):
     est(z1.requires_grad_(), z2, torch.arange(12)).backward()
     est.step()
     assert est.read(torch.arange(12))["count"].tolist() == [1] * 12
+
+
+def test_the_normalizer_of_the_page_on_extending_alone():
+    """It averages its inputs, can be saved and loaded, and refuses calls as a part of an estimator."""
+    scope = {"__name__": "running_mean"}
+    exec(blocks(ROOT / "docs" / "extending.md", "python")[0], scope)
+    mean, again, index = scope["RunningMean"](9, offload="cpu"), scope["RunningMean"](9), torch.arange(3)
+    for value in (1.0, 2.0, 6.0):
+        returned = mean.update(torch.full((3,), value).log(), index)
+        mean.step()
+    torch.testing.assert_close(returned.exp(), torch.full((3,), 3.0))
+    again.load_state_dict(mean.state_dict())
+    assert torch.equal(again.read(index)["log_u"][:, 0], returned)
+    est = compopt.ContrastiveEstimator(scope["RunningMean"](9), compopt.FixedTemperature(0.5))
+    with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator"):
+        est.normalizer.update(returned, index)
+
+
+ADAPTERS = {
+    "accelerate": ["attach", "register_for_checkpointing"],
+    "lightning": ["EstimatorCallback"],
+    "sentence_transformers": [
+        "EstimatorLoss", "CachedEstimatorLoss", "EstimatorCallback", "add_index", "guided_options", "ranking_options"
+    ],
+    "transformers": ["EstimatorCallback"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "name"), [(page, name) for page in ADAPTERS for name in ADAPTERS[page]])
+def test_the_guide_of_an_adapter_names_all_arguments(page, name):
+    adapter = getattr(pytest.importorskip(f"compopt.integrations.{page}"), name)
+    text = (ROOT / "docs" / "guides" / f"{page}.md").read_text()
+    assert [each for each in inspect.signature(adapter).parameters if not re.search(rf"\b{each}\b", text)] == []

@@ -72,9 +72,9 @@ def test_an_optimizer_made_anew(kept):
     gc.collect()
     loop.train(3)
     assert not loop.said
-    loop.train(3 * PATIENCE)
+    loop.train(10 * PATIENCE)
     assert loop.heard("3 updates", "SGD", "has not run step()" if kept else "is gone", "attach")
-    assert loop.est.pending == 3 * PATIENCE + 3
+    assert loop.est.pending == 10 * PATIENCE + 3
     loop.est.attach(loop.optimizer)
     loop.train(1)
     assert loop.est.pending == 0
@@ -196,6 +196,14 @@ def test_steps_of_others_that_are_no_alarm(name):
     assert not loop.said and loop.est.t > 2
 
 
+def test_ordinary_training_watches_no_other_optimizer():
+    loop = Loop()
+    for _ in range(3):
+        loop.call()
+        assert loop.est._engine.attachments.stepped is None
+        loop.optimizer.step()
+
+
 @pytest.mark.parametrize("attach", [False, True])
 def test_no_commit_from_the_start(attach):
     loop = Loop(attach=attach)
@@ -228,18 +236,30 @@ def test_commits_by_hand_are_no_alarm():
     assert not loop.said
 
 
+def test_a_step_of_several_optimizers_is_one_update():
+    """An update is counted when all optimizers have stepped; one optimizer steps more often here."""
+    loop = Loop(attach=False)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    for step in range(16):
+        loop.call()
+        other.step()
+        if step % 4 == 0:
+            loop.optimizer.step()
+    assert loop.heard("10 calls", "3 updates")
+
+
 def test_long_windows_are_no_alarm():
     """Do not warn below eight times the longest window, also for commits by hand after the optimizer is deleted."""
     loop = Loop()
-    loop.train(2, window=5)
+    loop.train(2, window=8)
     loop.optimizer = None
     gc.collect()
-    loop.call(8 * 5 - 1)
+    loop.call(8 * 8 - 1)
     loop.est.step()
-    loop.call(8 * 39 - 1)
+    loop.call(8 * 63 - 1)
     assert not loop.said and loop.est.t == 3
     loop.call()
-    assert loop.heard("312 calls", "SGD", "is gone")
+    assert loop.heard("504 calls", "SGD", "is gone")
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
