@@ -813,7 +813,8 @@ class Trial:
         elif self.info.tau_leaf is not None and own.tau is None:
             self.ref.temperature = FixedReference(self.ref.groups[0]["tau"])
         try:
-            return self.ref.forward(**args, train=depositing)
+            found = self.ref.forward(**args, train=depositing)
+            return found if all(self.ref.weights) else None  # a policy may leave an anchor without negatives
         except (ValueError, ZeroDivisionError, IndexError, RuntimeError):
             return None
         finally:

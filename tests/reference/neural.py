@@ -137,8 +137,8 @@ class NeuralReference:
         nets = copy.deepcopy(self.pending if ref.train and self.pending is not None else self.nets)
         first = not (ref.train and self.pending is not None)
         others = [torch.cat(z)] if ref.mode == "unimodal" else [z[1], z[0]][:count]
-        keys = ref.keys[: 1 if ref.mode == "forward" else 2]
-        names = list(zip(*(key for key in keys if key is not None), strict=True))
+        index, index2, _ = ref.keys  # calls of one window may differ in index2, whose default is the index
+        names = list(zip(index, index if index2 is None or ref.mode == "forward" else index2, strict=True))
         for net, features in zip(nets, others, strict=True):
             self.push(net, features, names * (len(features) // len(names)), ref.steps, first)
         batches = [[] for _ in nets]
