@@ -197,7 +197,7 @@ def outputs_of(model: Any, encode: Encode | None, part: Any) -> list[Tensor]:
     odd = next((z for z in made if z.dim() == 1), None)
     if odd is not None:
         raise ValueError(
-            f"outputs must be features, (b, d) or (V, b, d), or a 0-d temperature, got shape {tuple(odd.shape)}; "
+            f"outputs must be features, (b, d), or a 0-d temperature, got shape {tuple(odd.shape)}; "
             f"squeeze() a temperature of shape (1,), and pass one per sample as tau="
         )
     if encode is None and any(z.dim() == 0 for z in made):

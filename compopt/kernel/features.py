@@ -64,7 +64,7 @@ class Features:
     """Features of some modalities or views: the tensors of the caller, and their prepared form for the kernel.
 
     Attributes:
-        given: tensors of the caller, with or without a graph, ``(b, d)`` each; or one with all views, ``(k, b, d)``.
+        given: tensors of the caller, with or without a graph, ``(b, d)`` each.
         unit: all features in the working dtype, without a graph, normalised if requested, ``(k, b, d)``.
         norm: norms of the features, ``(k, b, 1)``; ``None`` if they were not normalised.
     """
@@ -76,7 +76,7 @@ class Features:
     @classmethod
     def of(cls, *given: Tensor, normalize: bool) -> Features:
         """Prepare features of one shape, see :func:`prepare`."""
-        return cls(given, *prepare(torch.stack([z.detach() for z in given]).flatten(0, -3), normalize))
+        return cls(given, *prepare(torch.stack([z.detach() for z in given]), normalize))
 
     @property
     def want_gradients(self) -> bool:
@@ -87,7 +87,7 @@ class Features:
         """Return pairs of a given tensor and its gradient, from that of ``unit``, ``(k, b, d)``, overwritten."""
         if self.norm is not None:
             through_normalization(gradient, self.unit, self.norm)
-        return list(zip(self.given, gradient.view(len(self.given), *self.given[0].shape).unbind(), strict=True))
+        return list(zip(self.given, gradient.unbind(), strict=True))
 
 
 class Encoder:

@@ -170,7 +170,7 @@ def _side_sums(o: Operands, s: Tensor, apart: Tensor, anchors: Anchors, dim: int
 
 # Shape of a tile, and pipelining options of its product. One tile for each precision and kernel, so that sums are added
 # in the same order in every run. Wide tiles are for kernels that compile for every target without spilled registers,
-# narrow tiles for the others (benchmarks/fused.py).
+# narrow tiles for the others (benchmarks/results/fused.md).
 TILE = ("BM", "BN", "BK", "num_warps", "num_stages")
 WIDE = {"bf16": (128, 128, 64, 8, 3), "tf32": (128, 128, 32, 8, 3)}
 NARROW = {"bf16": (128, 64, 64, 8, 3), "tf32": (128, 64, 32, 8, 3)}
