@@ -300,3 +300,11 @@ def test_several_values_per_sample():
         compopt.compositional_loss(torch.ones(2, 2), torch.arange(2), vectors, torch.log)
     with pytest.raises(TypeError, match=r"args\[0\] must be a tensor"):
         compopt.compositional_loss(torch.ones(2, 2), torch.arange(2), vectors, torch.log, args=(3.0,))
+
+
+def test_a_temperature_of_a_state_that_is_a_tensor_is_refused():
+    one, other = compopt.SogCLREstimator(n=8, tau=0.1), compopt.SogCLREstimator(n=8, tau=0.1)
+    state = one.normalizer.state_dict()
+    state["meaning"] = {"tau": torch.zeros(3)}
+    with pytest.raises(TypeError, match="tau of the checkpoint must be a number"):
+        other.normalizer.load_state_dict(state)

@@ -122,9 +122,10 @@ class MovingAverageEstimator(Normalizer):
             )
         temperature = getattr(self.owner, "temperature", None)
         if temperature is not None and "tau" in state.get("meaning", {}):
-            for tau in state["meaning"]["tau"] or ():
+            given_tau = state["meaning"]["tau"]
+            for tau in () if given_tau is None else given_tau:
                 checks.positive("tau of the checkpoint", tau)
-            temperature.check_same(state["meaning"]["tau"], state["rows"][COUNT])
+            temperature.check_same(given_tau, state["rows"][COUNT])
 
     def check_pairs(self, policy: PairPolicy) -> None:
         """Accept every policy."""
