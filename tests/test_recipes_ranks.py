@@ -207,10 +207,10 @@ def save_images(folder):
 @pytest.mark.launch
 @pytest.mark.full
 def test_lars_with_augmented_views_and_resume(tmp_path):
-    """Two ranks train on four views as one does; a run is stopped in the second of three epochs and resumed."""
+    """Two ranks train on two views as one does; a run is stopped in the second of three epochs and resumed."""
     pytest.importorskip("kornia")
     save_images(tmp_path / "images")
-    options = ("--data", "folder", "--folder", str(tmp_path / "images"), "--views", "4", "--anchors", "2")
+    options = ("--data", "folder", "--folder", str(tmp_path / "images"))
     options += ("--optimizer", "lars", "--schedule", "cosine", "--warmup", "1", "--batch-size", "8", "--epochs", "3")
 
     def run(name, *more):
