@@ -36,7 +36,7 @@ def follow(info, est, ref, n, data, **options):
 CASES = [(info, *setting) for info in DATABASE for setting in SETTINGS[bool(info.network) :]]
 
 
-@pytest.mark.covering("info mode")
+@pytest.mark.covering()
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("info, tau, gamma", CASES, ids=lambda x: str(x))
 def test_some_steps(info, mode, tau, gamma):

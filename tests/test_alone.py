@@ -615,6 +615,7 @@ def compare_alone(kind, ranks, options, window):
 
 
 @pytest.mark.distributed
+@pytest.mark.covering()
 @pytest.mark.parametrize("ranks", [2, 3])
 @every
 def test_many_ranks_equal_one(kind, ranks):

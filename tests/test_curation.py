@@ -510,7 +510,7 @@ def draws(monkeypatch, found, epochs, **options):
     return drawn
 
 
-@pytest.mark.parametrize("of_reference", [False, True])
+@pytest.mark.parametrize("of_reference", [pytest.param(False, marks=pytest.mark.full), True])
 def test_the_sampler_draws_by_the_difference_to_the_reference(monkeypatch, of_reference):
     odds = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)  # weights; one of four samples is drawn
     score, reference = torch.randn(4, dtype=torch.float64), None

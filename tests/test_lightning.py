@@ -293,7 +293,8 @@ def two_ranks(group, folder, shard, directory):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("shard", "directory"), [pytest.param(False, True, marks=pytest.mark.full), (True, False), (True, True)]
+    ("shard", "directory"),
+    [(True, True), *(pytest.param(*other, marks=pytest.mark.full) for other in ((False, True), (True, False)))],
 )
 def test_two_ranks(tmp_path, shard, directory):
     for whole, again, counts, plain in the_pool(2, 120).run(two_ranks, 2, str(tmp_path / "c"), shard, directory):

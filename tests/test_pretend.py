@@ -13,9 +13,8 @@ from tests import pretend
 from tests.devices import PRETEND
 
 ROOT = Path(__file__).parent.parent
-DAILY = ("cuda", ["tests/test_accelerator.py", "-m", "accelerator and not full"])
-SLOW = [
-    ("cuda", ["tests/test_accelerator.py", "-m", "accelerator and full and not every"]),
+SESSIONS = [
+    ("cuda", ["tests/test_accelerator.py"]),
     ("cuda", ["tests/test_accelerator_options.py", "tests/test_sampler_bank.py", "tests/test_stores.py"]),
     ("cuda", ["tests/test_alone.py"]),
     ("cuda", ["tests/pretend/test_pretend_ranks.py"]),
@@ -50,7 +49,8 @@ def run(like, files):
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch takes no backend written in Python",
 )
-@pytest.mark.parametrize(("like", "files"), [DAILY, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("like", "files"), SESSIONS)
 def test_on_a_pretend_device(like, files):
     run(like, files)
 

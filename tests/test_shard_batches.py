@@ -286,14 +286,21 @@ def test_states_of_other_shards_or_seeds_are_refused():
     ShardBatches(["http://elsewhere/a/0.tar"], reading(), 2, sizes=sizes).load_state_dict(one.state_dict())
 
 
+def refused(loader, match):
+    iterator = iter(loader)
+    with pytest.raises(RuntimeError, match=match):
+        list(iterator)
+    iterator._shutdown_workers()  # an iterator that the garbage collector finds waits five seconds for each worker
+
+
 def test_loaders_that_do_not_fit_are_refused():
-    batches = batches_of(workers=2)
-    loader = torch.utils.data.DataLoader(batches, batch_size=None, num_workers=2, persistent_workers=True)
+    loader = torch.utils.data.DataLoader(batches_of(workers=2), batch_size=None, num_workers=2, persistent_workers=True)
     assert len(list(loader)) == TOTAL // 3
-    with pytest.raises(RuntimeError, match="leave persistent_workers off"):
-        list(loader)
-    with pytest.raises(RuntimeError, match="num_workers=2, and ShardBatches was told 1"):
-        loaded(batches_of(), 2)
+    refused(loader, "leave persistent_workers off")
+    refused(
+        torch.utils.data.DataLoader(batches_of(), batch_size=None, num_workers=2),
+        "num_workers=2, and ShardBatches was told 1",
+    )
 
 
 def test_bad_input():

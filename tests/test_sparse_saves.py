@@ -116,6 +116,7 @@ def test_a_checkpoint_that_was_lost_is_not_needed(loss, tmp_path):
     loads(compopt.save(est, tmp_path), est)
 
 
+@pytest.mark.slow
 def test_any_history(tmp_path):
     """Visits, saves, loads, growth and older checkpoints in random order."""
     draw = random.Random(0)

@@ -200,7 +200,9 @@ def check_in_workers(method, estimators):
         assert list(map(tuple, loader)) == list(map(answer, portion))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(method, marks=pytest.mark.slow) for method in ("spawn", "forkserver"))]
+)
 def test_workers(method):
     """One estimator of each pair of normalizer and temperature, the states in turn."""
     kinds = {tuple(type(part) for part in make(info, "bimodal", N)[0]._facts.parts.values()): info for info in DATABASE}
