@@ -76,6 +76,8 @@ LONG_RUN_WARMUPS = {"warm-up 10 %": WARMUP, "warm-up 19 %": LONG_WARMUP / 4, LON
 LONG_UNTUNED = {**dict.fromkeys(UNTUNED, TWICE), f"{DEFAULT}, {NEW}": THRICE}
 LONG_TUNED, LONG_RATES, LONG_BATCHES = ("InfoNCE", "DCL", *QUEUES), (4e-3, 8e-3, 1.6e-2), (8, 16, 64)
 VARIANTS = ("features as they were", "forces out of balance", "32 features", "512 features")
+# the default with the positive in the denominator, among so many candidates: title -> number
+CANDIDATES, CANDIDATES_BATCHES = {f"{number} candidates": number for number in (150, 500, 1000)}, (16, 64)
 # arms that explain the gap between accumulated micro-batches and a gradient cache, on the data sets with such a gap
 MICRO, WINDOW, HALF, GAPPED = 16, "256 features", "half the rate", ("glyphs", "icons")
 IDEAL = ("DCL, micro-batches", "DCL, micro-batches, balanced")
@@ -144,6 +146,10 @@ def _arms(task: str) -> dict[str, Cell]:
     cells = {f"{loss}, {batch}": _cell(task, loss, batch) for batch in BATCHES for loss in losses}
     cells |= {f"{DEFAULT}, {batch}": _default(task, batch) for batch in BATCHES}
     cells |= {f"{DEFAULT}, {change}, {VARIED}": _default(task, VARIED, loss=change) for change in VARIANTS}
+    cells |= {
+        f"{DEFAULT}, {title}, {batch}": _default(task, batch, loss=title)
+        for title, batch in product(CANDIDATES, CANDIDATES_BATCHES)
+    }
     cells |= _with_momentum(task, MOMENTUM_BATCHES)
     cells |= _warmups(task) | _long(task, LONG_BATCHES) | _untuned(task, MOMENTUM_BATCHES)
     cells |= {f"{loss}, 16 x 16": _cell(task, loss, 16, 16) for loss in ("InfoNCE", "DCL", "Residual")}

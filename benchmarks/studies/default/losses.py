@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compopt
-from benchmarks.studies.default.arms import DEFAULT, LARGEST_TAU, MICRO, MOMENTUM, Cell
+from benchmarks.studies.default.arms import CANDIDATES, DEFAULT, LARGEST_TAU, MICRO, MOMENTUM, Cell
 from benchmarks.studies.default.tasks import DIM, Task
 from benchmarks.studies.default.training import Loss
 
@@ -311,6 +311,8 @@ def loss_of(cell: Cell, settings: Settings, task: Task) -> Loss:
     """
     if cell.loss == DEFAULT:
         return compopt.recommended(DIM, task.n, cell.batch, task.mode)
+    if cell.loss in CANDIDATES:
+        return compopt.recommended(DIM, task.n, cell.batch, task.mode, candidates=CANDIDATES[cell.loss])
     if cell.loss == MOMENTUM:
         length = min(settings.get("length", 128), task.n // 4)
         return Followed(compopt.MemoryEstimator(DIM, length, momentum=True, mode=task.mode))
