@@ -1,11 +1,11 @@
-"""Compile the kernels of compopt.tiles ahead of time, without a device, and report their resource usage.
+"""Compile the kernels of compopt.kernel.triton ahead of time, without a device, and report their resource usage.
 
     python -m benchmarks.compiled sm_90            # facts of every kernel for one target, as JSON; needs triton
     python -m benchmarks.compiled gfx942 --daily   # of the kernels that the tests ask for
 
 Each kernel is compiled in every precision and in these variants: ``shared`` (one temperature, no maximum), ``anchors``
-(a temperature per anchor, with moments and counts) and ``policy`` (additionally thresholds, two strengths, three keys
-and groups). Triton's interpreter must be off (TRITON_INTERPRET).
+(a temperature per anchor, with moments and counts) and ``keys`` (additionally three keys). Triton's interpreter must be
+off (TRITON_INTERPRET).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from compopt.tiles.sweep import GROUP, Tile, tile_of
+from compopt.kernel.triton.sweep import tile_of
 
 KERNELS = ("sums", "coefficients")
 PRECISIONS = ("bf16", "tf32", "tf32x3")
@@ -27,16 +27,15 @@ TARGETS: dict[str, tuple[str, Any, int]] = {
     "sm_90": ("cuda", 90, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
-PLAIN = {"KEYS": 1, "WITHIN": False, "THRESHOLD": False, "SPARED": False, "HARD": False, "UPCAST": False, "EVEN": True}
-PLAIN |= {"ROWS": True, "COLUMNS": True, "SHIFTED": True, "MOMENTS": True, "COUNTED": True, "GROUP": GROUP}
+PLAIN = {"KEYS": 1, "UPCAST": False, "EVEN": True}
+PLAIN |= {"ROWS": True, "COLUMNS": True, "SHIFTED": True, "MOMENTS": True, "COUNTED": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "shared": {"SHIFTED": False, "MOMENTS": False, "COUNTED": False},
     "anchors": {},
-    "policy": {"THRESHOLD": True, "SPARED": True, "HARD": True, "KEYS": 3, "WITHIN": True},
+    "keys": {"KEYS": 3},
 }
 # Tensor-core (AMD: matrix-core) instruction of each target.
 INSTRUCTIONS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "gfx942": "v_mfma"}
-NUMBERS = ("shared", "beta", "beta_further")
 
 
 def cases(target: str, daily: bool) -> Iterator[tuple[str, str, str]]:
@@ -46,23 +45,22 @@ def cases(target: str, daily: bool) -> Iterator[tuple[str, str, str]]:
             continue
         for kernel in KERNELS:
             for variant in VARIANTS:
-                if not daily or variant != "policy" or precision == "tf32":
+                if not daily or variant != "keys" or precision == "tf32":
                     yield kernel, precision, variant
 
 
-def compile_one(kernel: str, precision: str, variant: str, target: str, tile: Tile | None = None) -> dict[str, Any]:
+def compile_one(kernel: str, precision: str, variant: str, target: str) -> dict[str, Any]:
     """Compile a kernel and return registers, bytes of stack and of shared memory, and tensor-core instructions."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from compopt.tiles import language
+    from compopt.kernel.triton import language
 
     function = getattr(language, kernel)
-    maxima = kernel == "sums" and variant != "shared"
-    tile = tile_of(precision, maxima, policy=variant == "policy") if tile is None else tile
-    constants = {**PLAIN, **VARIANTS[variant], "PRECISION": "ieee" if precision == "bf16" else precision}
-    constants |= {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK}
+    tile = tile_of(precision, maxima=kernel == "sums" and variant != "shared")
+    constants = {**PLAIN, **VARIANTS[variant], "PRECISION": "ieee" if precision == "bf16" else precision, **tile}
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
     signature = {name: _type(name, precision, constants) for name in function.arg_names}
     # the same alignment as at run time, where P and Q are arbitrary
     multiples = ("d", "out_stride")
@@ -73,12 +71,10 @@ def compile_one(kernel: str, precision: str, variant: str, target: str, tile: Ti
         constexprs={name: value for name, value in constants.items() if name in signature},
         attrs={(n,): [["tt.divisibility", 16]] for n in aligned},
     )
-    made = triton.compile(
-        source, target=GPUTarget(*TARGETS[target]), options={"num_warps": tile.warps, "num_stages": tile.stages}
-    )
+    made = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
     read = _of_amd if target.startswith("gfx") else _of_nvidia
     facts = {"kernel": kernel, "precision": precision, "variant": variant, "target": target}
-    facts |= {"tile": list(tile), "shared": made.metadata.shared}
+    facts |= {"tile": list(tile.values()), "shared": made.metadata.shared}
     return {**facts, **read(made, INSTRUCTIONS[target])}
 
 
@@ -90,7 +86,7 @@ def _type(name: str, precision: str, constants: dict[str, Any]) -> str:
         return "*bf16" if precision == "bf16" else "*fp32"
     if name.endswith("_keys"):
         return "*i32"
-    if name in NUMBERS:
+    if name == "shared":
         return "fp32"
     pointer = name.startswith(("row_", "column_")) and not name.endswith(("_stride", "_plane"))
     return "*fp32" if pointer else "i32"

@@ -8,8 +8,8 @@
 The mutants are chosen from all mutations of the library (benchmarks/mutations.py): an equal number from each room, from
 its files and the kinds of mutation in turn. The choice depends only on the source and --seed. Each mutant is tried in a
 copy of the checkout, where the tests run with -x in stages: the daily tests that run the changed line, the quickest
-first, for LIKELY seconds; all daily tests; for fused.py the tests with Triton (where `make .venv-triton/.triton` was
-run); and, after all other mutants, the rest of the suite. Mutants that no test on a CPU can notice (BY_READING) skip
+first, for LIKELY seconds; all daily tests; for kernel/triton the tests with Triton (after `make .venv-triton/.triton`);
+and, after all other mutants, the rest of the suite. Mutants that no test on a CPU can notice (BY_READING) skip
 the last stage. The lines that a test runs are measured once, with pytest-cov, on the unchanged library, which must
 pass. The full suite contains the daily tests and notices what they notice. A test that hangs and a library that cannot
 be imported count as noticed. Run nothing else meanwhile, since tests of several processes have time limits of their
@@ -77,7 +77,7 @@ BY_READING = {
     ("compopt/temperatures/dual.py", "TemperatureDual.saved_state", "branches"): ACCELERATOR,
     ("compopt/stores/snapshot.py", "Snapshot.__init__", "statement"): ACCELERATOR,
     ("compopt/stores/disk.py", "DiskStore.scatter", "function"): f"{EQUAL}: a row on a hole was never written",
-    ("compopt/kernel/fused.py", "FusedPairs._sweep", "statement"): f"{EQUAL}: two products instead of one",
+    ("compopt/kernel/triton/pairs.py", "FusedPairs._sweep", "statement"): f"{EQUAL}: two products instead of one",
     ("compopt/stores/prefetch.py", "Prefetcher.start", "statement"): f"{EQUAL}: creating the group detects them too",
     ("compopt/stores/prefetch.py", "Prefetcher.start", "keyword"): f"{EQUAL}: name of a thread",
     ("compopt/stores/table.py", "RowTable.state_dict", "sign"): ACCELERATOR,
@@ -342,7 +342,7 @@ def main() -> None:
             folders = [copy_of_checkout(Path(name) / str(lane)) for lane in range(options.lanes)]
             if todo := waiting(mine, options.records, None)[: options.limit]:
                 run(todo, daily(measured(folders[0])), folders, options.records)
-            fused = [(room, m) for room, m in mine if m.path == "compopt/kernel/fused.py" and TRITON.exists()]
+            fused = [(room, m) for room, m in mine if "kernel/triton/" in m.path and TRITON.exists()]
             for stage, group, missed in (("triton", fused, LATER), ("rest", mine, "nobody")):
                 if todo := waiting(group, options.records, LATER)[: options.limit]:
                     must_pass(folders[0], stage)

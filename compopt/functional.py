@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compopt.tiles.choice import BACKENDS, PRECISIONS, Backend, Precision, precision_of, reason_for_torch
-from compopt.tiles.sweep import log_sums, ranked
+from compopt.kernel.triton.choice import BACKENDS, PRECISIONS, Backend, Precision, precision_of, reason_for_torch
+from compopt.kernel.triton.sweep import Anchors, Operands, products, ranked, sums
 
 Scalar = float | Tensor
 
@@ -416,10 +416,9 @@ def contrastive_sums(
     dtype = torch.float64 if z1.dtype == torch.float64 else torch.float32
     x, y, scale = z1.to(dtype).contiguous(), z2.to(dtype).contiguous(), _scale_by_direction(tau, z1, dtype)
     fused = reason_for_torch(backend, x) is None
-    rows, columns = (torch.stack(side) for side in zip(*_ranked_keys(keys, z1), strict=True))
-    chosen = (precision or precision_of(tau)) if fused else None
-    facts = {"row_keys": rows, "column_keys": columns, "inside": len(y), "precision": chosen, "wave": wave}
-    return log_sums(x, y, scale, facts)
+    chosen, ranks = (precision or precision_of(tau)) if fused else None, _ranked_keys(keys, z1)
+    facts = {"row_keys": ranks, "column_keys": ranks, "precision": chosen, "wave": wave}
+    return _LogSums.apply(x, y, scale, facts)
 
 
 def _scale_by_direction(tau: float | Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
@@ -434,11 +433,10 @@ def _scale_by_direction(tau: float | Tensor, z: Tensor, dtype: torch.dtype) -> T
     return column.to(z.device, dtype).reciprocal().expand(len(z), 2)  # 1 / tau in half precision has three digits only
 
 
-def _ranked_keys(keys: Tensor | Sequence[Tensor] | None, z: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return the keys of both sides as int32 ranks, which the sweep compares."""
+def _ranked_keys(keys: Tensor | Sequence[Tensor] | None, z: Tensor) -> Tensor:
+    """Return the keys as int32 ranks, ``(k, B)``, which the sweep compares."""
     if keys is None:
-        own = torch.arange(len(z), device=z.device, dtype=torch.int32)
-        return [(own, own)]
+        return torch.arange(len(z), device=z.device, dtype=torch.int32)[None]
     given = [keys] if isinstance(keys, Tensor) else list(keys)
     for key in given:
         if not isinstance(key, Tensor):
@@ -447,4 +445,40 @@ def _ranked_keys(keys: Tensor | Sequence[Tensor] | None, z: Tensor) -> list[tupl
             raise ValueError(f"keys must be integers of shape {tuple(z.shape[:1])}, got {key.dtype} {tuple(key.shape)}")
     if not given:
         raise ValueError("keys has no entry; leave it out, so that a sample is no negative of itself")
-    return [ranked(key.to(z.device), key.to(z.device)) for key in given]
+    return torch.stack([ranked(key.to(z.device)) for key in given])
+
+
+class _LogSums(torch.autograd.Function):
+    """Autograd function of :func:`contrastive_sums`, which stores the features and a few numbers per anchor.
+
+    Its arguments are the features, ``1 / tau_i`` of the anchors along the rows and along the columns, ``(B, 2)``, and
+    further fields of the operands.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, facts: dict[str, Any]) -> Tensor:
+        low = torch.bfloat16 if facts["precision"] == "bf16" else x.dtype
+        x, y, ctx.facts = x.to(low), y.to(low), facts
+        rows, columns = map(Anchors, scale.unbind(1))
+        with torch.autocast(x.device.type, enabled=False):
+            found = sums(Operands(x, y, rows=rows, columns=columns, moments=ctx.needs_input_grad[2], **facts))
+        sides = [side for side in found if side is not None]
+        log_sums = torch.stack([side.log_total() for side in sides], dim=1)
+        means = [torch.where(side.total == 0, 0, side.dot / side.total) for side in sides if side.dot is not None]
+        ctx.save_for_backward(x, y, scale, log_sums, *means)
+        return log_sums
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # in a backward pass: with create_graph=True, and only then
+            raise RuntimeError("contrastive_sums is differentiable once; call backward() without create_graph=True")
+        x, y, scale, log_sums, *means = ctx.saved_tensors
+        of_scale = grad * torch.stack(means, dim=1) if means else None
+        if not any(ctx.needs_input_grad[:2]):
+            return None, None, of_scale, None
+        sides = zip(scale.unbind(1), (grad * scale).unbind(1), log_sums.unbind(1), strict=True)
+        rows, columns = (Anchors(*side) for side in sides)
+        operands, transposed = Operands(x, y, rows=rows, columns=columns, **ctx.facts), ctx.needs_input_grad[1]
+        with torch.autocast(x.device.type, enabled=False):  # autocast may be enabled around backward()
+            of_x, of_y = products(operands, transposed)
+        return of_x, of_y if transposed else None, of_scale, None

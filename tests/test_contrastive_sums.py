@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compopt import functional
-from compopt.tiles import choice, sweep
+from compopt.kernel.triton import choice, sweep
 from tests.helpers import near
 
 B, D, TAU = 9, 4, 0.05

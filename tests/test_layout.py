@@ -13,7 +13,6 @@ import pytest
 LIBRARY = Path(__file__).parent.parent / "compopt"
 # From the lowest floor to the highest. A room may import only rooms of lower floors.
 FLOORS = [
-    {"tiles"},
     {"accelerator", "batch", "checks", "files", "functional", "rng"},
     {"distributed", "data", "pairs"},
     {"kernel", "stores"},
@@ -30,7 +29,9 @@ FLOORS = [
 OPTIONAL = {"accelerate", "deepspeed", "open_clip", "open_clip_train", "safetensors", "scipy", "sklearn"}
 OPTIONAL |= {"pyarrow", "sentence_transformers", "threadpoolctl", "tqdm", "transformers"}
 # Modules in the language of an optional package, which they import at the top; they are imported inside functions.
-OPTIONAL_MODULES = {"compopt.tiles.language"}
+OPTIONAL_MODULES = {"compopt.kernel.triton.language"}
+# Modules that import nothing of the library but each other, and may be imported by every room.
+BELOW_ALL = {f"compopt.kernel.triton.{name}" for name in ("choice", "language", "sweep")}
 MODULES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__init__.py")
 
 
@@ -65,7 +66,8 @@ def refused(source: str, here: str) -> list[str]:
     """Return imports forbidden for a module in room ``here``: upwards, of the whole package, relative, by name."""
     found = []
     for name, _ in imports(source):
-        upwards = name.startswith("compopt.") and room(name) != here and floor(room(name)) >= floor(here)
+        other_room = name.startswith("compopt.") and name not in BELOW_ALL and room(name) != here
+        upwards = other_room and floor(room(name)) >= floor(here)
         by_name = name == "importlib" and floor(here) < len(FLOORS) - 1  # the top floor has nothing above it
         if upwards or by_name or name == "compopt" or name.startswith("."):
             found.append(name)
@@ -88,6 +90,9 @@ def test_rooms_import_downwards():
     """Type-only imports count as dependencies too."""
     upwards = {module(path): refused(path.read_text(), room(module(path))) for path in MODULES}
     assert {name: found for name, found in upwards.items() if found} == {}
+    for path in MODULES:
+        if module(path) in BELOW_ALL:
+            assert {n for n, _ in imports(path.read_text()) if n.startswith("compopt.")} <= BELOW_ALL, path
 
 
 @pytest.mark.parametrize(
@@ -117,7 +122,7 @@ def test_the_page_lists_rooms_in_the_order_of_their_floors():
     for path in MODULES:
         here = room(module(path))
         for name, _ in imports(path.read_text()):
-            if name.startswith("compopt.") and room(name) != here:
+            if name.startswith("compopt.") and name not in BELOW_ALL and room(name) != here:
                 assert place[here] < place[room(name)], f"{here} imports {name}, which the page has above it"
 
 

@@ -29,7 +29,7 @@ from tests.open_clip import layer
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = ["compopt", *sorted(m.name for m in pkgutil.walk_packages(compopt.__path__, "compopt."))]
 if importlib.util.find_spec("triton") is None:  # needs Triton, which `make test-triton` installs
-    MODULES.remove("compopt.tiles.language")
+    MODULES.remove("compopt.kernel.triton.language")
 PUBLIC_MODULES = [name for name in MODULES if not any(part.startswith("_") for part in name.split("."))]
 
 

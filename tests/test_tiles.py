@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 import compopt
 from compopt import functional
-from compopt.tiles import choice
-from compopt.tiles.sweep import ranked
+from compopt.kernel.triton import choice
+from compopt.kernel.triton.sweep import ranked
 from tests.helpers import near
 
 B, D = 9, 4
@@ -117,22 +117,22 @@ def test_errors(given, words):
 
 
 def test_ranked_keys_are_equal_where_the_keys_are():
-    rows, columns = torch.tensor([7, -(2**62), 7, 3]), torch.tensor([3, 3, 9, 7, -(2**62)])
-    a, b = ranked(rows, columns)
-    assert a.dtype == torch.int32 and int(torch.cat([a, b]).min()) == 0
-    assert torch.equal(a[:, None] == b, rows[:, None] == columns)
+    keys = torch.tensor([[7, -(2**62), 7, 3, 3, 3, 9, 7, -(2**62)], [1, 1, 1, 1, 1, 1, 1, 0, 2**62]])
+    found = ranked(keys)
+    assert found.dtype == torch.int32 and found.min(1).values.tolist() == [0, 0]
+    assert torch.equal(found[:, :, None] == found[:, None], keys[:, :, None] == keys[:, None])
 
 
 # -- the rule ------------------------------------------------------------------------------------------------------
 
 
-def reason(monkeypatch, backend="triton", installed=True, switch=None, interpret="1", policy=None, dtype=torch.float32):
+def reason(monkeypatch, backend="triton", installed=True, switch=None, interpret="1", has=None, dtype=torch.float32):
     monkeypatch.setattr(choice, "_installed", lambda: installed)
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
     monkeypatch.delenv(choice.SWITCH, raising=False)
     if switch is not None:
         monkeypatch.setenv(choice.SWITCH, switch)
-    return choice.reason_for_torch(backend, torch.zeros(2, 2, dtype=dtype), policy)
+    return choice.reason_for_torch(backend, torch.zeros(2, 2, dtype=dtype), has)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def reason(monkeypatch, backend="triton", installed=True, switch=None, interpret
         ({"installed": False}, "Triton is not installed"),
         ({"interpret": "0"}, "the features are on cpu"),
         ({"dtype": torch.float64}, "the features are float64"),
-        ({"policy": "guided=True"}, "the call has guided=True"),
+        ({"has": "extra="}, "the call has extra="),
     ],
 )
 def test_the_rule_names_its_reason(given, expected, monkeypatch, caplog):
-    with caplog.at_level(logging.DEBUG, "compopt.tiles.choice"):
+    with caplog.at_level(logging.DEBUG, "compopt.kernel.triton.choice"):
         assert reason(monkeypatch, **given) == expected
     said = "the kernels in Triton" if expected is None else f"plain torch, since {expected}"
     assert caplog.messages == [f"pairs: {said}"]

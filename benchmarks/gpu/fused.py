@@ -1,6 +1,6 @@
 """Compare the fused kernel with the torch path and with other packages' losses, and its gradients with float64.
 
-The choice that ``backend="auto"`` makes (compopt/tiles/choice.py) is based on its table.
+The choice that ``backend="auto"`` makes (compopt/kernel/triton/choice.py) is based on its table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.gpu.losses import (
 )
 from benchmarks.gpu.machine import Action, Machine
 from compopt.functional import contrastive_sums
-from compopt.tiles.choice import reason_for_torch
+from compopt.kernel.triton.choice import reason_for_torch
 
 PRECISIONS: dict[str, Precision] = {"TF32": ("high", torch.float32), "bf16": ("medium", torch.float32)}
 DENSE = 32768  # largest batch of which a matrix and its gradient fit into memory

@@ -50,13 +50,13 @@ class Apart(NamedTuple):
 
     Attributes:
         own: the entries, if it is known on the host that no others are; otherwise keys are compared.
-        rows, columns: keys of the rows, ``(P,)`` each, and of the first columns; features with an equal key are no pair.
+        keys: function that returns the keys of the rows, ``(P,)`` each, and of the first columns; features with an
+            equal key are no pair.
         further: function that returns the mask of the remaining columns for some rows; ``None``: all are pairs.
     """
 
     own: Sequence[Diagonal] | None
-    rows: Sequence[Tensor] = ()
-    columns: Sequence[Tensor] = ()
+    keys: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]] | None = None
     further: Callable[[slice], Tensor] | None = None
 
     def mask(self, s: Tensor, part: slice) -> Tensor | None:
@@ -65,7 +65,11 @@ class Apart(NamedTuple):
             for diagonal in self.own:
                 diagonal.of(s, part).fill_(MASKED)
             return None
-        same = same_sample([key[part] for key in self.rows], self.columns)
+        if self.keys is None:
+            same = torch.zeros(len(s), 0, dtype=torch.bool, device=s.device)
+        else:
+            rows, columns = self.keys()
+            same = same_sample([key[part] for key in rows], columns)
         if (more := s.shape[1] - same.shape[1]) > 0:
             outside = same.new_zeros(len(same), more) if self.further is None else self.further(part)
             same = torch.cat([same, outside], dim=1)
@@ -321,7 +325,7 @@ class Block:
         self,
         rows: Tensor | None,
         columns: Tensor | Given | None,
-        pull: Tensor | None,
+        pull: Scalar | None,
         of_rows: Tensor,
         of_columns: Tensor | None = None,
         of_further: Tensor | None = None,
@@ -331,7 +335,7 @@ class Block:
 
         Args:
             rows, columns: ``f_i`` of the anchors, ``(P,)`` and ``(Q,)``; columns may also be :class:`Given`.
-            pull: numbers that are subtracted from ``A`` at the positives, ``(P,)``, or ``None``.
+            pull: subtracted from ``A`` at the positives, a number or ``(P,)``, or ``None``.
             of_rows, of_columns, of_further: results, ``(P, d)``, ``(C, d)`` and ``(Q - C, d)``.
         """
         back = of_columns is not None or of_further is not None
@@ -341,7 +345,7 @@ class Block:
             if pull is not None:
                 for diagonal in self.positives:
                     low, high = max(diagonal.start, part.start), min(diagonal.stop, part.stop)
-                    diagonal.of(a, part).sub_(pull[low:high])
+                    diagonal.of(a, part).sub_(pull[low:high] if isinstance(pull, Tensor) else pull)
             _product(a, self.y, of_rows if self._all(part) else of_rows[part], self.recompute)
             if back and self.recompute:
                 _add_columns(a, self.x[part], True, of_columns, of_further)

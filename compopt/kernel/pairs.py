@@ -117,6 +117,7 @@ class Pairs:
         everyone: features of all ranks, ``(B, d)`` each; ``None``: those of this rank.
         momentum: features of a momentum copy of all ranks, ``(B, d)`` each, which replace the candidates.
         ranks, sizes: the ranks, and ``b`` of each; ``None``: this rank alone.
+        block: class of the matrices.
 
     Attributes:
         distinct: only the anchor's own sample is excluded from its candidates, as known on the host.
@@ -132,8 +133,6 @@ class Pairs:
     to ``4 D``).
     """
 
-    block: type[Block] = Block
-
     def __init__(
         self,
         own: Tensor,
@@ -144,8 +143,9 @@ class Pairs:
         momentum: Sequence[Tensor] = (),
         ranks: Ranks | None = None,
         sizes: Sequence[int] = (),
+        block: Callable[..., Block] = Block,
     ) -> None:
-        self.options, self.keys, self.extra = options, keys, options.extra
+        self.block, self.options, self.keys, self.extra = block, options, keys, options.extra
         self.directions, self.unimodal, self.moments = options.directions, options.unimodal, options.moments
         # in unimodal mode further candidates are excluded for the anchors of view 2
         told = self.extra is None or (self.extra.positions is None and not self.unimodal)
@@ -199,10 +199,8 @@ class Pairs:
             own = [*positives, Diagonal(0, 2 * B, 0)]
         else:
             own = positives = [Diagonal(0, B, 0)]
-        apart = Apart(own)
-        if not self.distinct:
-            further = None if extra is None else self._further(extra)
-            apart = Apart(None, self.names(rows), self.names(columns), further)
+        further = None if self.distinct or extra is None else self._further(extra)
+        apart = Apart(own if self.distinct else None, lambda: (self.names(rows), self.names(columns)), further)
         both, limits = not self.unimodal and self.directions == 2, self._thresholds
         return self.block(
             x,
@@ -220,7 +218,9 @@ class Pairs:
             ),
         )
 
-    def _of_direction(self, direction: int, part: slice, form: Form | None = None) -> Block:
+    def _of_direction(
+        self, direction: int, part: slice, form: Form | None = None, block: Callable[..., Block] | None = None
+    ) -> Block:
         """Return the matrix of some samples of a modality or view, which are anchors if it has a direction."""
         views = (0, 1) if self.unimodal else (1 - direction,)
         y = self._all if self.unimodal else (self._momentum or self._everyone)[1 - direction]
@@ -228,16 +228,16 @@ class Pairs:
         count, z = part.stop - part.start, self._z[direction]
         x = z if count == len(z) else z[part.start - self._own.start : part.stop - self._own.start]
         at = [view * self._batch + part.start if self.unimodal else part.start for view in views]
-        apart = Apart([Diagonal(0, count, column) for column in at])
-        if not self.distinct:
-            rows = [key[part] for key in self.keys]
-            apart = Apart(None, rows, self.names(views), None if extra is None else self._further(extra, part))
+        own = [Diagonal(0, count, column) for column in at]
+        further = None if self.distinct or extra is None else self._further(extra, part)
+        keys = lambda: ([key[part] for key in self.keys], self.names(views))  # noqa: E731
+        apart = Apart(own if self.distinct else None, keys, further)
         anchors = direction < self.directions
         rows, scale, limits = None, self._scale, self._thresholds
         if anchors:
             rows = scale[part, direction] if isinstance(scale, Tensor) else scale
         outside = slice(None) if extra is not None else None
-        return self.block(
+        return (block or self.block)(
             x,
             y if extra is None else torch.cat([y, extra.everyone]),
             self._form if form is None else form,
@@ -262,8 +262,8 @@ class Pairs:
         y, rows, columns = self._everyone[0], ((), slice(0, 0), extra.own), ((0,), slice(0, self._batch), None)
         limits = self._thresholds
         selected = self._selection(rows, columns, None, None if limits is None else {"threshold": limits[:, 0]})
-        apart = Apart([]) if extra.positions is None else Apart(None, (), (), further)
-        return self.block(extra.features, y, self._form, apart, given=True, selected=selected)
+        apart = Apart([]) if extra.positions is None else Apart(None, None, further)
+        return Block(extra.features, y, self._form, apart, given=True, selected=selected)
 
     def _further(self, extra: Extra, part: slice | None = None) -> Callable[[slice], Tensor]:
         """Return a function of rows of a matrix to the mask of further candidates; they are none of view 2's."""
@@ -323,7 +323,8 @@ class Pairs:
         else:  # one copy for all quantities, since every copy is a kernel launch on an accelerator
             total, shift, dot, excluded = _stacked(*sides)
         positive = block.positive[:B, None].expand(-1, self.directions)
-        self._set(positive, [len(block.y), len(block.x)][: self.directions], excluded)
+        others = len(block.y) if self.unimodal else B
+        self._set(positive, [len(block.y), others][: self.directions], excluded)
         if self._form.tau is None:
             self._offset = (shift - self.positive) * self._scale
         else:
@@ -344,7 +345,7 @@ class Pairs:
             own.append(torch.stack([each.dot / each.total for each in sums], dim=1))
         counted = sums[0].excluded is not None
         if counted:
-            own.append(torch.stack([each.excluded.to(self._z.dtype) for each in sums], dim=1))
+            own.append(torch.stack([each.excluded for each in sums], dim=1))
         positive, log_total, *rest = ranks.gather(own, sizes)
         self._set(positive.expand(-1, self.directions), [len(block.y) for block in blocks], rest[-1] if counted else None)
         own = [each.shift if each.shift is not None else torch.zeros_like(each.total) for each in sums]
@@ -360,7 +361,7 @@ class Pairs:
         count: Scalar = float(numbers[0])
         if len(set(numbers)) > 1:  # filled on the device, without a copy from the host that synchronises
             count = torch.stack([positive.new_full((), float(number)) for number in numbers]).expand_as(positive)
-        self.count = count if excluded is None else count - excluded
+        self.count = count if excluded is None else count - excluded.to(positive.dtype)
         self.log_count = log(self.divisor)
 
     @cached_property  # used by normalizers and by the gradients
@@ -415,7 +416,7 @@ class Pairs:
         """Return ``(sum w)^2 / sum w^2`` of this rank's first anchors of each direction; NaN without candidates."""
         part = slice(self._own.start, min(self._own.stop, self._own.start + SPREAD_ANCHORS))
         form = self._form._replace(moments=False, chunk_size=None)
-        return [self._of_direction(direction, part, form).effective() for direction in range(self.directions)]
+        return [self._of_direction(direction, part, form, Block).effective() for direction in range(self.directions)]
 
     # -- gradients ---------------------------------------------------------------------------------------------
 

@@ -12,12 +12,12 @@ from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.options import takes_options
+from compopt.kernel.triton.choice import Backend
 from compopt.normalizers import BatchNormalizer, MemoryNormalizer, SigmoidNormalizer
 from compopt.pairs import PairPolicy
 from compopt.presets.options import CommonOptions, Options
 from compopt.presets.published import by_mode
 from compopt.temperatures import FixedTemperature
-from compopt.tiles.choice import Backend
 
 LENGTH, MOMENTUM_LENGTH = 128, 512  # samples in the memory: of features of the model, of momentum features
 LARGE = 1024  # for batches of this size or more, LENGTH further negatives make little difference

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from compopt.checks import Directions, Mode
 from compopt.estimator.options import PlacementOptions
+from compopt.kernel.triton.choice import Backend
 from compopt.pairs import PairPolicy
-from compopt.tiles.choice import Backend
 
 
 class CommonOptions(PlacementOptions, total=False):

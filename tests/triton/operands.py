@@ -5,29 +5,28 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from compopt.tiles.sweep import Anchors, Operands
+from compopt.kernel.triton.sweep import Anchors, Operands
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter multiplies TF32 in float32.
 EXACT = "ieee" if DEVICE.type == "cuda" else "tf32"
 
 
-def anchors(count, shared, generator, threshold, tau=(0.02, 0.2)):
+def anchors(count, shared, generator, tau):
     """Return anchors with temperatures between two bounds, or one for all."""
     low, high = tau
     scale = 1 / (low + (high - low) * torch.rand(count, dtype=torch.float64, generator=generator))
-    scale = torch.full_like(scale, shared) if shared else scale
-    return Anchors(scale, 0.2 * torch.randn(count, dtype=torch.float64, generator=generator) if threshold else None)
+    return Anchors(torch.full_like(scale, shared) if shared else scale)
 
 
-def operands(P=70, Q=90, d=20, rows=True, columns=True, keys=2, threshold=False, tau=(0.02, 0.2), seed=0, **options):
+def operands(P=70, Q=90, d=20, rows=True, columns=True, keys=2, tau=(0.02, 0.2), seed=0, **options):
     """Return operands in float64; the keys of rows and columns are small integers."""
     generator = torch.Generator().manual_seed(seed)
     x, y = (F.normalize(torch.randn(n, d, dtype=torch.float64, generator=generator), dim=1) for n in (P, Q))
     row_keys, column_keys = (torch.randint(max(P, 7), (keys, n), generator=generator).int() for n in (P, Q))
     shared = options.get("shared")
-    sides = [anchors(n, shared, generator, threshold, tau) if on else None for n, on in ((P, rows), (Q, columns))]
-    return Operands(x, y, *sides, row_keys, column_keys, **{"inside": Q, **options})
+    sides = [anchors(n, shared, generator, tau) if on else None for n, on in ((P, rows), (Q, columns))]
+    return Operands(x, y, row_keys, column_keys, *sides, **options)
 
 
 def low(o, precision=EXACT):

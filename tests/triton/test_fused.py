@@ -1,7 +1,8 @@
-"""backend="triton" against plain torch in float64: presets, policies, modes, further candidates, ranks."""
+"""backend="triton" against plain torch in float64: presets, modes, labels, ranks, and what falls back."""
 
 import logging
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 import compopt
 from compopt import PairPolicy
 from compopt import functional as F
-from compopt.kernel.fused import FusedPairs
+from compopt.kernel.triton.pairs import FusedPairs
 from tests.database import DATABASE, MODES
 from tests.helpers import batches, make, near
 from tests.pool import the_pool
@@ -28,17 +29,17 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
 
 
-def call(est, dtype, views=2, extra=None, **keys):
+def call(est, dtype, extra=None, momentum_features=None, **keys):
     """Return loss and all gradients of one call, in float64 on the CPU, and the metrics."""
     device = DEVICE if dtype == torch.float32 else torch.device("cpu")
-    z = normal(views, B, D, seed=1).to(device, dtype).requires_grad_()
+    z = normal(2, B, D, seed=1).to(device, dtype).requires_grad_()
     index = torch.randperm(N, generator=generator(2))[:B]
     given = {name: value if name == "labels" else value.to(device) for name, value in keys.items()}
-    if "guide" in given:
-        given["guide"] = given["guide"].to(dtype).unbind()
+    if momentum_features is not None:
+        given["momentum_features"] = momentum_features.to(device, dtype).unbind()
     if extra is not None:
         given["extra"] = extra.to(device, dtype, copy=True).requires_grad_()
-    loss = est(z, index=index, **given) if est.mode == "unimodal" else est(*z, index, **given)
+    loss = est(*z, index, **given)
     loss.backward()
     leaves = [z, *([given["extra"]] if extra is not None else []), *est.parameters()]
     found = [loss.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
@@ -65,7 +66,7 @@ def taken(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("info", [i for i in DATABASE if not i.draws], ids=str)
+@pytest.mark.parametrize("info", [i for i in DATABASE if not i.draws and not i.has_policy], ids=str)
 def test_every_estimator_of_the_database(info, mode, taken):
     """Two commits: the second call reads the rows of the first."""
     runs = {}
@@ -89,12 +90,10 @@ FORWARD, UNIMODAL = {"directions": "forward"}, {"mode": "unimodal"}
 CALLS = {
     "one direction": (FORWARD, {}),
     "unimodal": (UNIMODAL, {}),
-    "four views": (UNIMODAL, {"views": 4}),
     "labels": ({}, {"labels": LABELS}),
-    "further candidates": ({}, {"extra": normal(5, D, seed=3)}),
-    "further positives": ({}, {"extra": normal(N, D, seed=3), "extra_index": torch.arange(N)}),
-    "none further": (FORWARD, {"extra": normal(0, D)}),
-    "further, unimodal": (UNIMODAL, {"extra": normal(5, D, seed=3), "extra_index": torch.arange(5)}),
+    "labels, one direction": (FORWARD, {"labels": LABELS}),
+    "labels, unimodal": (UNIMODAL, {"labels": LABELS}),
+    "captions": ({}, {"index2": torch.arange(B) % 5, "labels": LABELS}),
     "chunks": ({"chunk_size": 5}, {"labels": LABELS}),
     "not normalised": ({"normalize": False}, {}),
 }
@@ -108,57 +107,31 @@ def test_calls(case, learn, taken):
     assert len(taken) == 1
 
 
-POLICIES = {
-    "false negatives": (PairPolicy(false_negatives=0.1), {}),
-    "nothing left": (PairPolicy(false_negatives=-3.0), {}),
-    "relative": (PairPolicy(false_negatives=("relative", 0.9), spare_extra=True), {"extra": normal(5, D, seed=3)}),
-    "two strengths": (PairPolicy(hardness=(3.0, 1.0)), {"extra": normal(5, D, seed=3)}),
-    "within": (PairPolicy(within=True, hardness=2.0), {"within": LABELS}),
-    "importance": (PairPolicy(hardness=2.0, importance="differentiated", mises_fisher=0.5), {}),
-    "prior": (PairPolicy(prior=0.01), {}),
-    "targets": (PairPolicy(positives="labels"), {"labels": LABELS}),
-}
-
-
-@pytest.mark.parametrize("options", [{}, FORWARD, UNIMODAL], ids=["both", "forward", "unimodal"])
-@pytest.mark.parametrize("case", POLICIES)
-def test_policies(case, options, taken):
-    policy, given = POLICIES[case]
-    assert_equal_calls(lambda **more: compopt.DCLEstimator(TAU, pairs=policy, **options, **more), **given)
-    assert taken
-
-
-def test_further_similarities(taken):
-    policy = PairPolicy(also=("query_to_query", "document_to_every_document"))
-    build = lambda **more: compopt.DCLEstimator(TAU, pairs=policy, directions="forward", **more)  # noqa: E731
-    assert_equal_calls(build, extra=normal(2 * B, D, seed=3))
-    assert len(taken) == 3
-
-
 FALLEN_BACK = {
-    "guided=True": (PairPolicy(false_negatives=0.1, guided=True), {"guide": normal(2, B, 3)}),
-    "hardness=('mined', 2.0)": (PairPolicy(hardness=("mined", 2.0)), {"extra": normal(B, D, seed=3)}),
+    "extra=": (partial(compopt.DCLEstimator, TAU), {"extra": normal(5, D, seed=3)}),
+    "pairs=": (partial(compopt.DCLEstimator, TAU, pairs=PairPolicy(hardness=2.0)), {}),
+    "momentum_features=": (partial(compopt.MemoryEstimator, D), {"momentum_features": normal(2, B, D, seed=8)}),
 }
 
 
-@pytest.mark.parametrize("reason", FALLEN_BACK)
-def test_what_the_kernel_does_not_take_falls_back(reason, taken, caplog):
-    policy, given = FALLEN_BACK[reason]
-    with caplog.at_level(logging.DEBUG, "compopt.tiles.choice"):
-        assert_equal_calls(lambda **more: compopt.DCLEstimator(TAU, pairs=policy, **more), **given)
+@pytest.mark.parametrize("argument", FALLEN_BACK)
+def test_what_the_kernel_does_not_take_falls_back(argument, taken, caplog):
+    build, given = FALLEN_BACK[argument]
+    with caplog.at_level(logging.DEBUG, "compopt.kernel.triton.choice"):
+        assert_equal_calls(build, **given)
     assert not taken
-    assert f"pairs: plain torch, since the call has {reason}" in caplog.messages
+    assert f"pairs: plain torch, since the call has {argument}" in caplog.messages
 
 
 def test_the_variable_turns_it_off(taken, monkeypatch, caplog):
     monkeypatch.setenv("COMPOPT_TRITON", "0")
-    with caplog.at_level(logging.DEBUG, "compopt.tiles.choice"):
+    with caplog.at_level(logging.DEBUG, "compopt.kernel.triton.choice"):
         call(compopt.DCLEstimator(TAU, backend="triton"), torch.float32)
     assert not taken and "pairs: plain torch, since COMPOPT_TRITON is 0" in caplog.messages
 
 
 def test_float64_and_auto_are_torch(taken, caplog):
-    with caplog.at_level(logging.DEBUG, "compopt.tiles.choice"):
+    with caplog.at_level(logging.DEBUG, "compopt.kernel.triton.choice"):
         call(compopt.DCLEstimator(TAU, backend="triton"), torch.float64)
         call(compopt.DCLEstimator(TAU), torch.float32)
     assert not taken
@@ -202,7 +175,7 @@ def test_contrastive_sums(tau, keys):
 
 def on_rank(group, case):
     """Return gradients of this rank's part of the batch, of which the second is larger, and the rows."""
-    from compopt.kernel.fused import FusedRowBlock
+    from compopt.kernel.triton.pairs import FusedRowBlock
 
     os.environ["TRITON_INTERPRET"] = "1"
     rank = torch.distributed.get_rank(group)
@@ -232,8 +205,7 @@ RANKED = {
     "plain": ({}, {}),
     "unimodal": (UNIMODAL, {"labels": LABELS}),
     "one direction": (FORWARD, {"labels": LABELS}),
-    "policy": ({"pairs": PairPolicy(false_negatives=0.2, hardness=2.0)}, {}),
-    "further": ({}, {"extra": normal(B, D, seed=7).float()}),
+    "labels": ({}, {"labels": LABELS}),
 }
 
 

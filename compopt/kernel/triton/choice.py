@@ -8,20 +8,16 @@ import logging
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 Backend = Literal["auto", "torch", "triton"]
-BACKENDS = ("auto", "torch", "triton")
 Precision = Literal["tf32", "bf16", "tf32x3", "ieee"]
-PRECISIONS = ("tf32", "bf16", "tf32x3", "ieee")
-
-# The backend for "auto". No GPU has run the kernels yet; `make gpu` measures them.
-AUTO = "torch"
-# Environment variable; the value 0 disables the kernels.
-SWITCH = "COMPOPT_TRITON"
+BACKENDS, PRECISIONS = get_args(Backend), get_args(Precision)
+AUTO = "torch"  # the backend for "auto"; no GPU has run the kernels yet; `make gpu` measures them
+SWITCH = "COMPOPT_TRITON"  # environment variable; the value 0 disables the kernels
 # In bfloat16 the relative error of the gradient is 4e-3 at tau 0.07 and 6e-3 at this tau. The error of a sum is up to
 # 0.03 nats at this tau, and 0.2 at tau 0.005 (benchmarks/results/fused.md).
 BF16_MIN_TAU = 0.02
@@ -29,21 +25,18 @@ BF16_MIN_TAU = 0.02
 _log = logging.getLogger(__name__)
 
 
-def reason_for_torch(backend: Backend, z: Tensor, policy: str | None = None) -> str | None:
+def reason_for_torch(backend: Backend, z: Tensor, argument: str | None = None) -> str | None:
     """Return the reason to use plain torch for a call, or ``None`` for the kernels in Triton; logged at debug level.
 
-    Args:
-        backend: requested backend; ``"auto"`` is :data:`AUTO`.
-        z: features, in the dtype of the computation.
-        policy: an argument of the call, or an option of a policy of pairs, that the kernels do not support.
+    ``z`` are features in the dtype of the computation; ``argument`` is one of the call that the kernels do not support.
     """
-    reason = _reason(AUTO if backend == "auto" else backend, z, policy)
+    reason = _reason(AUTO if backend == "auto" else backend, z, argument)
     if not torch.compiler.is_compiling():  # a graph cannot log
         _log.debug("pairs: %s", "the kernels in Triton" if reason is None else f"plain torch, since {reason}")
     return reason
 
 
-def _reason(backend: str, z: Tensor, policy: str | None) -> str | None:
+def _reason(backend: str, z: Tensor, argument: str | None) -> str | None:
     if backend == "torch":
         return "the backend is torch"
     if os.environ.get(SWITCH) == "0":
@@ -56,8 +49,8 @@ def _reason(backend: str, z: Tensor, policy: str | None) -> str | None:
         return "the device is older than compute capability 8.0"
     if z.dtype == torch.float64:
         return "the features are float64"
-    if policy is not None:
-        return f"the call has {policy}"
+    if argument is not None:
+        return f"the call has {argument}"
     return None
 
 
@@ -72,11 +65,8 @@ def interpreted() -> bool:
 
 
 def precision_of(tau: float | Tensor) -> Precision:
-    """Return TF32, or bfloat16 if ``torch.set_float32_matmul_precision("medium")`` allows it and ``tau`` is large.
-
-    For a tensor the result is TF32, since reading its value may synchronise.
-    """
-    allowed = isinstance(tau, float) and tau >= BF16_MIN_TAU
+    """Return TF32, or bfloat16 if ``torch.set_float32_matmul_precision("medium")`` allows it and ``tau`` is large."""
+    allowed = isinstance(tau, float) and tau >= BF16_MIN_TAU  # reading the value of a tensor may synchronise
     return "bf16" if allowed and _float32_precision() == "medium" else "tf32"
 
 

@@ -1,1 +1,0 @@
-"""Matrix of similarities in tiles: sums along both axes, coefficients of the gradients, in torch and in Triton."""
