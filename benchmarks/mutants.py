@@ -77,7 +77,6 @@ BY_READING = {
     ("compopt/temperatures/dual.py", "TemperatureDual.saved_state", "branches"): ACCELERATOR,
     ("compopt/stores/snapshot.py", "Snapshot.__init__", "statement"): ACCELERATOR,
     ("compopt/stores/disk.py", "DiskStore.scatter", "function"): f"{EQUAL}: a row on a hole was never written",
-    ("compopt/kernel/triton/pairs.py", "FusedPairs._sweep", "statement"): f"{EQUAL}: two products instead of one",
     ("compopt/stores/prefetch.py", "Prefetcher.start", "statement"): f"{EQUAL}: creating the group detects them too",
     ("compopt/stores/prefetch.py", "Prefetcher.start", "keyword"): f"{EQUAL}: name of a thread",
     ("compopt/stores/table.py", "RowTable.state_dict", "sign"): ACCELERATOR,

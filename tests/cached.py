@@ -111,10 +111,6 @@ def with_tau(model, part):
     return model(*part)
 
 
-def stacked(model, part):
-    return torch.stack(two(model, part))
-
-
 # The arguments of a call for each call variant; `model` is "model" or names of towers.
 FEATURES = {
     "pair": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2), "encode": two},
@@ -123,7 +119,6 @@ FEATURES = {
     "labels": lambda x1, x2, x3, i: {
         "model": "model", "batch": (x1, x2), "encode": two, "labels": i % 7, "index2": i // 2,
     },
-    "views": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2), "encode": stacked},
     "extra": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2, x3), "extra_index": (i + 1) % N},
     "towers": lambda x1, x2, x3, i: {"model": ("first", "second"), "batch": (x1, x2), "micro_batch_size": (5, 2)},
     "negatives": lambda x1, x2, x3, i: {"model": ("first", "second", "second"), "batch": (x1, x2, x3.repeat(2, 1))},
@@ -370,7 +365,7 @@ def outcome(framework, kind, feature, ranks, run=compopt.gradient_cache, calls=1
     trained = {name: part for name, part in parts.items() if next(part.parameters()).requires_grad}
     owns = {**parts, **{name: made.wrap(part) for name, part in trained.items()}}
     before = [made.weights(part) for part in trained.values()]
-    options = {"views": {"mode": "unimodal"}, "guided": {"pairs": POLICY}}.get(feature, {})
+    options = {"guided": {"pairs": POLICY}}.get(feature, {})
     est = ESTIMATORS[kind](dtype=torch.float64, **options)
     with torch.autograd.profiler.profile(use_kineto=False) as profile:
         given = owns["model"] if names == "model" else tuple(owns[name] for name in names)

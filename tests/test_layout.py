@@ -17,12 +17,12 @@ FLOORS = [
     {"distributed", "data", "pairs"},
     {"kernel", "stores"},
     {"estimator"},
-    {"arguments", "checkpoint", "curation", "module", "momentum"}
+    {"arguments", "checkpoint", "module", "momentum"}
     | {"negatives", "objective", "schedules", "temperatures"},
-    {"normalizers", "samplers", "summary"},
+    {"normalizers", "summary"},
     {"contrastive"},
-    {"diagnostics", "gradient_cache", "losses", "presets"},
-    {"integrations"},
+    {"curation", "diagnostics", "gradient_cache", "losses", "presets"},
+    {"integrations", "samplers"},
 ]
 # Optional packages, which are imported inside the functions that use them. Callbacks of trainers derive from classes of
 # such packages and import them at the top; no other module imports these callbacks.

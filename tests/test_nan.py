@@ -359,7 +359,7 @@ OPERATIONS = {
 
 
 def test_no_loss_is_missing_here():
-    others = {losses.CompositionalLoss, losses.InnerAverage, losses.PairLoss}
+    others = {losses.CompositionalLoss, losses.InnerAverage, losses.PairLoss, losses.SupConLoss}
     assert {*LOSSES, *others} == {getattr(losses, name) for name in losses.__all__}
 
 

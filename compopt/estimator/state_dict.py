@@ -81,8 +81,8 @@ def of_parts(engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
     these, and an estimator the others, with a warning.
     """
     config = values.mapping("config", state["config"])
-    method = values.mapping("method", config.get("method"))
-    if "scores" not in method or list(method) == list(engine.parts):
+    method = config.get("method")
+    if not isinstance(method, Mapping) or "scores" not in method or list(method) == list(engine.parts):
         return state
     if "scores" not in engine.parts:
         warn(
