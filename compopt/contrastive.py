@@ -366,7 +366,7 @@ class ContrastiveEstimator(Estimator):
         # torch.save refuses views that change the dtype. The copy is kept, because a spawned process opens the memory
         # of the tensors that are pickled for it only afterwards.
         if self._last is not None:
-            count, effective = self._last.count, partial(list, self._last.effective())
+            count, effective = self._last.count, partial(list[Tensor], self._last.effective())
             self._last = replace(self._last, count=None if count is None else count.clone(), effective=effective)
         self._shown = {name: value() if callable(value) else value for name, value in self._shown.items()}
         return {**super().__getstate__(), "_at_first": None}

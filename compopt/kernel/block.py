@@ -11,8 +11,8 @@ along the other axis, and the coefficients of the gradient, are
 where ``m`` are maxima, or 0 where all exponentials are bounded. Rows are computed in blocks that fit the cache. Nothing
 is part of an autograd graph, and the host does not wait for a device.
 
-Memory: two matrices ``(P, Q)`` (one if the exponentials are bounded; three under a policy, which selects different pairs
-for the two axes), or blocks of ``chunk_size`` rows that are computed again for the products.
+Memory: two matrices ``(P, Q)`` (one if the exponentials are bounded; three under a policy, which selects different
+pairs for the two axes), or blocks of ``chunk_size`` rows that are computed again for the products.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Apart(NamedTuple):
     further: Callable[[slice], Tensor] | None = None
 
     def mask(self, s: Tensor, part: slice) -> Tensor | None:
-        """Overwrite entries of the rows ``part`` that are not pairs; return their mask, or ``None`` if they are known."""
+        """Overwrite entries of the rows ``part`` that are not pairs; return their mask; ``None`` if they are known."""
         if self.own is not None:
             for diagonal in self.own:
                 diagonal.of(s, part).fill_(MASKED)
@@ -117,8 +117,8 @@ class Sums(NamedTuple):
             shrink = (self.shift - more.shift).mul_(scale).exp_()
             total, dot = total * shrink, None if dot is None else dot * shrink
         dot = None if dot is None or more.dot is None else dot + more.dot
-        none = self.excluded is None or more.excluded is None
-        return Sums(total + more.total, more.shift, dot, None if none else self.excluded + more.excluded)
+        excluded = None if self.excluded is None or more.excluded is None else self.excluded + more.excluded
+        return Sums(total + more.total, more.shift, dot, excluded)
 
     def log_total(self, scale: Scalar) -> Tensor:
         """Return ``log sum_j exp(s_ij / tau_i)``."""
@@ -153,18 +153,18 @@ class Block:
         form: facts of the call.
         apart: entries that are not pairs.
         rows: ``1 / tau`` of the anchors along the rows, a number or ``(P,)``; ``None``: the rows are not anchors.
-        columns: the same of the first columns, ``(C,)``, if the rows are all their candidates; ``None``: the columns are
-            not anchors, or :meth:`products` receives their weights.
+        columns: the same of the first columns, ``(C,)``, if the rows are all their candidates; ``None``: the columns
+            are not anchors, or :meth:`products` receives their weights.
         given: :meth:`products` receives weights of anchors along the columns.
         positives: entries of the positives, which become :attr:`positive`.
         selected: policy for the pairs, or ``None``.
 
     Attributes:
-        sums, column_sums: sums of the anchors along the rows and along the columns, or ``None``.
+        sums, column_sums: sums of the anchors along the rows, if they are anchors, and along the columns, or ``None``.
         positive: similarities of the rows' features to their positives, ``(P,)``.
     """
 
-    sums: Sums | None = None
+    sums: Sums
     column_sums: Sums | None = None
 
     def __init__(
@@ -316,7 +316,6 @@ class Block:
         """Return ``(sum w)^2 / sum w^2`` of the anchors along the rows; NaN for those without candidates."""
         weights = [kept.rows for kept in self._kept if kept.rows is not None]
         number = torch.cat([e.sum(1).square() / e.square().sum(1) for e in weights])
-        assert self.sums is not None
         return number if self.sums.shift is None else number.masked_fill(self.sums.shift <= MASKED, torch.nan)
 
     # -- products ------------------------------------------------------------------------------------------------
@@ -330,8 +329,10 @@ class Block:
         of_columns: Tensor | None = None,
         of_further: Tensor | None = None,
     ) -> None:
-        """Write ``A Y`` to ``of_rows``, and ``A^T X`` of the first and of the remaining columns; add them to zeros
-        if blocks are recomputed, or if ``of_columns`` shares the memory of ``of_rows``.
+        """Write ``A Y`` to ``of_rows``, and ``A^T X`` of the first and of the remaining columns to the others.
+
+        If blocks are recomputed, the results are added, to zeros; ``of_columns`` may be ``of_rows``, to which it is
+        added.
 
         Args:
             rows, columns: ``f_i`` of the anchors, ``(P,)`` and ``(Q,)``; columns may also be :class:`Given`.

@@ -1,11 +1,11 @@
 """Statistics of all pairs of a call, a few numbers per anchor on all ranks, and their gradients in closed form.
 
-One rank has one matrix for the anchors of both directions: its rows are the anchors of direction 1 and its columns those
-of direction 2, or, in unimodal mode, both axes are all features. Several ranks have one matrix per direction, with this
-rank's features along the rows and all candidates along the columns; the weights of the anchors along the columns need
-three numbers each, which one all-gather has exchanged, so that no collective runs in the backward pass. Features of a
-momentum copy are candidates without a gradient, of one matrix per direction. Further candidates are columns that are not
-anchors.
+One rank has one matrix for the anchors of both directions: its rows are the anchors of direction 1 and its columns
+those of direction 2, or, in unimodal mode, both axes are all features. Several ranks have one matrix per direction, with
+this rank's features along the rows and all candidates along the columns; the weights of the anchors along the columns
+need three numbers each, which one all-gather has exchanged, so that no collective runs in the backward pass. Features of
+a momentum copy are candidates without a gradient, of one matrix per direction. Further candidates are columns that are
+not anchors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar, log
-from compopt.kernel.block import Apart, Block, Diagonal, Form, Given, Sums
+from compopt.kernel.block import Apart, Block, Diagonal, Form, Given
 from compopt.pairs import Axis, PairPolicy, Selection
 
 # Above this 1/tau, exp(s/tau) of a unit-norm pair approaches the range of float32, and a maximum must be subtracted.
@@ -129,8 +129,8 @@ class Pairs:
         log_sum: ``log sum_{j in N_i} exp(h_ij / tau_i)``; 0 for anchors without negatives.
         mean_h: mean of ``h_ij`` under the batch softmax, or ``None``.
 
-    Communicates, with several ranks: one all-gather of ``1 + D`` to ``1 + 3 D`` floats per sample (with momentum ``2 D``
-    to ``4 D``).
+    Communicates, with several ranks: one all-gather of ``1 + D`` to ``1 + 3 D`` floats per sample (with momentum
+    ``2 D`` to ``4 D``).
     """
 
     def __init__(
@@ -185,7 +185,9 @@ class Pairs:
             return None
         if self._momentum:
             pairs = zip(self._everyone, self._momentum[::-1], strict=True)
-            return policy.threshold(torch.stack([torch.linalg.vecdot(z, k) for z, k in pairs][: self.directions], dim=1))
+            return policy.threshold(
+                torch.stack([torch.linalg.vecdot(z, k) for z, k in pairs][: self.directions], dim=1)
+            )
         positive = torch.linalg.vecdot(*(self.options.guide or self._everyone))
         return policy.threshold(positive.unsqueeze(1).expand(-1, self.directions))
 
@@ -315,47 +317,46 @@ class Pairs:
 
     def _read_shared(self, block: Block) -> None:
         """Set the statistics from the sums of the matrix of both directions."""
-        B, sides = self._batch, [block.sums, *([] if block.column_sums is None else [block.column_sums.first(self._batch)])]
-        if self.unimodal:
-            total, shift, dot, excluded = (None if x is None else x.view(2, B).T for x in block.sums)
-        elif len(sides) == 1:
-            total, shift, dot, excluded = (None if x is None else x[:, None] for x in block.sums)
+        B, columns = self._batch, block.column_sums
+        if columns is None:
+            every = [None if x is None else x.view(-1, B).T for x in block.sums]
         else:  # one copy for all quantities, since every copy is a kernel launch on an accelerator
-            total, shift, dot, excluded = _stacked(*sides)
-        positive = block.positive[:B, None].expand(-1, self.directions)
+            pairs = zip(block.sums, columns.first(B), strict=True)
+            every = [None if x is None or y is None else torch.stack([x, y]).T for x, y in pairs]
+        total, shift, dot, excluded = every
+        assert total is not None
         others = len(block.y) if self.unimodal else B
-        self._set(positive, [len(block.y), others][: self.directions], excluded)
-        if self._form.tau is None:
-            self._offset = (shift - self.positive) * self._scale
+        self._set(block.positive[:B, None].expand(-1, self.directions), [len(block.y), others], excluded)
+        if shift is None:
+            self._offset = self.positive * (-self._scale)
         else:
-            self._offset = self.positive * (-1 / self._form.tau)
+            self._offset = (shift - self.positive) * self._scale
         self.log_sum = self.real(total.log() + self._offset)
         self.mean_h = None if dot is None else self.real(dot / total - self.positive)
 
     def _exchange(self, ranks: Ranks) -> None:
         """Gather the statistics of each rank's anchors on all ranks."""
         blocks, sizes = self._blocks[: self.directions], self._sizes or [self._z.shape[1]]
-        scale = self._scale if isinstance(self._scale, Tensor) else self._z.new_full((1, 1), self._scale)
-        self._scale = scale = scale.expand(self._batch, self.directions)
-        positive = [block.positive for block in (blocks if self._momentum else blocks[:1])]
-        sums = [block.sums for block in blocks]
-        logs = [each.log_total(scale[self._own, d]) for d, each in enumerate(sums)]
-        own = [torch.stack(positive, dim=1), torch.stack(logs, dim=1)]
-        if self.moments:
-            own.append(torch.stack([each.dot / each.total for each in sums], dim=1))
-        counted = sums[0].excluded is not None
-        if counted:
-            own.append(torch.stack([each.excluded for each in sums], dim=1))
+        self._scale = scale = _spread_out(self._scale, self._z.new_empty(self._batch, self.directions))
+        mine, zero = scale[self._own], self._z.new_zeros(())
+        positives = [block.positive for block in (blocks if self._momentum else blocks[:1])]
+        logs = [block.sums.log_total(mine[:, direction]) for direction, block in enumerate(blocks)]
+        more = [[block.sums.dot / block.sums.total for block in blocks if block.sums.dot is not None]]
+        more += [[block.sums.excluded for block in blocks if block.sums.excluded is not None]]
+        own = [torch.stack(values, dim=1) for values in (positives, logs, *more) if values]
         positive, log_total, *rest = ranks.gather(own, sizes)
-        self._set(positive.expand(-1, self.directions), [len(block.y) for block in blocks], rest[-1] if counted else None)
-        own = [each.shift if each.shift is not None else torch.zeros_like(each.total) for each in sums]
-        self._offset = (torch.stack(own, dim=1) - self.positive[self._own]) * scale[self._own]
+        excluded = rest[-1] if more[1] else None
+        self._set(positive.expand(-1, self.directions), [len(block.y) for block in blocks], excluded)
+        shifts = [
+            zero.expand_as(block.sums.total) if block.sums.shift is None else block.sums.shift for block in blocks
+        ]
+        self._offset = (torch.stack(shifts, dim=1) - self.positive[self._own]) * mine
         self.log_sum = self.real(log_total - self.positive * scale)
         self.mean_h = self.real(rest[0] - self.positive) if self.moments else None
 
     def _set(self, positive: Tensor, candidates: Sequence[int], excluded: Tensor | None) -> None:
         """Set positives and counts, from the candidates by direction and the numbers of those excluded, ``(B, D)``."""
-        self.positive, own = positive, 2 if self.unimodal else 1
+        self.positive, own, candidates = positive, 2 if self.unimodal else 1, candidates[: self.directions]
         self.negatives = min(candidates) - own
         numbers = [number - (own if excluded is None else 0) for number in candidates]
         count: Scalar = float(numbers[0])
@@ -453,7 +454,8 @@ class Pairs:
         if not self.unimodal:
             columns = self._by_column(0, factor=factor)
             pull = weight.sum(1) if isinstance(weight, Tensor) else weight * self.directions
-            block.products(rows, None if columns is None else columns["factor"], pull, *gradient.unbind(), outside)
+            of_rows, of_columns = gradient.unbind()
+            block.products(rows, None if columns is None else columns["factor"], pull, of_rows, of_columns, outside)
             return gradient, outside
         of_all = gradient.view(-1, gradient.shape[2])
         weight = weight.expand_as(factor) if isinstance(weight, Tensor) else weight
@@ -467,6 +469,7 @@ class Pairs:
     def _own_gradients(self, alpha: Tensor, coefficient: Scalar, weight: Scalar) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of this rank's features as anchors, and as candidates of the anchors of all ranks."""
         own, scale, shape = self._own, self._scale, self.positive
+        assert isinstance(scale, Tensor)  # since _exchange()
         alpha, log_count = alpha.expand_as(shape), _spread_out(self.log_count, shape)
         factor, weight = _spread_out(coefficient, shape), _spread_out(weight, shape)[own]
         mine = (self._offset - alpha[own] - log_count[own]).exp_().mul_(factor[own])
@@ -494,12 +497,6 @@ class Pairs:
 
 # Values of columns that are no anchors, whose weights are 0.
 OUTSIDE = {"scale": 1.0, "level": torch.inf, "factor": 0.0, "threshold": torch.inf}
-
-
-def _stacked(*sides: Sums) -> list[Tensor | None]:
-    """Return the sums of both directions side by side, ``(B, 2)`` each."""
-    every = [None if one is None or other is None else torch.stack([one, other]) for one, other in zip(*sides, strict=True)]
-    return [None if both is None else both.T for both in every]
 
 
 def _spread_out(value: Scalar, like: Tensor) -> Tensor:

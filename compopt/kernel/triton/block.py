@@ -73,7 +73,9 @@ class TritonBlock(Block):
         self.sums = _as_sums(found[0], rows.scale, len(y))
         if found[1] is not None and columns is not None:
             self.column_sums = _as_sums(found[1], columns.scale, len(x))
-        ends = [torch.linalg.vecdot(x[d.start : d.stop], y[d.column : d.column + d.stop - d.start]) for d in self.positives]
+        ends = [
+            torch.linalg.vecdot(x[d.start : d.stop], y[d.column : d.column + d.stop - d.start]) for d in self.positives
+        ]
         self.positive = torch.cat(ends)
 
     def products(
@@ -91,10 +93,11 @@ class TritonBlock(Block):
         if rows is not None and self.rows is not None:
             o = replace(o, rows=self._anchors(self.rows, len(self.x), rows, self._tops[0]))
         if isinstance(columns, Given):
-            factor, top = columns.factor, columns.level
-            if self.form.tau is not None:
-                factor, top = factor * (-top).exp(), None
-            o = replace(o, columns=self._anchors(columns.scale, len(self.y), factor, top))
+            if self.form.tau is None:
+                given = self._anchors(columns.scale, len(self.y), columns.factor, columns.level)
+            else:
+                given = self._anchors(columns.scale, len(self.y), columns.factor * (-columns.level).exp())
+            o = replace(o, columns=given)
         elif columns is not None:  # without anchors of their own, those of the rows
             scale, top = (self.rows, self._tops[0]) if self.columns is None else (self.columns, self._tops[1])
             assert scale is not None
@@ -104,7 +107,9 @@ class TritonBlock(Block):
         if of_columns is not None:
             shared = of_columns.data_ptr() == of_rows.data_ptr()
             of_columns.copy_(back + found if shared else back)
-        for d in self.positives if pull is not None else ():
+        if pull is None:
+            return
+        for d in self.positives:
             at, other = slice(d.start, d.stop), slice(d.column, d.column + d.stop - d.start)
             weight = pull[at, None] if isinstance(pull, Tensor) else pull
             of_rows[at] -= weight * self.y[other]
@@ -112,10 +117,12 @@ class TritonBlock(Block):
                 of_columns[other] -= weight * self.x[at]
 
 
-def block_of(backend: Backend, z: Tensor, tau: float | Tensor, unsupported: Mapping[str, object]) -> Callable[..., Block]:
+def block_of(
+    backend: Backend, z: Tensor, tau: float | Tensor, unsupported: Mapping[str, object]
+) -> Callable[..., Block]:
     """Return the class of the matrices of a call, in plain torch or in Triton.
 
-    ``unsupported`` contains arguments of the call that the kernels do not support, by name; given ones are not ``None``.
+    ``unsupported`` contains the arguments of the call that the kernels do not support, by name.
     """
     argument = next((name for name, value in unsupported.items() if value is not None), None)
     if reason_for_torch(backend, z, argument) is not None:
