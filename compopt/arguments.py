@@ -18,8 +18,8 @@ from compopt.distributed.handshake import NOTHING, fingerprint, tau_facts
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.engine import Engine
-from compopt.kernel.blocks import Extra
 from compopt.kernel.features import Encode, Encoder, Features, prepare, working_dtype
+from compopt.kernel.pairs import Extra
 from compopt.pairs import NO_POLICY, PairPolicy
 
 # Directions with anchors, by the value of directions=.

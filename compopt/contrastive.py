@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ from compopt.estimator.options import with_arguments_of
 from compopt.estimator.reader import ROW_KEYS, either
 from compopt.functional import Scalar
 from compopt.kernel.features import Encode, with_gradients, zero_or_nan
-from compopt.kernel.joined import Source, swept
-from compopt.kernel.pairs import PairOptions, PairStatistics
+from compopt.kernel.pairs import PairOptions, Pairs
+from compopt.kernel.triton.block import block_of
 from compopt.kernel.triton.choice import BACKENDS, Backend
 from compopt.objective import Objective
 from compopt.pairs import NO_POLICY, PairPolicy
@@ -324,6 +325,7 @@ class ContrastiveEstimator(Estimator):
                     self._propose(call, hyper, objective)  # new rows and temperatures, until step()
                 gradients = self._gradients(objective, given, temperature)
             self._run("call", batch, sums)  # last, so that a follower deposits nothing for a call that raises
+            sums.release()  # the metrics may need the features, not the matrices
             loss = with_gradients(batch.nan_if_bad(value), gradients)
             self._last, self._shown = Summary.of(objective), estimate.metrics
         return loss
@@ -363,8 +365,10 @@ class ContrastiveEstimator(Estimator):
     def __getstate__(self) -> dict[str, Any]:
         # torch.save refuses views that change the dtype. The copy is kept, because a spawned process opens the memory
         # of the tensors that are pickled for it only afterwards.
-        if self._last is not None and self._last.count is not None:
-            self._last = replace(self._last, count=self._last.count.clone())
+        if self._last is not None:
+            count, effective = self._last.count, partial(list[Tensor], self._last.effective())
+            self._last = replace(self._last, count=None if count is None else count.clone(), effective=effective)
+        self._shown = {name: value() if callable(value) else value for name, value in self._shown.items()}
         return {**super().__getstate__(), "_at_first": None}
 
     # -- the steps of a call -----------------------------------------------------------------------------------
@@ -400,7 +404,7 @@ class ContrastiveEstimator(Estimator):
         """Return the hyper-parameters of one part for the samples of a batch."""
         return self._engine.groups.hyper(role, batch.rows, batch.dtype)
 
-    def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, temperature: float | Tensor) -> PairStatistics:
+    def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, temperature: float | Tensor) -> Pairs:
         """Compute the statistics of all pairs of the batch, or, with several ranks, of this rank's anchors."""
         policy, own, values = given.policy, given.own.unit, batch.values
         options = PairOptions(
@@ -414,10 +418,11 @@ class ContrastiveEstimator(Estimator):
             policy=policy,
             guide=[values["guide1"], values["guide2"]] if "guide1" in values else (),
             key=values.get("within1"),
-            held=given.momentum is not None,
         )
-        own = own if given.momentum is None else torch.cat([own, given.momentum])
-        pairs = swept(Source(own, tau, batch, self._engine.ranks, self.backend), options)
+        unsupported = {"momentum_features=": given.momentum, "extra=": given.extra, "pairs=": policy}
+        block = block_of(self.backend, own, tau, unsupported)
+        sides, ranks = (batch.features, batch.momentum), self._engine.ranks
+        pairs = Pairs(own, tau, list(batch.keys.values()), options, *sides, ranks, batch.sizes, block)
         if self.temperature.learns and pairs.negatives:  # before any proposal, since a warning may be an error
             self.temperature.look_at_negatives(pairs.negatives + self.normalizer.outside)
         self._look_at_temperature(temperature)
@@ -438,7 +443,7 @@ class ContrastiveEstimator(Estimator):
             )
         self._settled.add("scale")  # a temperature that is learned, or follows a schedule, may grow
 
-    def _call(self, batch: Batch, pairs: PairStatistics, tau: float | Tensor, given: Given | None) -> Call:
+    def _call(self, batch: Batch, pairs: Pairs, tau: float | Tensor, given: Given | None) -> Call:
         """Return the input of the normalizer; ``given`` is ``None`` for a diagnostic."""
         encoder, policy = (None, None) if given is None else (given.encoder, given.policy)
         engine, hyper, unimodal = self._engine, self._hyper("normalizer", batch), self.mode == "unimodal"

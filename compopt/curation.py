@@ -40,7 +40,8 @@ from compopt.estimator.component import Component
 from compopt.estimator.engine import Alone, Engine
 from compopt.estimator.groups import GroupSpec, as_groups
 from compopt.estimator.reader import ROW_KEYS
-from compopt.kernel.pairs import PairStatistics, same_sample
+from compopt.kernel.block import same_sample
+from compopt.kernel.pairs import Pairs
 from compopt.stores.layout import Column
 from compopt.stores.table import Placement
 
@@ -164,7 +165,7 @@ class ScoreKeeper(Component):
         form: dict[str, Any] = {"directions": width, "placement": placement, "row_keys": ROW_KEYS[:width]}
         self._core = Engine(Alone(self), mode=mode, dtype=dtype, **form).open()
 
-    def _record(self, est: ContrastiveEstimator, batch: Batch, pairs: PairStatistics) -> None:
+    def _record(self, est: ContrastiveEstimator, batch: Batch, pairs: Pairs) -> None:
         """Deposit the observations of a call."""
         if not batch.depositing:
             return
@@ -182,7 +183,7 @@ class ScoreKeeper(Component):
             engine.table.deposit(own, proposals, valid)
             engine.pending += 1
 
-    def _observed(self, own: Batch, pairs: PairStatistics) -> dict[str, Tensor]:
+    def _observed(self, own: Batch, pairs: Pairs) -> dict[str, Tensor]:
         """Return new values of the columns for the samples of a call, ``(B, D)`` each."""
         rows, first, unimodal = own.columns, own.unseen("log_g"), self.mode == "unimodal"
         log_ghat = pairs.of_other_view(pairs.log_ghat) if unimodal else pairs.log_ghat
@@ -219,7 +220,7 @@ class ScoreKeeper(Component):
         return {**super().__getstate__(), "_handle": None}
 
 
-def _positive_ranks(batch: Batch, pairs: PairStatistics, unimodal: bool) -> Tensor:
+def _positive_ranks(batch: Batch, pairs: Pairs, unimodal: bool) -> Tensor:
     """Return the share of negatives that are more similar to an anchor than its positive, of this rank, ``(b, A)``.
 
     Every rank compares its own anchors with the features of all ranks. The share is 0 for anchors without negatives.

@@ -26,8 +26,7 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.collectives import doing
 from compopt.functional import mean_of_views
 from compopt.kernel.features import with_gradients, working_dtype
-from compopt.kernel.local import Pairs
-from compopt.kernel.pairs import PairOptions
+from compopt.kernel.pairs import PairOptions, Pairs
 
 Views = Literal["averaged", "separate"]
 CHUNK_SIZE = 512

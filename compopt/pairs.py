@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from compopt import checks
+from compopt.functional import Scalar
 
+# Similarity of entries that are not pairs. Finite, so that 0 * MASKED is 0 and not NaN; far below any s / tau.
+MASKED = -1e30
 FalseNegatives = float | tuple[Literal["relative"], float]
 
 
@@ -134,3 +137,66 @@ def _check_false_negatives(value: FalseNegatives | None) -> None:
 
 
 NO_POLICY = PairPolicy()
+
+
+class Axis(NamedTuple):
+    """Data of a policy for the features along the rows or the columns of a matrix of similarities.
+
+    Attributes:
+        guide: features of the guide, ``(Q, g)``, or ``None``.
+        key: keys ``within=``; pairs with different keys are excluded, ``(Q,)``, or ``None``.
+        inside: number of features of the batch, which come first; the others are further candidates.
+    """
+
+    guide: Tensor | None
+    key: Tensor | None
+    inside: int
+
+    def part(self, start: int, stop: int) -> Axis:
+        """Return the part with the features ``start`` to ``stop``."""
+        guide, key = (None if value is None else value[start:stop] for value in self[:2])
+        return Axis(guide, key, min(max(0, self.inside - start), stop - start))
+
+
+class Selection(NamedTuple):
+    """Policy of one matrix of similarities.
+
+    Attributes:
+        policy: the options.
+        rows, columns: data of the two axes.
+        thresholds: thresholds of the anchors along the rows, ``(P, 1)``, and along the columns, ``(Q,)``; ``None``
+            without the option ``false_negatives``, or for an axis without anchors.
+    """
+
+    policy: PairPolicy
+    rows: Axis
+    columns: Axis
+    thresholds: tuple[Tensor | None, Tensor | None]
+
+    def logits(self, s: Tensor, start: int, dim: int, scale: Scalar) -> Tensor:
+        """Return ``s_ij + tau_i b_ij`` of a block, :data:`MASKED` for entries that are not pairs.
+
+        Args:
+            s: similarities of the rows from ``start`` on, masked for equal samples; not modified.
+            start: first row of the block.
+            dim: axis of the candidates; 1: the rows are anchors, 0: the columns are anchors.
+            scale: ``1 / tau`` of the anchors, broadcastable to ``s``.
+        """
+        stop = start + s.shape[0]
+        rows, (by_row, by_column) = self.rows.part(start, stop), self.thresholds
+        candidates = self.columns if dim == 1 else rows
+        threshold = by_column if dim == 0 else None if by_row is None else by_row[start:stop]
+        hardness = self.policy.hardness
+        result = s.clone() if hardness is None else s * (hardness / scale + 1)
+        if threshold is not None:
+            seen = s
+            if rows.guide is not None and self.columns.guide is not None:
+                seen = rows.guide @ self.columns.guide.T
+                result += 0 * seen  # NaN for a guide that is not finite, whose comparison would be False
+            found = seen > threshold
+            if self.policy.spare_extra:
+                found.narrow(dim, candidates.inside, s.shape[dim] - candidates.inside).fill_(False)
+            result.masked_fill_(found, MASKED)
+        if rows.key is not None and self.columns.key is not None:
+            result.masked_fill_(rows.key[:, None] != self.columns.key, MASKED)
+        return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from compopt.functional import Scalar
-from compopt.kernel.pairs import Sums
 from compopt.objective import Objective
 
 
@@ -20,7 +20,7 @@ class Summary:
     Attributes:
         alpha: log-normalizers, ``(B, A)``.
         tau: temperatures.
-        sides: sums over the weights of the pairs, by direction.
+        effective: function that returns the effective numbers of negatives of the first anchors, by direction.
         log_sum, negatives: ``log sum_j exp(h_ij / tau_i)``, ``(B, A)``, and the number of negatives, ``|N_i|``.
         rows: data-set positions, ``(B, R)``.
         count: visits so far, ``(B, D)``; ``None`` if visits are not counted.
@@ -28,7 +28,7 @@ class Summary:
 
     alpha: Tensor
     tau: float | Tensor
-    sides: list[Sums]
+    effective: Callable[[], list[Tensor]]
     log_sum: Tensor
     negatives: Scalar
     rows: Tensor
@@ -38,7 +38,7 @@ class Summary:
     def of(cls, objective: Objective) -> Summary:
         """Return the summary of a call from its objective."""
         batch, pairs, alpha = objective.batch, objective.pairs, objective.alpha
-        sums = pairs.sides, pairs.log_sum, pairs.count
+        sums = pairs.effective, pairs.log_sum, pairs.count
         return cls(alpha, objective.tau, *sums, batch.rows, batch.visits)
 
     def metrics(self) -> dict[str, Tensor]:
@@ -48,7 +48,7 @@ class Summary:
         return {
             "log_normalizer": self.alpha.mean(),
             "info_nce": self.cross_entropy().mean(),
-            "effective_negatives": torch.cat([side.effective() for side in self.sides]).nanmean(),
+            "effective_negatives": torch.cat(self.effective()).nanmean(),
             "tau_q10": spread.quantile(0.1),
             "tau_median": spread.quantile(0.5),
             "tau_q90": spread.quantile(0.9),

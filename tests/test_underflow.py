@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import normalize
 
 import compopt
-from compopt.kernel.blocks import MASKED, SMALLEST, exp_
+from compopt.kernel.block import MASKED, SMALLEST, exp_
 from tests.database import MODES
 from tests.helpers import features, near
 

@@ -22,7 +22,7 @@ from compopt.estimator.engine import FIRST_USE, Alone, Engine, check_dtype
 from compopt.estimator.groups import Groups, GroupSpec, Hyper, SampleGroups, as_groups, plain
 from compopt.functional import Scalar, all_finite
 from compopt.kernel.features import Encoder
-from compopt.kernel.pairs import PairStatistics, SampledPairs
+from compopt.kernel.pairs import Pairs, SampledPairs
 from compopt.pairs import PairPolicy
 from compopt.stores import Offload
 from compopt.stores.layout import Column
@@ -48,7 +48,7 @@ class Call:
     """
 
     batch: Batch
-    pairs: PairStatistics
+    pairs: Pairs
     tau: float | Tensor
     hyper: Hyper
     chunk_size: int | None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compopt.checks.context import refuse_derivatives
 from compopt.checks.inputs import check_features
-from compopt.kernel.blocks import MASKED
+from compopt.pairs import MASKED
 
 NORM_MIN = 1e-12  # as F.normalize
 # Similarities of rows below this norm stay above MASKED, which marks entries that are not pairs.

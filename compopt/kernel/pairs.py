@@ -1,90 +1,63 @@
-"""Statistics of all pairs of a batch: a few numbers per anchor, on all ranks."""
+"""Statistics of all pairs of a call, a few numbers per anchor on all ranks, and their gradients in closed form.
+
+One rank has one matrix for the anchors of both directions: its rows are the anchors of direction 1 and its columns
+those of direction 2, or, in unimodal mode, both axes are all features. Several ranks have one matrix per direction, with
+this rank's features along the rows and all candidates along the columns; the weights of the anchors along the columns
+need three numbers each, which one all-gather has exchanged, so that no collective runs in the backward pass. Features of
+a momentum copy are candidates without a gradient, of one matrix per direction. Further candidates are columns that are
+not anchors.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar, log
-from compopt.kernel.blocks import MASKED, Axis, Exponentials, Extra, Matrix, positives
-from compopt.kernel.triton.choice import Precision
-from compopt.pairs import PairPolicy
+from compopt.kernel.block import Apart, Block, Diagonal, Form, Given
+from compopt.pairs import Axis, PairPolicy, Selection
 
 # Above this 1/tau, exp(s/tau) of a unit-norm pair approaches the range of float32, and a maximum must be subtracted.
 MAX_UNSHIFTED_SCALE = 40.0
-# Views, a slice of their samples, and a slice of the further candidates (or None) along an axis of a matrix.
-Axes = tuple[Sequence[int], slice, slice | None]
-# Anchors per side for which the effective number of negatives is computed.
+# Anchors per direction for which the effective number of negatives is computed.
 SPREAD_ANCHORS = 128
 
 
-class Sums(NamedTuple):
-    """Sums of ``exp((s_ij - shift_i) / tau_i)`` over the candidates of some anchors.
+@dataclass(frozen=True)
+class Extra:
+    """Further candidates of the anchors of direction 1, in addition to the features of the batch.
 
     Attributes:
-        total: the sum, ``(P,)``.
-        norms: ``sqrt(sum exp^2)`` of the first anchors only, for a metric.
-        squared: ``norms`` contains the squares; the metric takes the roots.
-        shift, dot: as in :class:`Exponentials`.
+        features: features of this process, ``(M, d)``, no graph.
+        everyone: features of all ranks, in the order of the ranks; with one process the same.
+        positive: positions of the anchors' own positives, ``(B,)``, of all ranks.
+        positions: positions of ``everyone`` in the second modality, ``(M,)`` int64; ``None``: none is a positive.
+        own: slice of this process's candidates among all.
+        guide, key: guide features and keys of ``everyone`` for a policy of pairs, ``(M, g)`` and ``(M,)``, or ``None``.
     """
 
-    total: Tensor
-    norms: Tensor
-    squared: bool
-    shift: Tensor | None
-    dot: Tensor | None
+    features: Tensor
+    everyone: Tensor
+    positive: Tensor
+    positions: Tensor | None
+    own: slice
+    guide: Tensor | None = None
+    key: Tensor | None = None
 
-    @classmethod
-    def over(cls, side: Exponentials, dim: int, start: int = 0) -> Sums:
-        """Sum over one axis of a block; ``start`` is the number of its first anchor."""
-        few, anchors = side.exp, side.exp.shape[1 - dim]
-        spread = max(0, SPREAD_ANCHORS - start)
-        if spread < anchors:
-            few = few.narrow(1 - dim, 0, spread)
-        # a norm along the columns of a row-major matrix is five times as slow as a sum of squares
-        norms = few.square().sum(0) if dim == 0 else torch.linalg.vector_norm(few, dim=1)
-        return cls(side.exp.sum(dim), norms, dim == 0, side.shift, side.dot)
-
-    def merged(self, more: Sums, scale: Tensor | float) -> Sums:
-        """Add sums of column anchors over further rows, relative to a maximum that may have grown."""
-        total, squares, dot = self.total, self.norms, self.dot
-        if self.shift is not None and more.shift is not None:
-            shrink = (self.shift - more.shift).mul_(scale).exp_()
-            total, squares = total * shrink, squares * shrink[:SPREAD_ANCHORS].square()
-            dot = None if dot is None else dot * shrink
-        dot = None if dot is None or more.dot is None else dot + more.dot
-        return Sums(total + more.total, squares + more.norms, True, more.shift, dot)
-
-    def log_total(self, scale: Tensor | float) -> Tensor:
-        """Return ``log sum_j exp(s_ij / tau_i)``."""
-        log_total = self.total.log()
-        return log_total if self.shift is None else log_total + self.shift * scale
-
-    def effective(self) -> Tensor:
-        """Return ``(sum w)^2 / sum w^2`` of the first anchors; NaN for those without candidates."""
-        first = slice(len(self.norms))
-        norms = self.norms.sqrt() if self.squared else self.norms
-        number = (self.total[first] / norms).square()
-        return number if self.shift is None else number.masked_fill(self.shift[first] <= MASKED, torch.nan)
-
-
-def joined(parts: Sequence[Sums]) -> Sums:
-    """Concatenate sums of different row anchors."""
-    if len(parts) == 1:
-        return parts[0]
-    total, norms, _, shift, dot = zip(*parts, strict=True)
-    return Sums(
-        torch.cat(total),
-        torch.cat(norms),
-        False,
-        None if shift[0] is None else torch.cat(shift),
-        None if dot[0] is None else torch.cat(dot),
-    )
+    def same(self, anchors: slice, candidates: slice = slice(None)) -> Tensor:
+        """Return a mask of the candidates that are an anchor's positive, ``(anchors, candidates)``."""
+        positive = self.positive[anchors, None]
+        if self.positions is None:
+            return positive.new_zeros(len(positive), len(self.everyone[candidates]), dtype=torch.bool)
+        return positive == self.positions[None, candidates]
 
 
 class PairOptions(NamedTuple):
@@ -94,7 +67,7 @@ class PairOptions(NamedTuple):
         distinct: the first key has no repeats and is the only one, as known on the host.
         directions: ``D``, number of modalities or views that are anchors, the first ones.
         extra: further candidates of the anchors of direction 1.
-        unimodal: all views of the other samples are candidates (otherwise the features of the other modality).
+        unimodal: both views of the other samples are candidates (otherwise the features of the other modality).
         bounded: features have norm at most one.
         chunk_size: rows per block, with blocks recomputed in the gradients; ``None`` stores all blocks.
         moments: also compute ``mean_h``, which the gradients of temperatures need.
@@ -102,10 +75,6 @@ class PairOptions(NamedTuple):
         guide: features from which the policy finds false negatives, by modality or view, ``(B, g)`` each; empty: those
             of the estimator.
         key: keys ``within=`` of the policy, of all ranks, ``(B,)``, or ``None``.
-        threshold: thresholds of the anchors, ``(B, D)``; ``None``: computed from the positives of these features.
-        positive: ``s_ii`` of all ranks, ``(B, D)``; ``None``: computed from these features.
-        held: candidates of the batch that are not anchors get no gradient; zeros are returned for them.
-        precision: precision of the products of the kernels in Triton; ``None``: plain torch computes the pairs.
     """
 
     distinct: bool
@@ -118,16 +87,6 @@ class PairOptions(NamedTuple):
     policy: PairPolicy | None = None
     guide: Sequence[Tensor] = ()
     key: Tensor | None = None
-    threshold: Tensor | None = None
-    positive: Tensor | None = None
-    held: bool = False
-    precision: Precision | None = None
-
-    def thresholds(self, z: Sequence[Tensor]) -> Tensor | None:
-        """Return the similarity above which a candidate is a false negative, ``(B, D)``; ``z``: ``(B, d)`` each."""
-        if self.threshold is not None or self.policy is None or self.policy.false_negatives is None:
-            return self.threshold
-        return self.policy.threshold(positives(torch.stack([*(self.guide or z)]), self.directions))
 
     @property
     def guides(self) -> list[Tensor]:
@@ -145,110 +104,281 @@ class PairOptions(NamedTuple):
         guide, key = (torch.cat(parts) if parts else None for parts in (guides, keys))
         return Axis(guide, key, count * (own.stop - own.start))
 
-    def matrix(self, rows: Axes, columns: Axes, thresholds: tuple[Tensor | None, Tensor | None]) -> Matrix | None:
-        """Return the policy for one matrix of similarities; ``rows``, ``columns``: arguments of :meth:`axis`."""
-        if self.policy is None:
-            return None
-        return Matrix(self.policy, self.axis(*rows), self.axis(*columns), thresholds)
 
-
-class PairStatistics(ABC):
-    """Statistics of all anchors of the (global) batch, ``(B, D)`` each, with a column per direction.
+class Pairs:
+    """All pairs of one call: statistics at construction, gradients once the log-normalizers are known.
 
     Args:
+        own: this rank's features of both modalities or views, ``(2, b, d)``, float32 or float64, no graph.
+        tau: one number for all anchors, or a tensor: 0-d, ``(B, 1)`` or ``(B, D)``.
         keys: int64 tensors ``(B,)``; two samples with equal values in any of them are not each other's negatives. The
             first is the data-set index.
         options: options of the call; some also become attributes.
+        everyone: features of all ranks, ``(B, d)`` each; ``None``: those of this rank.
+        momentum: features of a momentum copy of all ranks, ``(B, d)`` each, which replace the candidates.
+        ranks, sizes: the ranks, and ``b`` of each; ``None``: this rank alone.
+        block: class of the matrices.
 
     Attributes:
         distinct: only the anchor's own sample is excluded from its candidates, as known on the host.
         negatives: smallest ``|N_i|`` if only the anchor's own sample is excluded; keys may exclude more.
-        positive: ``s_ii``.
+        positive: ``s_ii``, ``(B, D)`` like all statistics, with a column per direction.
         count: ``|N_i|`` as float; 0 for an anchor without negatives. A number if it is equal for all anchors and known
             on the host.
         log_count: ``log |N_i|``; 0 for anchors without negatives.
         log_sum: ``log sum_{j in N_i} exp(h_ij / tau_i)``; 0 for anchors without negatives.
         mean_h: mean of ``h_ij`` under the batch softmax, or ``None``.
-        sides: sums of the anchors of this process.
+
+    Communicates, with several ranks: one all-gather of ``1 + D`` to ``1 + 3 D`` floats per sample (with momentum
+    ``2 D`` to ``4 D``).
     """
 
-    negatives: int
-    positive: Tensor
-    count: Scalar
-    log_count: Scalar
-    log_sum: Tensor
-    mean_h: Tensor | None
-    sides: list[Sums]
-
-    def __init__(self, keys: Sequence[Tensor], options: PairOptions) -> None:
-        self.options = options
-        self.directions, self.extra, self.unimodal = options.directions, options.extra, options.unimodal
-        self.moments, self.held, self.keys = options.moments, options.held, keys
+    def __init__(
+        self,
+        own: Tensor,
+        tau: float | Tensor,
+        keys: Sequence[Tensor],
+        options: PairOptions,
+        everyone: Sequence[Tensor] | None = None,
+        momentum: Sequence[Tensor] = (),
+        ranks: Ranks | None = None,
+        sizes: Sequence[int] = (),
+        block: Callable[..., Block] = Block,
+    ) -> None:
+        self.block, self.options, self.keys, self.extra = block, options, keys, options.extra
+        self.directions, self.unimodal, self.moments = options.directions, options.unimodal, options.moments
         # in unimodal mode further candidates are excluded for the anchors of view 2
         told = self.extra is None or (self.extra.positions is None and not self.unimodal)
         self.distinct = told and options.distinct
+        self._z, self._everyone = own, own.unbind() if everyone is None else everyone
+        self._momentum, self._sizes = momentum, sizes
+        self._batch, first = len(self._everyone[0]), 0 if ranks is None else sum(sizes[: ranks.rank])
+        self._own = slice(first, first + own.shape[1])
+        self._scale = scale_of(tau, own, self._batch, self.directions)
+        uniform = tau if isinstance(tau, float) and is_uniform(tau, options) else None
+        self._form = Form(uniform, self.moments, options.chunk_size)
+        self._thresholds = self._limits()
+        if (ranks is None or ranks.size == 1) and not momentum:
+            self._ranks = None
+            self._blocks = [self._shared()]
+            self._read_shared(self._blocks[0])
+        else:
+            self._ranks = Ranks.alone() if ranks is None else ranks
+            self._blocks = [self._of_direction(d, self._own) for d in range(self.directions if momentum else 2)]
+            self._exchange(self._ranks)
+
+    # -- matrices ----------------------------------------------------------------------------------------------
 
     def names(self, views: Sequence[int]) -> Sequence[Tensor]:
         """Return keys of the features of some views, one after the other; features with an equal key are not a pair."""
         return self.keys if len(views) == 1 else [key.repeat(len(views)) for key in self.keys]
 
-    def mask(
-        self, s: Tensor, views: Sequence[int], rows: slice, others: Sequence[int], shifts: Sequence[int], further: bool
-    ) -> Tensor | None:
-        """Overwrite the entries of a block that are not pairs, and return their mask, or ``None`` if ``distinct``.
+    @cached_property
+    def _all(self) -> Tensor:
+        """Both views of all samples, or of their copies."""
+        return torch.cat(tuple(self._momentum or self._everyone))
 
-        Args:
-            s: similarities.
-            views: views along the rows, one after the other.
-            rows: slice of their features.
-            others: views along the columns.
-            shifts: offsets, in numbers of views, of the diagonals with the anchor's own sample; used if ``distinct``.
-            further: the last columns are further candidates, if there are any.
-        """
-        if self.distinct:
-            for offset in (shift * len(self.keys[0]) + rows.start for shift in shifts):
-                if -s.shape[0] < offset < s.shape[1]:
-                    s.diagonal(offset).fill_(MASKED)
+    def _limits(self) -> Tensor | None:
+        """Return the similarity above which a candidate is a false negative, ``(B, D)``, or ``None``."""
+        policy = self.options.policy
+        if policy is None or policy.false_negatives is None:
             return None
-        same = same_sample([key[rows] for key in self.names(views)], self.names(others))
-        if self.extra is not None and further:
-            outside = self.extra.same(rows)
-            missing = len(same) - len(outside)  # rows of view 2
+        if self._momentum:
+            pairs = zip(self._everyone, self._momentum[::-1], strict=True)
+            return policy.threshold(
+                torch.stack([torch.linalg.vecdot(z, k) for z, k in pairs][: self.directions], dim=1)
+            )
+        positive = torch.linalg.vecdot(*(self.options.guide or self._everyone))
+        return policy.threshold(positive.unsqueeze(1).expand(-1, self.directions))
+
+    def _shared(self) -> Block:
+        """Return the matrix of both directions."""
+        B, extra = self._batch, self.extra
+        x, y = (self._z.view(-1, self._z.shape[2]),) * 2 if self.unimodal else self._z.unbind()
+        rows, columns = ((0, 1), (0, 1)) if self.unimodal else ((0,), (1,))
+        if self.unimodal:
+            positives = [Diagonal(0, B, B), Diagonal(B, 2 * B, 0)]
+            own = [*positives, Diagonal(0, 2 * B, 0)]
+        else:
+            own = positives = [Diagonal(0, B, 0)]
+        further = None if self.distinct or extra is None else self._further(extra)
+        apart = Apart(own if self.distinct else None, lambda: (self.names(rows), self.names(columns)), further)
+        both, limits = not self.unimodal and self.directions == 2, self._thresholds
+        return self.block(
+            x,
+            y if extra is None else torch.cat([y, extra.features]),
+            self._form,
+            apart,
+            self._by_row(self._scale),
+            (self._scale[:, 1] if isinstance(self._scale, Tensor) else self._scale) if both else None,
+            positives=positives,
+            selected=self._selection(
+                (rows, slice(0, B), None),
+                (columns, slice(0, B), slice(None)),
+                None if limits is None else self._by_row(limits),
+                self._by_column(0, threshold=limits) if both else None,
+            ),
+        )
+
+    def _of_direction(
+        self, direction: int, part: slice, form: Form | None = None, block: Callable[..., Block] | None = None
+    ) -> Block:
+        """Return the matrix of some samples of a modality or view, which are anchors if it has a direction."""
+        views = (0, 1) if self.unimodal else (1 - direction,)
+        y = self._all if self.unimodal else (self._momentum or self._everyone)[1 - direction]
+        extra = self.extra if direction == 0 else None
+        count, z = part.stop - part.start, self._z[direction]
+        x = z if count == len(z) else z[part.start - self._own.start : part.stop - self._own.start]
+        at = [view * self._batch + part.start if self.unimodal else part.start for view in views]
+        own = [Diagonal(0, count, column) for column in at]
+        further = None if self.distinct or extra is None else self._further(extra, part)
+        keys = lambda: ([key[part] for key in self.keys], self.names(views))  # noqa: E731
+        apart = Apart(own if self.distinct else None, keys, further)
+        anchors = direction < self.directions
+        rows, scale, limits = None, self._scale, self._thresholds
+        if anchors:
+            rows = scale[part, direction] if isinstance(scale, Tensor) else scale
+        outside = slice(None) if extra is not None else None
+        return (block or self.block)(
+            x,
+            y if extra is None else torch.cat([y, extra.everyone]),
+            self._form if form is None else form,
+            apart,
+            rows,
+            given=not self._momentum,
+            positives=[Diagonal(0, count, at[1 - direction] if self.unimodal else part.start)],
+            selected=self._selection(
+                ((direction,), part, None),
+                (views, slice(0, self._batch), outside),
+                limits[part, direction] if limits is not None and anchors else None,
+                None if self._momentum else self._by_column(direction, threshold=limits),
+            ),
+        )
+
+    def _of_extra(self, extra: Extra) -> Block:
+        """Return the matrix of this rank's further candidates, whose columns are the anchors of direction 1."""
+
+        def further(part: slice) -> Tensor:
+            return extra.same(slice(None), slice(extra.own.start + part.start, extra.own.start + part.stop)).T
+
+        y, rows, columns = self._everyone[0], ((), slice(0, 0), extra.own), ((0,), slice(0, self._batch), None)
+        limits = self._thresholds
+        selected = self._selection(rows, columns, None, None if limits is None else {"threshold": limits[:, 0]})
+        apart = Apart([]) if extra.positions is None else Apart(None, None, further)
+        return Block(extra.features, y, self._form, apart, given=True, selected=selected)
+
+    def _further(self, extra: Extra, part: slice | None = None) -> Callable[[slice], Tensor]:
+        """Return a function of rows of a matrix to the mask of further candidates; they are none of view 2's."""
+
+        def mask(rows: slice) -> Tensor:
+            if part is not None:
+                return extra.same(slice(part.start + rows.start, part.start + rows.stop))
+            same = extra.same(slice(rows.start, min(rows.stop, self._batch)))
+            missing = rows.stop - rows.start - len(same)
             # cat() instead of pad(), which raises for a tensor without entries in torch 2.4
-            outside = torch.cat([outside, outside.new_ones(missing, outside.shape[1])]) if missing else outside
-            same = torch.cat([same, outside], dim=1)
-        s.masked_fill_(same, MASKED)
-        return same
+            return torch.cat([same, same.new_ones(missing, same.shape[1])]) if missing else same
+
+        return mask
+
+    def _selection(
+        self,
+        rows: tuple[Sequence[int], slice, slice | None],
+        columns: tuple[Sequence[int], slice, slice | None],
+        by_row: Tensor | None,
+        by_column: dict[str, Tensor] | None,
+    ) -> Selection | None:
+        """Return the policy of a matrix; ``rows``, ``columns``: arguments of :meth:`PairOptions.axis`."""
+        if self.options.policy is None:
+            return None
+        limits = None if by_row is None else by_row[:, None], None if by_column is None else by_column["threshold"]
+        return Selection(self.options.policy, self.options.axis(*rows), self.options.axis(*columns), limits)
+
+    def _by_row(self, per_anchor: Any) -> Any:
+        """Rearrange ``(B, D)`` into one value per row of the shared matrix; a number stays a number."""
+        if not isinstance(per_anchor, Tensor):
+            return per_anchor
+        return per_anchor.T.reshape(-1) if self.unimodal else per_anchor[:, 0]
+
+    def _by_column(self, direction: int, **values: Tensor | None) -> dict[str, Tensor] | None:
+        """Return values of the anchors along the columns of a matrix, ``(B, D)`` each; other candidates have weight 0.
+
+        ``None`` if the columns are not anchors, or if there are no values.
+        """
+        given = {name: value for name, value in values.items() if value is not None}
+        if not given or (not self.unimodal and 1 - direction >= self.directions):
+            return None
+        columns = {name: v.T.reshape(-1) if self.unimodal else v[:, 1 - direction] for name, v in given.items()}
+        if direction == 1 or self.extra is None:
+            return columns
+        more = len(self.extra.everyone)
+        return {name: pad(value, (0, more), value=OUTSIDE[name]) for name, value in columns.items()}
+
+    # -- statistics --------------------------------------------------------------------------------------------
+
+    def _read_shared(self, block: Block) -> None:
+        """Set the statistics from the sums of the matrix of both directions."""
+        B, columns = self._batch, block.column_sums
+        if columns is None:
+            every = [None if x is None else x.view(-1, B).T for x in block.sums]
+        else:  # one copy for all quantities, since every copy is a kernel launch on an accelerator
+            pairs = zip(block.sums, columns.first(B), strict=True)
+            every = [None if x is None or y is None else torch.stack([x, y]).T for x, y in pairs]
+        total, shift, dot, excluded = every
+        assert total is not None
+        others = len(block.y) if self.unimodal else B
+        self._set(block.positive[:B, None].expand(-1, self.directions), [len(block.y), others], excluded)
+        if shift is None:
+            self._offset = self.positive * (-self._scale)
+        else:
+            self._offset = (shift - self.positive) * self._scale
+        self.log_sum = self.real(total.log() + self._offset)
+        self.mean_h = None if dot is None else self.real(dot / total - self.positive)
+
+    def _exchange(self, ranks: Ranks) -> None:
+        """Gather the statistics of each rank's anchors on all ranks."""
+        blocks, sizes = self._blocks[: self.directions], self._sizes or [self._z.shape[1]]
+        self._scale = scale = _spread_out(self._scale, self._z.new_empty(self._batch, self.directions))
+        mine, zero = scale[self._own], self._z.new_zeros(())
+        positives = [block.positive for block in (blocks if self._momentum else blocks[:1])]
+        logs = [block.sums.log_total(mine[:, direction]) for direction, block in enumerate(blocks)]
+        more = [[block.sums.dot / block.sums.total for block in blocks if block.sums.dot is not None]]
+        more += [[block.sums.excluded for block in blocks if block.sums.excluded is not None]]
+        own = [torch.stack(values, dim=1) for values in (positives, logs, *more) if values]
+        positive, log_total, *rest = ranks.gather(own, sizes)
+        excluded = rest[-1] if more[1] else None
+        self._set(positive.expand(-1, self.directions), [len(block.y) for block in blocks], excluded)
+        shifts = [
+            zero.expand_as(block.sums.total) if block.sums.shift is None else block.sums.shift for block in blocks
+        ]
+        self._offset = (torch.stack(shifts, dim=1) - self.positive[self._own]) * mine
+        self.log_sum = self.real(log_total - self.positive * scale)
+        self.mean_h = self.real(rest[0] - self.positive) if self.moments else None
+
+    def _set(self, positive: Tensor, candidates: Sequence[int], excluded: Tensor | None) -> None:
+        """Set positives and counts, from the candidates by direction and the numbers of those excluded, ``(B, D)``."""
+        self.positive, own, candidates = positive, 2 if self.unimodal else 1, candidates[: self.directions]
+        self.negatives = min(candidates) - own
+        numbers = [number - (own if excluded is None else 0) for number in candidates]
+        count: Scalar = float(numbers[0])
+        if len(set(numbers)) > 1:  # filled on the device, without a copy from the host that synchronises
+            count = torch.stack([positive.new_full((), float(number)) for number in numbers]).expand_as(positive)
+        self.count = count if excluded is None else count - excluded.to(positive.dtype)
+        self.log_count = log(self.divisor)
+
+    @cached_property  # used by normalizers and by the gradients
+    def log_ghat(self) -> Tensor:
+        """``log ghat_i``, the batch estimate of the inner function, ``(B, D)``."""
+        return self.log_sum - self.log_count
 
     @property
     def may_lack_negatives(self) -> bool:
         """Return whether an anchor may be without negatives, and a sample without pairs."""
         return len(self.keys) > 1 or self.options.policy is not None
 
-    @abstractmethod
-    def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
-        r"""Return ``sum over directions, anchors i of coefficient_i (sum_j w_ij grad s_ij - p_i grad s_ii)``.
-
-        The weights are held constant. The method frees the blocks of the sweep and can be called only once.
-
-        Args:
-            alpha: log-normalizers, ``(B, D)``.
-            coefficient: factor of each anchor, a number or broadcastable to ``(B, D)``.
-            positive_weight: ``p_i``, the weight of each anchor's positive, of the same form.
-
-        Returns:
-            Gradients with respect to this process's features, ``(2, b, d)``, and to its further candidates,
-            ``(M, d)``, if there are any.
-        """
-
-    @abstractmethod
-    def release(self) -> None:
-        """Free the memory that only :meth:`gradients` needs; for calls that do not use that method."""
-
-    @cached_property  # used by normalizers and by the gradients
-    def log_ghat(self) -> Tensor:
-        """``log ghat_i``, the batch estimate of the inner function, ``(B, D)``."""
-        return self.log_sum - self.log_count
+    @property
+    def divisor(self) -> Scalar:
+        """Divisor of a mean over negatives: ``|N_i|``, or 1 without negatives."""
+        return max(1.0, self.count) if isinstance(self.count, float) else self.count.clamp(min=1)
 
     def sum_weights(self, alpha: Tensor) -> Tensor:
         """Return ``sum_j w_ij``, ``(B, D)``."""
@@ -283,21 +413,95 @@ class PairStatistics(ABC):
             return per_anchor
         return torch.where(self.count > 0, per_anchor, per_anchor.flip(1))
 
-    @property
-    def divisor(self) -> Scalar:
-        """Divisor of a mean over negatives: ``|N_i|``, or 1 without negatives."""
-        return at_least_one(self.count)
+    def effective(self) -> list[Tensor]:
+        """Return ``(sum w)^2 / sum w^2`` of this rank's first anchors of each direction; NaN without candidates."""
+        part = slice(self._own.start, min(self._own.stop, self._own.start + SPREAD_ANCHORS))
+        form = self._form._replace(moments=False, chunk_size=None)
+        return [self._of_direction(direction, part, form, Block).effective() for direction in range(self.directions)]
 
-    def _count_negatives(self, candidates: Sequence[int], excluded: Tensor | None, like: Tensor) -> None:
-        """Set ``count`` and ``log_count`` from candidates by direction and numbers of those excluded, ``(B, D)``."""
-        own = 2 if self.unimodal else 1
-        self.negatives = min(candidates) - own
-        numbers = [number - (own if excluded is None else 0) for number in candidates]
-        count: Scalar = float(numbers[0])
-        if len(set(numbers)) > 1:  # filled on the device, without a copy from the host that synchronises
-            count = torch.stack([like.new_full((), float(number)) for number in numbers]).expand_as(like)
-        self.count = count if excluded is None else count - excluded
-        self.log_count = log(self.divisor)
+    # -- gradients ---------------------------------------------------------------------------------------------
+
+    def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
+        r"""Return ``sum over directions, anchors i of coefficient_i (sum_j w_ij grad s_ij - p_i grad s_ii)``.
+
+        The weights are held constant. The method frees the matrices and can be called only once.
+
+        Args:
+            alpha: log-normalizers, ``(B, D)``.
+            coefficient: factor of each anchor, a number or broadcastable to ``(B, D)``.
+            positive_weight: ``p_i``, the weight of each anchor's positive, of the same form.
+
+        Returns:
+            Gradients with respect to this process's features, ``(2, b, d)``, and to its further candidates,
+            ``(M, d)``, if there are any.
+        """
+        coefficient = self.factor(coefficient)
+        weight = coefficient * positive_weight
+        if self._ranks is None:
+            found = self._shared_gradients(alpha, coefficient, weight)
+        else:
+            found = self._own_gradients(alpha, coefficient, weight)
+        self.release()  # so that the next steps of the gradient can reuse the memory
+        return found
+
+    def _shared_gradients(self, alpha: Tensor, coefficient: Scalar, weight: Scalar) -> tuple[Tensor, Tensor | None]:
+        (block,), extra = self._blocks, self.extra
+        # factor from the terms of a sum to coefficient_i * w_ij
+        factor = (self._offset - alpha).exp_().mul_(coefficient / self.divisor)
+        gradient = torch.zeros_like(self._z) if block.recompute else torch.empty_like(self._z)
+        outside = None if extra is None else torch.zeros_like(extra.features)
+        rows = self._by_row(factor)
+        if not self.unimodal:
+            columns = self._by_column(0, factor=factor)
+            pull = weight.sum(1) if isinstance(weight, Tensor) else weight * self.directions
+            of_rows, of_columns = gradient.unbind()
+            block.products(rows, None if columns is None else columns["factor"], pull, of_rows, of_columns, outside)
+            return gradient, outside
+        of_all = gradient.view(-1, gradient.shape[2])
+        weight = weight.expand_as(factor) if isinstance(weight, Tensor) else weight
+        if self._form.tau is not None and extra is None:  # exp(S) is its own transpose: A + A^T in one product
+            pull = weight.sum(1).repeat(2) if isinstance(weight, Tensor) else 2 * weight
+            block.products(rows, rows, pull, of_all)
+        else:
+            block.products(rows, None, self._by_row(weight), of_all, of_all, outside)
+        return gradient, outside
+
+    def _own_gradients(self, alpha: Tensor, coefficient: Scalar, weight: Scalar) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of this rank's features as anchors, and as candidates of the anchors of all ranks."""
+        own, scale, shape = self._own, self._scale, self.positive
+        assert isinstance(scale, Tensor)  # since _exchange()
+        alpha, log_count = alpha.expand_as(shape), _spread_out(self.log_count, shape)
+        factor, weight = _spread_out(coefficient, shape), _spread_out(weight, shape)[own]
+        mine = (self._offset - alpha[own] - log_count[own]).exp_().mul_(factor[own])
+        level = self.positive * scale + alpha + log_count
+        gradient = torch.zeros_like(self._z)
+        for direction, block in enumerate(self._blocks):
+            rows = mine[:, direction] if direction < self.directions else None
+            given = None if self._momentum else self._by_column(direction, scale=scale, level=level, factor=factor)
+            # both features of a positive pair are on this rank, so that its gradient needs no other rank
+            pull = weight[:, direction] if self._momentum else weight.sum(1)
+            block.products(rows, None if given is None else Given(**given), pull, gradient[direction])
+            block.release()
+        if self.extra is None:
+            return gradient, None
+        outside = torch.zeros_like(self.extra.features)
+        anchors = Given(scale[:, 0], level[:, 0], factor[:, 0])
+        self._of_extra(self.extra).products(None, anchors, None, outside)
+        return gradient, outside
+
+    def release(self) -> None:
+        """Free the memory that only :meth:`gradients` needs; for calls that do not use that method."""
+        for block in self._blocks:
+            block.release()
+
+
+# Values of columns that are no anchors, whose weights are 0.
+OUTSIDE = {"scale": 1.0, "level": torch.inf, "factor": 0.0, "threshold": torch.inf}
+
+
+def _spread_out(value: Scalar, like: Tensor) -> Tensor:
+    """Expand a number or a tensor to the shape of ``like``."""
+    return (value if isinstance(value, Tensor) else like.new_full((), value)).expand_as(like)
 
 
 class SampledPairs(ABC):
@@ -325,11 +529,6 @@ class SampledPairs(ABC):
         Returns:
             Gradients with respect to this process's features, ``(2, b, d)``.
         """
-
-
-def at_least_one(count: Scalar) -> Scalar:
-    """Return the number of negatives, or 1 if there are none."""
-    return max(1.0, count) if isinstance(count, float) else count.clamp(min=1)
 
 
 def effective_number(total: Tensor, squares: Tensor) -> Tensor:
@@ -365,11 +564,3 @@ def scale_of(tau: float | Tensor, like: Tensor, batch: int, directions: int = 2)
     if isinstance(tau, float):
         return 1 / tau
     return tau.to(like.dtype).reciprocal().expand(batch, directions)
-
-
-def same_sample(rows: Sequence[Tensor], columns: Sequence[Tensor]) -> Tensor:
-    """Return a mask that is True where any key of a row equals that of a column, which are then not a pair."""
-    same = rows[0][:, None] == columns[0][None, :]
-    for row, column in zip(rows[1:], columns[1:], strict=True):
-        same.logical_or_(row[:, None] == column[None, :])
-    return same

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compopt import accelerator, rng
 from compopt.functional import Scalar
-from compopt.kernel.pairs import same_sample
+from compopt.kernel.block import same_sample
 
 
 class Samples:

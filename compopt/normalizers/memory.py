@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ from compopt.checks.context import warn
 from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import Scalar, add_positive, all_finite
-from compopt.kernel.blocks import exp_
-from compopt.kernel.pairs import MAX_UNSHIFTED_SCALE, Sums, is_uniform, scale_of
+from compopt.kernel.block import exp_
+from compopt.kernel.pairs import MAX_UNSHIFTED_SCALE, is_uniform, scale_of
 from compopt.pairs import NO_POLICY, PairPolicy
 
 KEYS = ("index", "index2", "labels")
@@ -233,7 +233,7 @@ class MemoryNormalizer(Normalizer):
 
         norms = torch.linalg.vector_norm(weights, dim=2)
         own, of_weights = call.batch.own, (share, norms, log_share)
-        effective = partial(effective_negatives, pairs.sides, own, directions, *of_weights)
+        effective = partial(effective_negatives, pairs.effective, own, directions, *of_weights)
         return Estimate(
             log_total - (pairs.count + count).clamp(min=1).log(),
             weight_alpha=log_total - pairs.log_count,
@@ -433,21 +433,18 @@ def _normalised(e: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def effective_negatives(
-    sides: Sequence[Sums], own: slice, directions: int, share: Tensor, norms: Tensor, log_share: Tensor
+    of_batch: Callable[[], list[Tensor]], own: slice, directions: int, share: Tensor, norms: Tensor, log_share: Tensor
 ) -> Tensor:
-    """Return ``(sum w)^2 / sum w^2`` over batch and queue, averaged over the first anchors of ``sides``.
+    """Return ``(sum w)^2 / sum w^2`` over batch and queue, averaged over the first anchors of each direction.
 
-    ``share`` and ``norms`` are the sum and the root of the sum of squares of the queue's weights for all anchors,
-    ``log_share`` is the log of the sum of the batch's.
+    ``of_batch`` returns it over the batch alone, ``share`` and ``norms`` are the sum and the root of the sum of squares
+    of the queue's weights for all anchors, ``log_share`` is the log of the sum of the batch's.
     """
-    of_anchors = (
-        value.view(directions, -1)[:, own].reshape(len(sides), -1) for value in (share, norms, log_share.exp())
-    )
+    of_anchors = (value.view(directions, -1)[:, own] for value in (share, norms, log_share.exp()))
     found = []
-    for side, queue, norm, batch in zip(sides, *of_anchors, strict=True):
-        of_batch = side.effective()
-        first = slice(len(of_batch))
-        squares = batch[first].square() / of_batch + norm[first].square()
+    for number, queue, norm, batch in zip(of_batch(), *of_anchors, strict=True):
+        first = slice(len(number))
+        squares = batch[first].square() / number + norm[first].square()
         found.append((batch + queue)[first].square() / squares)
     return torch.cat(found).nanmean()
 

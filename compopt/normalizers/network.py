@@ -26,9 +26,9 @@ from torch.nn.functional import normalize
 from compopt import functional as F
 from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar
-from compopt.kernel.blocks import MASKED
 from compopt.kernel.features import NORM_MIN, through_normalization
 from compopt.kernel.pairs import MAX_UNSHIFTED_SCALE, pull_positives
+from compopt.pairs import MASKED
 
 PREFIX = "optimizer.prototypes."  # prefix of the names of the optimizer's tensors in a state
 WINDOW = "window"  # in a pending state: slots filled since the last commit with the positions of their samples

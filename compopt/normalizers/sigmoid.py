@@ -16,14 +16,8 @@ from compopt.distributed.ranks import Ranks
 from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import Hyper, SampleGroups
 from compopt.functional import Scalar
-from compopt.kernel.pairs import (
-    PairStatistics,
-    SampledPairs,
-    effective_number,
-    pull_positives,
-    same_sample,
-    scale_of,
-)
+from compopt.kernel.block import same_sample
+from compopt.kernel.pairs import Pairs, SampledPairs, effective_number, pull_positives, scale_of
 from compopt.pairs import NO_POLICY, PairPolicy
 from compopt.stores.layout import Column
 
@@ -60,7 +54,7 @@ class SigmoidPairs(SampledPairs):
 
     def __init__(
         self,
-        pairs: PairStatistics,
+        pairs: Pairs,
         batch: Batch,
         tau: Scalar,
         bias: Scalar,
