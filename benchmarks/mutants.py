@@ -65,8 +65,6 @@ ACCELERATOR, EQUAL = "runs on accelerators only", "changes no result"
 # Mutants that no test on a CPU can notice, found by reading them: file, function and kind -> why.
 BY_READING = {
     ("compopt/kernel/features.py", "_ClosedForm.backward", "constant"): f"{EQUAL}: zip over lists that are as long",
-    ("compopt/kernel/distributed.py", "RowBlock.__init__", "branches"): f"{EQUAL}: size of the blocks",
-    ("compopt/kernel/distributed.py", "GatheredPairs.gradients", "function"): f"{EQUAL}: momentum features have none",
     ("compopt/normalizers/network.py", "FunctionalOptimizer._made", "and/or"): ACCELERATOR,
     ("compopt/negatives/walk.py", "move", "statement"): ACCELERATOR,
     ("compopt/stores/deposits.py", "Deposit.of", "branches"): ACCELERATOR,

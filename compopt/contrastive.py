@@ -420,7 +420,7 @@ class ContrastiveEstimator(Estimator):
             key=values.get("within1"),
         )
         unsupported = {"momentum_features=": given.momentum, "extra=": given.extra, "pairs=": policy}
-        block = block_of(self.backend, own, tau, unsupported)
+        block = block_of(self.backend, own, unsupported)
         sides, ranks = (batch.features, batch.momentum), self._engine.ranks
         pairs = Pairs(own, tau, list(batch.keys.values()), options, *sides, ranks, batch.sizes, block)
         if self.temperature.learns and pairs.negatives:  # before any proposal, since a warning may be an error

@@ -196,8 +196,6 @@ def _check_matrices(name: str, given: Any, sizes: list[int], wanted: str, width:
     return list(given)
 
 
-
-
 def _check_floats(name: str, z: Any, shape: str = "") -> None:
     """Refuse values that are not a dense floating-point tensor with values and at least one column."""
     if not isinstance(z, Tensor) or z.dtype not in _FLOATS:

@@ -1,11 +1,11 @@
 """Statistics of all pairs of a call, a few numbers per anchor on all ranks, and their gradients in closed form.
 
 One rank has one matrix for the anchors of both directions: its rows are the anchors of direction 1 and its columns
-those of direction 2, or, in unimodal mode, both axes are all features. Several ranks have one matrix per direction, with
-this rank's features along the rows and all candidates along the columns; the weights of the anchors along the columns
-need three numbers each, which one all-gather has exchanged, so that no collective runs in the backward pass. Features of
-a momentum copy are candidates without a gradient, of one matrix per direction. Further candidates are columns that are
-not anchors.
+those of direction 2, or, in unimodal mode, both axes are all features. Several ranks have one matrix per direction,
+with this rank's features along the rows and all candidates along the columns; the weights of the anchors along the
+columns need three numbers each, which one all-gather has exchanged, so that no collective runs in the backward pass.
+Features of a momentum copy are candidates without a gradient, of one matrix per direction. Further candidates are
+columns that are not anchors.
 """
 
 from __future__ import annotations
@@ -446,6 +446,7 @@ class Pairs:
 
     def _shared_gradients(self, alpha: Tensor, coefficient: Scalar, weight: Scalar) -> tuple[Tensor, Tensor | None]:
         (block,), extra = self._blocks, self.extra
+        weight = weight.expand_as(self.positive) if isinstance(weight, Tensor) else weight
         # factor from the terms of a sum to coefficient_i * w_ij
         factor = (self._offset - alpha).exp_().mul_(coefficient / self.divisor)
         gradient = torch.zeros_like(self._z) if block.recompute else torch.empty_like(self._z)
@@ -458,7 +459,6 @@ class Pairs:
             block.products(rows, None if columns is None else columns["factor"], pull, of_rows, of_columns, outside)
             return gradient, outside
         of_all = gradient.view(-1, gradient.shape[2])
-        weight = weight.expand_as(factor) if isinstance(weight, Tensor) else weight
         if self._form.tau is not None and extra is None:  # exp(S) is its own transpose: A + A^T in one product
             pull = weight.sum(1).repeat(2) if isinstance(weight, Tensor) else 2 * weight
             block.products(rows, rows, pull, of_all)

@@ -10,7 +10,7 @@ import torch
 import compopt
 from compopt import PairPolicy
 from compopt import functional as F
-from compopt.kernel.triton.pairs import FusedPairs
+from compopt.kernel.triton.block import TritonBlock
 from tests.database import DATABASE, MODES
 from tests.helpers import batches, make, near
 from tests.pool import the_pool
@@ -60,8 +60,8 @@ def assert_equal_calls(build, rtol=RTOL, **given):
 def taken(monkeypatch):
     """Count the sweeps of the kernel, to detect tests that fall back to torch."""
     seen = []
-    sweep = FusedPairs._sweep
-    monkeypatch.setattr(FusedPairs, "_sweep", lambda self: (seen.append(self), sweep(self))[1])
+    sweep = TritonBlock._sweep
+    monkeypatch.setattr(TritonBlock, "_sweep", lambda self: (seen.append(self), sweep(self))[1])
     return seen
 
 
@@ -175,17 +175,15 @@ def test_contrastive_sums(tau, keys):
 
 def on_rank(group, case):
     """Return gradients of this rank's part of the batch, of which the second is larger, and the rows."""
-    from compopt.kernel.triton.pairs import FusedRowBlock
-
     os.environ["TRITON_INTERPRET"] = "1"
     rank = torch.distributed.get_rank(group)
     swept = []
-    gradient = FusedRowBlock.gradient
-    FusedRowBlock.gradient = lambda *args: (swept.append(1), gradient(*args))[1]
+    products = TritonBlock.products
+    TritonBlock.products = lambda *args: (swept.append(1), products(*args))[1]
     try:
         found = gradients(case, slice(0, 5) if rank == 0 else slice(5, B), group, 2, backend="triton")
     finally:
-        FusedRowBlock.gradient = gradient
+        TritonBlock.products = products
     assert len(swept) == 2  # a block of each direction or view
     return found
 

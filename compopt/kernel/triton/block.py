@@ -12,10 +12,8 @@ without a maximum is used for both axes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +32,9 @@ class TritonBlock(Block):
     The positives are computed in the precision of the features, also where that of the products is lower.
     """
 
-    def __init__(self, *args: Any, precision: Precision, **options: Any) -> None:
-        self._precision = precision
-        super().__init__(*args, **options)
+    @property
+    def _precision(self) -> Precision:
+        return "tf32" if self.form.tau is None else precision_of(self.form.tau)
 
     def _operands(self) -> Operands:
         """Return the operands of the kernels, without anchors."""
@@ -117,17 +115,13 @@ class TritonBlock(Block):
                 of_columns[other] -= weight * self.x[at]
 
 
-def block_of(
-    backend: Backend, z: Tensor, tau: float | Tensor, unsupported: Mapping[str, object]
-) -> Callable[..., Block]:
+def block_of(backend: Backend, z: Tensor, unsupported: Mapping[str, object]) -> type[Block]:
     """Return the class of the matrices of a call, in plain torch or in Triton.
 
     ``unsupported`` contains the arguments of the call that the kernels do not support, by name.
     """
     argument = next((name for name, value in unsupported.items() if value is not None), None)
-    if reason_for_torch(backend, z, argument) is not None:
-        return Block
-    return partial(TritonBlock, precision=precision_of(tau))
+    return TritonBlock if reason_for_torch(backend, z, argument) is None else Block
 
 
 def _as_sums(side: AnchorSums, scale: Tensor, candidates: int) -> Sums:
