@@ -384,8 +384,8 @@ ABOUT = (
     f"R@1 (mean of both directions) among {POOL:,} held-out pairs, in per cent: mean ± standard deviation of three "
     f"seeds. Learning rate, temperature and the decay of a momentum copy are tuned for each loss on `{TUNED_ON}` at "
     f"batch {MICRO}, by R@1 of the validation half. All other columns and data sets use these settings. `{CACHED}` has "
-    f"batches of {LARGE} with the same number of samples. `{OURS}, 500 candidates` and `1000` have the learning rate that "
-    f"`{SAMPLED}` has, 5e-5, and are not tuned. *Minus*: differences by seed, mean ± standard error."
+    f"batches of {LARGE} with the same number of samples. `{OURS}, 500 candidates` and `1000` have the learning rate "
+    f"of `{SAMPLED}`, 5e-5, and are not tuned. *Minus*: differences by seed, mean ± standard error."
 )
 WHY = (
     f"Runs on `{TUNED_ON}` at batch {MICRO} with the chosen settings, mean of the seeds, in the last fifth of the "
