@@ -15,7 +15,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,9 +221,11 @@ def tau(given: Given) -> str:
 
 
 @taken
-def encode(given: Given) -> str:
+def encode(given: Given) -> str | None:
     """Pass a function that returns features of samples outside the batch."""
-    if not given.encodes or "index2" in given.args:
+    if not given.encodes:
+        return None
+    if "index2" in given.args:
         given.args["encode"] = lambda positions: None
         return REFUSE
     z = given.args["z1"]
@@ -384,7 +386,7 @@ def index2_of_views(given: Given) -> str | None:
 
 
 @spoiled
-def bad_encode(given: Given) -> str:
+def bad_encode(given: Given) -> str | None:
     """Pass an ``encode`` that is invalid, raises, or returns invalid values; the chains may never call it."""
     z = given.args["z1"]
     d = z.shape[1]
@@ -395,8 +397,10 @@ def bad_encode(given: Given) -> str:
         lambda at: [torch.ones(len(at), d, dtype=torch.int64)] * 2,
         lambda at: [torch.ones(len(at), d, device="meta")] * 2,
     ]
+    if not given.encodes:
+        return None
     given.args["encode"] = given.rng.choice(wrong)
-    return EITHER if given.encodes and "index2" not in given.args and given.args["encode"] != 7 else REFUSE
+    return EITHER if "index2" not in given.args and given.args["encode"] != 7 else REFUSE
 
 
 @spoiled
@@ -587,7 +591,7 @@ class Trial:
             else:
                 group.update({key: kept[key], "unknown": 1})
         what = f"sample_groups {key}={value!r:.40}"
-        error = self.attempt(what, lambda: self.est(**given.args))
+        error = self.attempt(what, lambda: self.est(**self.asked(given.args)))
         if error is None and expected is EITHER:  # an accepted value: nothing to compare with
             self.end("sample_groups")
             return
@@ -654,18 +658,28 @@ class Trial:
             self.est.train(given.context != "eval")
             stack.callback(self.est.train)
             if given.context == "gradients" and "encode" not in given.args:
-                loss, *gradients = self.est.feature_gradients(**given.args)
+                loss, *gradients = self.est.feature_gradients(**self.asked(given.args))
                 names = [name for name in ("z1", "z2", "extra") if name in leaves]
                 for name, gradient in zip(names, gradients, strict=True):
                     leaves[name].grad = gradient
                 leaves.pop("tau", None)
                 return loss
-            loss = self.est(**{**given.args, **leaves})
+            loss = self.est(**self.asked({**given.args, **leaves}))
         if loss.requires_grad:
             if self.info.tau_leaf is not None:  # a temperature that the user's optimizer learns
                 self.info.tau_leaf(self.est).grad = None
             loss.backward()
         return loss.detach()
+
+    def asked(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call from their parts, and give the sampler its ``encode``."""
+        if hasattr(self.est.normalizer, "encode"):
+            self.est.normalizer.encode = args.get("encode")
+        given = {name: value for name, value in args.items() if name not in ("extra", "extra_index", "encode")}
+        if args.get("extra") is not None or args.get("extra_index") is not None:
+            positions = args.get("extra_index")
+            given["negatives"] = args.get("extra") if positions is None else (args.get("extra"), positions)
+        return given
 
     def attempt(self, kind: str, action: Callable[[], object]) -> Exception | None:
         """Run an action and return its error, if any; raise :class:`Wrong` if the error is not clear."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,14 +18,12 @@ from compopt.distributed.handshake import NOTHING, fingerprint, tau_facts
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.engine import Engine
-from compopt.kernel.features import Encode, Encoder, Features, prepare, working_dtype
+from compopt.kernel.features import Encoder, Features, prepare, working_dtype
 from compopt.kernel.pairs import Extra
-from compopt.pairs import NO_POLICY, PairPolicy
+from compopt.pairs import NO_POLICY, BoundPolicy, PairPolicy
 
 # Directions with anchors, by the value of directions=.
 DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
-# Arguments of a call that an option of a policy requires, and the option as shown in error messages.
-OPTIONS = {"guide": "guided=True", "within": "within=True"}
 
 
 @dataclass(frozen=True)
@@ -36,13 +34,13 @@ class Given:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(b,)`` int64.
         own: the features of this rank.
         tau: result of :func:`~compopt.checks.inputs.check_tau`; ``None``: the estimator's temperature.
-        extra, positions: further candidates and their data-set positions, or ``None``.
+        extra, positions: further candidates (``negatives=``) and their data-set positions, or ``None``.
         encoder: encoder of samples outside the batch, or ``None``.
         facts: integers that must be equal on all ranks.
         policy: policy of pairs, or ``None``.
         values: tensors that the policy requires: ``guide1`` and ``guide2``, ``(b, g)``, and ``within1``, ``(b,)``.
         of_extra: the same for the further candidates: ``guide``, ``(M, g)``, and ``within``, ``(M,)``.
-        momentum: prepared features of a momentum encoder, ``(2, b, d)``, or ``None``.
+        momentum: prepared features of a momentum encoder (``keys=``), ``(2, b, d)``, or ``None``.
         named: ``index`` was passed.
         graph: autograd is enabled in the caller.
     """
@@ -109,60 +107,169 @@ class Called(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
-def check_call(est: Called, z1: Tensor, z2: Tensor, asked: Mapping[str, Any]) -> Given:
-    """Check all arguments that one rank can check by itself, and prepare the features.
-
-    ``asked`` contains the arguments other than ``z1`` and ``z2``, by name.
-    """
-    encode, tau, extra, policy = (asked[name] for name in ("encode", "tau", "extra", "pairs"))
-    engine = est._engine
-    several = engine.ranks.size > 1
-    with engine.handshake.guard():
-        refuse_derivatives(("z1", z1), ("z2", z2), ("tau", tau), ("extra", extra))
-        inputs.check_features(z1, z2, least=0 if several else 2)
+def check_call(
+    est: Called,
+    z1: Tensor,
+    z2: Tensor,
+    index: Tensor | None,
+    index2: Tensor | None,
+    labels: Tensor | None,
+    tau: Tensor | float | None,
+    negatives: Any,
+    keys: Sequence[Tensor] | None,
+    pairs: PairPolicy | BoundPolicy | None,
+) -> Given:
+    """Check all arguments that one rank can check by itself, in their order, and prepare the features."""
+    ranks, normalizer, unimodal = est._engine.ranks, est.normalizer, est.mode == "unimodal"
+    further: Tensor | None = None
+    positions: Tensor | None = None
+    momentum: list[Tensor] = []
+    values: dict[str, Tensor] = {}
+    of_extra: dict[str, Tensor] = {}
+    policy = est.pairs if pairs is None else pairs
+    with est._engine.handshake.guard():
+        refuse_derivatives(("z1", z1), ("z2", z2))
+        inputs.check_features(z1, z2, least=0 if ranks.size > 1 else 2)
         batch = z1.shape[0]
-        keys = _check_keys(est, asked, batch)
+        of_samples = _check_samples(est, index, index2, labels, batch)
         if tau is not None:
-            if est.temperature.learns:
-                raise ValueError(
-                    "tau= must be left out: this estimator learns its own temperatures, see est.temperature"
-                )
-            tau = inputs.check_tau(tau, batch, est._anchors)
-        est.normalizer.check_encode(encode, keys)
-        positions = _check_extra(est, extra, asked["extra_index"], keys, z1)
-        if positions is not None and asked["index"] is None and asked["index2"] is None:
-            raise TypeError("extra_index= has positions in the modality of index or index2; pass one of them")
-        policy = est.pairs if policy is None else policy
-        if policy is not None:  # also one that the constructor checked: hyper-parameters may have been edited
-            check_policy(policy, est.normalizer)
-            policy = None if policy == NO_POLICY else policy
-        more = None if extra is None else len(extra)
-        _refuse_arguments(policy, asked)
-        values, of_extra = _check_asked(policy or NO_POLICY, est.normalize, asked, z1, more)
-        momentum = _check_momentum(est, asked["momentum_features"], z1)
-    facts: dict[str, int] = {}
-    if several:
-        given = {"named": asked["index"], "encode": encode, "momentum": momentum}
-        facts = {name: int(value is not None) for name, value in given.items()}
-        facts |= {"extra": 0 if extra is None else 1 if positions is None else 2, **tau_facts(tau)}
-        wants = tau.requires_grad if isinstance(tau, Tensor) else tau is None and est.temperature.wants_gradient
-        facts["parameters"] = _parameters(est)
-        facts["learning"] = int(wants and torch.is_grad_enabled())
-        if policy is not None:  # a fingerprint, since facts are single integers
-            widths = [value.shape[1:] for value in values.values()]
-            facts["policy"] = fingerprint({"pairs": policy, "dimensions": dict(zip(values, widths, strict=True))})
-        numbers = [*_shared(est), *([tau] if isinstance(tau, Tensor) and tau.dim() == 0 else [])]
-        there = [number.detach().flatten().float() for number in numbers if number.device.type != "cpu"]
-        if there:
-            values["shared"] = torch.cat([number.to(z1.device) for number in there]).expand(batch, -1)
-    encoder = None if encode is None else Encoder(encode, z1, est.normalize, est.mode == "unimodal")
+            tau = _check_tau(est, tau, batch)
+        if negatives is not None:
+            further, positions = _check_negatives(est, negatives, of_samples, index is not None, z1)
+        normalizer.check_momentum(keys is not None)
+        if keys is not None:
+            momentum = inputs.check_momentum(keys, z1)
+        if policy is not None:
+            more = None if further is None else len(further)
+            policy, values, of_extra = _check_pairs(policy, est, z1, more)
+        encoder = normalizer.encoder(z1, of_samples, est.normalize, unimodal)
     with full_precision(z1.device):  # autocast cannot stack tensors of the other half-precision dtype
         own = Features.of(z1, z2, normalize=est.normalize)
-        further = None if extra is None else Features.of(extra, normalize=est.normalize)
+        extra = None if further is None else Features.of(further, normalize=est.normalize)
+        copy = torch.stack(_units(momentum, z1, est.normalize)) if momentum else None
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
-    named, checked = asked["index"] is not None, (policy, values, of_extra, momentum)
-    return Given(keys, own, tau, further, positions, encoder, facts, *checked, named)
+    checked = (policy, values, of_extra, copy, index is not None)
+    given = Given(of_samples, own, tau, extra, positions, encoder, {}, *checked)
+    return _with_facts(est, given) if ranks.size > 1 else given
+
+
+def _check_samples(
+    est: Called, index: Tensor | None, index2: Tensor | None, labels: Tensor | None, batch: int
+) -> dict[str, Tensor]:
+    """Return the checked keys of the samples: ``index`` and, if given, ``index2`` and ``labels``."""
+    keys = {"index": est._index(index, batch)}
+    if index2 is not None:
+        if est.mode == "unimodal":
+            raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
+        keys["index2"] = inputs.check_vector("index2", index2, batch)
+    if labels is not None:
+        keys["labels"] = inputs.check_vector("labels", labels, batch)
+    return keys
+
+
+def _check_tau(est: Called, tau: Tensor | float, batch: int) -> Tensor | float:
+    """Return the checked temperature of a call."""
+    if est.temperature.learns:
+        raise ValueError("tau= must be left out: this estimator learns its own temperatures, see est.temperature")
+    refuse_derivatives(("tau", tau))
+    return inputs.check_tau(tau, batch, est._anchors)
+
+
+def _check_negatives(
+    est: Called, negatives: Any, keys: dict[str, Tensor], named: bool, like: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the features of further candidates and their positions, or ``None`` if there are no positions."""
+    est.normalizer.check_negatives()
+    further, positions = inputs.check_negatives(negatives, like)
+    assert further is not None
+    refuse_derivatives(("negatives", further))
+    if positions is not None and "index2" not in keys:
+        if not named:
+            raise TypeError("negatives[1] has positions in the modality of index or index2; pass one of them")
+        inputs.check_range("negatives[1]", positions, est._engine.groups.n, remedy=inputs.EXTRA_REMEDY)
+    return further, positions
+
+
+def _check_pairs(
+    pairs: PairPolicy | BoundPolicy, est: Called, like: Tensor, more: int | None
+) -> tuple[PairPolicy | None, dict[str, Tensor], dict[str, Tensor]]:
+    """Return a policy, ``None`` if it has no effect, and its tensors for the batch and for ``more`` candidates."""
+    policy, guide, within = pairs if isinstance(pairs, BoundPolicy) else (pairs, None, None)
+    check_policy(policy, est.normalizer)  # also one that the constructor checked: hyper-parameters may be edited
+    values: dict[str, Tensor] = {}
+    of_extra: dict[str, Tensor] = {}
+    if policy.guided and guide is None or policy.within and within is None:
+        raise ValueError(
+            f"{policy} needs tensors of the batch; pass pairs=policy.bind(guide=..., within=...) in every call"
+        )
+    if guide is not None:
+        features = inputs.check_guide(guide, len(like), None if policy.spare_negatives else more)
+        if policy.spare_negatives and more is not None:  # placeholders: the guide does not decide about negatives=
+            features.append(features[0].new_zeros(more, features[0].shape[1]))
+        values["guide1"], values["guide2"], *further = _units(features, like, est.normalize)
+        of_extra |= zip(("guide",), further, strict=False)
+    if within is not None:
+        checked = inputs.check_within(within, len(like), more)
+        values["within1"], *further = (accelerator.to_device(key, like.device) for key in checked)
+        of_extra |= zip(("within",), further, strict=False)
+    return None if policy == NO_POLICY else policy, values, of_extra
+
+
+def check_cached(est: Called, z1: Tensor, z2: Tensor, tau: Any, negatives: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Refuse what a call with detached leaves would not detect; return the features of ``negatives`` and positions."""
+    if getattr(est.normalizer, "encode", None) is not None:
+        raise ValueError("encode of the sampler needs a backward pass of its features; call the estimator, not this")
+    if isinstance(tau, Tensor) and tau.requires_grad:
+        raise ValueError(
+            "tau= requires a gradient, which this does not return; call the estimator on z1.detach()"
+            ".requires_grad_() and tau.detach().requires_grad_(), and take all three gradients from there"
+        )
+    with est._engine.handshake.guard():
+        inputs.check_features(z1, z2, least=0)
+        further, positions = inputs.check_negatives(negatives, z1)
+        refuse_derivatives(("z1", z1), ("z2", z2), ("negatives", further))
+    return further, positions
+
+
+def check_policy(policy: PairPolicy, normalizer: Normalizer) -> None:
+    """Refuse a policy that the normalizer of an estimator does not support."""
+    if not isinstance(policy, PairPolicy):
+        raise TypeError(f"pairs must be a compopt.PairPolicy, got {type(policy).__name__}")
+    normalizer.check_pairs(policy)
+
+
+def check_options(mode: str, directions: str, normalize: bool, multiply_tau: bool) -> None:
+    """Refuse unknown options of an estimator, and options that exclude each other."""
+    checks.one_of("mode", mode, ("bimodal", "unimodal"))
+    checks.one_of("directions", directions, DIRECTIONS)
+    if directions == "forward" and mode == "unimodal":
+        raise ValueError('directions="forward" is for two modalities; in mode="unimodal" both views are anchors')
+    checks.flag("normalize", normalize)
+    checks.flag("multiply_tau", multiply_tau)
+
+
+# -- facts that must be equal on all ranks -----------------------------------------------------------------------------
+
+
+def _with_facts(est: Called, given: Given) -> Given:
+    """Return the arguments with the facts that all ranks compare; tensors on a device are compared there."""
+    tau, facts = given.tau, {"named": int(given.named), "encode": int(given.encoder is not None)}
+    facts["momentum"] = int(given.momentum is not None)
+    facts["negatives"] = 0 if given.extra is None else 1 if given.positions is None else 2
+    facts |= {**tau_facts(tau), "parameters": _parameters(est)}
+    wants = tau.requires_grad if isinstance(tau, Tensor) else tau is None and est.temperature.wants_gradient
+    facts["learning"] = int(wants and given.graph)
+    values = dict(given.values)
+    if given.policy is not None:  # a fingerprint, since facts are single integers
+        widths = {name: value.shape[1:] for name, value in values.items()}
+        facts["policy"] = fingerprint({"pairs": given.policy, "dimensions": widths})
+    numbers = [*_shared(est), *([tau] if isinstance(tau, Tensor) and tau.dim() == 0 else [])]
+    on_device = [number.detach().flatten().float() for number in numbers if number.device.type != "cpu"]
+    if on_device:
+        unit = given.own.unit
+        values["shared"] = torch.cat([number.to(unit.device) for number in on_device]).expand(unit.shape[1], -1)
+    return replace(given, facts=facts, values=values)
 
 
 def _shared(est: Called) -> list[Tensor]:
@@ -183,111 +290,7 @@ def _parameters(est: Called) -> int:
     return fingerprint({"parameters": values, "tau": est.temperature.constants()})
 
 
-def _check_keys(est: Called, asked: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
-    """Return the checked keys of the samples: ``index`` and, if given, ``index2`` and ``labels``."""
-    keys = {"index": est._index(asked["index"], batch)}
-    if asked["index2"] is not None:
-        if est.mode == "unimodal":
-            raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
-        keys["index2"] = inputs.check_vector("index2", asked["index2"], batch)
-    if asked["labels"] is not None:
-        keys["labels"] = inputs.check_vector("labels", asked["labels"], batch)
-    return keys
-
-
-def check_cached(
-    est: Called,
-    z1: Tensor,
-    z2: Tensor,
-    encode: Encode | None,
-    tau: Tensor | float | None,
-    extra: Tensor | None,
-    extra_index: Tensor | None,
-) -> None:
-    """Refuse arguments that a call with detached leaves in place of the features would not detect."""
-    if encode is not None:
-        raise ValueError("encode= needs a backward pass of its own features; call the estimator, not this")
-    if isinstance(tau, Tensor) and tau.requires_grad:
-        raise ValueError(
-            "tau= requires a gradient, which this does not return; call the estimator on z1.detach()"
-            ".requires_grad_() and tau.detach().requires_grad_(), and take all three gradients from there"
-        )
-    refuse_derivatives(("z1", z1), ("z2", z2), ("extra", extra))
-    with est._engine.handshake.guard():
-        inputs.check_features(z1, z2, least=0)
-        if extra is not None:
-            inputs.check_extra(extra, extra_index, z1)
-
-
-def check_options(mode: str, directions: str, normalize: bool, multiply_tau: bool) -> None:
-    """Refuse unknown options of an estimator, and options that exclude each other."""
-    checks.one_of("mode", mode, ("bimodal", "unimodal"))
-    checks.one_of("directions", directions, DIRECTIONS)
-    if directions == "forward" and mode == "unimodal":
-        raise ValueError('directions="forward" is for two modalities; in mode="unimodal" both views are anchors')
-    checks.flag("normalize", normalize)
-    checks.flag("multiply_tau", multiply_tau)
-
-
-def check_policy(policy: PairPolicy, normalizer: Normalizer) -> None:
-    """Refuse a policy that the normalizer of an estimator does not support."""
-    if not isinstance(policy, PairPolicy):
-        raise TypeError(f"pairs must be a compopt.PairPolicy, got {type(policy).__name__}")
-    normalizer.check_pairs(policy)
-
-
-def _check_extra(
-    est: Called, extra: Tensor | None, extra_index: Tensor | None, keys: dict[str, Tensor], like: Tensor
-) -> Tensor | None:
-    """Check further candidates; return their positions, or ``None`` if there are no positions."""
-    if extra is None:
-        if extra_index is not None:
-            raise TypeError("extra_index= has the positions of extra=, which is None")
-        return None
-    est.normalizer.check_extra()
-    _, positions = inputs.check_extra(extra, extra_index, like)
-    if positions is not None and "index2" not in keys:
-        inputs.check_range("extra_index", positions, est._engine.groups.n, remedy=inputs.EXTRA_REMEDY)
-    return positions
-
-
-def _check_momentum(est: Called, features: Sequence[Tensor] | None, like: Tensor) -> Tensor | None:
-    """Return the checked and prepared features of a momentum encoder, ``(2, b, d)``; ``None`` if there are none."""
-    est.normalizer.check_momentum(features is not None)
-    if features is None:
-        return None
-    with full_precision(like.device):
-        return torch.stack(_units(inputs.check_momentum(features, like), like, est.normalize))
-
-
-def _refuse_arguments(policy: PairPolicy | None, given: Mapping[str, Any]) -> None:
-    """Refuse a call without an argument that the policy requires, or with one that has no effect."""
-    for name, option in OPTIONS.items():
-        wanted = policy is not None and name in policy.asks
-        if wanted and given[name] is None:
-            raise ValueError(f"{name} is missing, which PairPolicy({option}) asks for; pass {name}= in every call")
-        if given[name] is not None and not wanted:
-            remedy = f"give the estimator or this call pairs=PairPolicy({option}, ...)"
-            raise ValueError(f"{name}= has no effect here: {remedy}")
-
-
-def _check_asked(
-    policy: PairPolicy, normalize: bool, given: Mapping[str, Any], like: Tensor, more: int | None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors that the policy requires, for the batch and for ``more`` further candidates."""
-    values: dict[str, Tensor] = {}
-    of_extra: dict[str, Tensor] = {}
-    if policy.guided:
-        features = inputs.check_guide(given["guide"], len(like), None if policy.spare_extra else more)
-        if policy.spare_extra and more is not None:  # placeholders: the guide does not decide about extra=
-            features.append(features[0].new_zeros(more, features[0].shape[1]))
-        values["guide1"], values["guide2"], *further = _units(features, like, normalize)
-        of_extra |= zip(("guide",), further, strict=False)
-    if policy.within:
-        checked = inputs.check_within(given["within"], len(like), more)
-        values["within1"], *further = (accelerator.to_device(key, like.device) for key in checked)
-        of_extra |= zip(("within",), further, strict=False)
-    return values, of_extra
+# -- features of other models, and dtypes ------------------------------------------------------------------------------
 
 
 def _units(features: Sequence[Tensor], like: Tensor, normalize: bool) -> list[Tensor]:

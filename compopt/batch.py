@@ -98,7 +98,7 @@ class Batch:
 
     @property
     def momentum(self) -> tuple[Tensor, ...]:
-        """``k1, k2`` of all ranks, ``(B, d)`` each; empty without ``momentum_features=``."""
+        """``k1, k2`` of all ranks, ``(B, d)`` each; empty without ``keys=``."""
         return tuple(self.values[name] for name in ("k1", "k2") if name in self.values)
 
     def nan_if_bad(self, value: Tensor) -> Tensor:

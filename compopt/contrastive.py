@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Never
 
 from compopt import checks
 from compopt.arguments import (
@@ -26,7 +25,6 @@ from compopt.arguments import (
 from compopt.batch import Batch
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
-from compopt.checks.inputs import remedy_for
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.base import Estimator
 from compopt.estimator.component import Call, Component, Normalizer, Setting, Temperature
@@ -35,12 +33,12 @@ from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.options import with_arguments_of
 from compopt.estimator.reader import ROW_KEYS, either
 from compopt.functional import Scalar
-from compopt.kernel.features import Encode, with_gradients, zero_or_nan
+from compopt.kernel.features import with_gradients, zero_or_nan
 from compopt.kernel.pairs import PairOptions, Pairs
 from compopt.kernel.triton.block import block_of
 from compopt.kernel.triton.choice import BACKENDS, Backend
 from compopt.objective import Objective
-from compopt.pairs import NO_POLICY, PairPolicy
+from compopt.pairs import NO_POLICY, BoundPolicy, PairPolicy
 from compopt.stores import Offload
 from compopt.stores.table import Placement
 from compopt.summary import Summary
@@ -88,7 +86,7 @@ class ContrastiveEstimator(Estimator):
         sample_groups: one mapping per data set, ``{"n": ..., key: value, ...}``. The values override those of the
             parts; the sizes must equal those of the parts.
         backend: ``"torch"``: plain torch computes the pairs. ``"triton"``: a fused kernel computes them if Triton is
-            installed (extra ``triton``) and the kernel supports the call, which has no ``extra``, momentum features or
+            installed (extra ``triton``) and the kernel supports the call, which has no ``negatives``, ``keys`` or
             policy; otherwise plain torch, which the logger ``compopt.kernel.triton.choice`` reports at debug level.
             ``"auto"``: ``"torch"``. The kernel multiplies in TF32 even if PyTorch's own products do not, or in bfloat16
             (:func:`compopt.functional.contrastive_sums`, ``precision=None``). See the page on the fused kernel.
@@ -98,8 +96,8 @@ class ContrastiveEstimator(Estimator):
     Communicates, with K ranks, in every call: a message of 3 integers per sample and a few more, over a CPU group
     (sizes, indices, values that must be equal on all ranks); one all-gather of the features, without gradient, and of
     the rows of this rank's samples; one all-gather of 3 to 7 floats per sample (2 to 4 with one direction). With
-    ``shard=True`` one all-reduce of the global batch's rows replaces the all-gather of rows. ``extra`` needs one more
-    all-gather, and a normalizer may communicate too; ``momentum_features`` are gathered with the features. The backward
+    ``shard=True`` one all-reduce of the global batch's rows replaces the all-gather of rows. ``negatives`` need one
+    more all-gather, and a normalizer may communicate too; ``keys`` are gathered with the features. The backward
     pass and :meth:`step` communicate nothing. Every rank computes its own anchors against all candidates, returns the
     global loss, and receives the complete gradient of its own features, multiplied by K for wrappers that average over
     ranks.
@@ -211,17 +209,13 @@ class ContrastiveEstimator(Estimator):
         z1: Tensor,
         z2: Tensor,
         index: Tensor | None = None,
+        *,
         index2: Tensor | None = None,
-        encode: Encode | None = None,
-        *unexpected: Never,
-        tau: Tensor | float | None = None,
         labels: Tensor | None = None,
-        extra: Tensor | None = None,
-        extra_index: Tensor | None = None,
-        guide: Sequence[Tensor] | None = None,
-        within: Tensor | tuple[Tensor, Tensor] | None = None,
-        pairs: PairPolicy | None = None,
-        momentum_features: Sequence[Tensor] | None = None,
+        tau: Tensor | float | None = None,
+        negatives: Tensor | tuple[Tensor, Tensor] | None = None,
+        keys: Sequence[Tensor] | None = None,
+        pairs: PairPolicy | BoundPolicy | None = None,
     ) -> Tensor:
         """Return the estimated objective of a batch in nats (times ``tau``, with ``multiply_tau``), for ``backward()``.
 
@@ -236,29 +230,23 @@ class ContrastiveEstimator(Estimator):
                 if a batch is evaluated more than once per step (SAM, LBFGS).
             index2: positions in the second modality, if it has its own (several captions per image), ``(B,)``. They
                 select its rows; with ``directions="forward"``, where it has no rows, they identify equal candidates.
-            encode: function for samplers that may draw negatives outside the batch. It receives data-set positions,
-                ``(m,)`` int64 on the CPU, and returns features ``(m, d)`` of those samples (bimodal: a pair of them),
-                with a graph. It is called at most once.
-            tau: temperature that overrides a :class:`~compopt.FixedTemperature` for this call: a number or a tensor,
-                0-d, ``(B,)`` or ``(B, 2)``; if it requires grad, it receives the derivative of the returned objective.
             labels: ``(B,)`` integers (classes, duplicates). Samples with equal labels are not each other's negatives. A
                 label must have the same meaning in all batches, since a memory compares labels with those of earlier
                 batches.
-            extra: further candidates of the anchors of direction 1 in addition to the batch, ``(M, d)``, optionally
-                with a graph, for example mined hard negatives. ``|N_i|`` counts them. Normalizers, weights and rows
-                refer to the larger set, so that the estimate is that of the mixture of both sets. ``M`` may differ
-                between ranks and may be 0; the anchors of every rank are compared with the candidates of all ranks.
-            extra_index: positions of ``extra`` in the second modality (in that of ``index2``, or of ``index`` without
-                it), ``(M,)``; a candidate at the position of the anchor's own positive is not its negative.
-            guide: with ``PairPolicy(guided=True)``: features of another model, from which false negatives are found,
-                ``(B, g)`` for ``z1`` and for ``z2``, and ``(M, g)`` for ``extra`` unless these are spared; no graph.
-            within: with ``PairPolicy(within=True)``: keys ``(B,)``, integers; only samples with equal keys are
-                contrasted. With ``extra`` a pair of tensors, the second with the keys of ``extra``, ``(M,)``.
-            pairs: a :class:`~compopt.PairPolicy` that replaces the policy of the constructor for this call.
-            momentum_features: with a :class:`~compopt.MemoryNormalizer`: features ``(k1, k2)`` of the same samples from
-                a slowly moving copy of the encoders (:class:`~compopt.MomentumEncoder`), ``(B, d)`` each; no graph.
-                They are the candidates and the positives of the anchors, and the memory stores them. The copy should
-                encode ``extra`` too.
+            tau: temperature that overrides a :class:`~compopt.FixedTemperature` for this call: a number or a tensor,
+                0-d, ``(B,)`` or ``(B, 2)``; if it requires grad, it receives the derivative of the returned objective.
+            negatives: further candidates of the anchors of direction 1, for example mined hard negatives: features
+                ``(M, d)``, optionally with a graph, or a pair of these and their positions ``(M,)`` in the second
+                modality (in that of ``index2``, or of ``index`` without it); a candidate at the position of the
+                anchor's own positive is not its negative. ``|N_i|`` counts them. Normalizers, weights and rows refer to
+                the larger set, so that the estimate is that of the mixture of both sets. ``M`` may differ between ranks
+                and may be 0; the anchors of every rank are compared with the candidates of all ranks.
+            keys: with a :class:`~compopt.MemoryNormalizer`: features ``(k1, k2)`` of the same samples from a slowly
+                moving copy of the encoders (:class:`~compopt.MomentumEncoder`), ``(B, d)`` each; no graph. They are the
+                candidates and the positives of the anchors, and the memory stores them. The copy should encode
+                ``negatives`` too.
+            pairs: a :class:`~compopt.PairPolicy` that replaces the policy of the constructor for this call, or, for
+                options that need tensors of the batch, ``policy.bind(guide=..., within=...)``.
 
         *Anchors without negatives*, because keys or the policy exclude all candidates, contribute 0 to the value and to
         all gradients, count in the mean, and deposit nothing. If no anchor has a negative, the loss is 0, its gradients
@@ -277,10 +265,10 @@ class ContrastiveEstimator(Estimator):
         Raises:
             IndexError: an index outside ``0 .. n - 1``; one on a device raises at a later call.
             TypeError: features that are not floating-point tensors, keys that are not integers, no ``index`` where
-                there are rows, ``extra_index`` without the arguments that it refers to.
+                there are rows, positions of ``negatives`` without the arguments that they refer to.
             ValueError: wrong shapes or devices, fewer than two distinct samples (all have one ``index`` and, if passed,
-                one ``index2``), ``tau`` <= 0 or together with a learned temperature, ``encode`` or ``extra`` with a
-                normalizer that does not support it.
+                one ``index2``), ``tau`` <= 0 or together with a learned temperature, ``negatives``, ``keys`` or
+                ``pairs`` with a normalizer that does not support it.
             RuntimeError: a transform, a tangent or a checkpointed function, see above; another rank, see the class.
 
         Communicates: see :class:`~compopt.ContrastiveEstimator`.
@@ -293,16 +281,7 @@ class ContrastiveEstimator(Estimator):
             >>> tuple(z1.grad.shape)
             (8, 16)
         """
-        if unexpected:
-            raise TypeError(
-                f"a call has up to five arguments by position, z1, z2, index, index2 and encode, got "
-                f"{5 + len(unexpected)}{remedy_for(z1)}"
-            )
-        asked: dict[str, Any] = {"index": index, "index2": index2, "labels": labels, "encode": encode}
-        asked |= {"tau": tau, "extra": extra, "extra_index": extra_index, "pairs": pairs}
-        asked |= {"guide": guide, "within": within}
-        asked |= {"momentum_features": momentum_features}
-        given = check_call(self, z1, z2, asked)
+        given = check_call(self, z1, z2, index, index2, labels, tau, negatives, keys, pairs)
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
         self._at_first = given.facts.get("parameters")
@@ -333,7 +312,7 @@ class ContrastiveEstimator(Estimator):
     @outside_of_graphs
     @with_arguments_of(__call__)
     def feature_gradients(self, given: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Return the loss and its gradients with respect to ``z1``, ``z2`` and ``extra``.
+        """Return the loss and its gradients with respect to ``z1``, ``z2`` and ``negatives``.
 
         For cached features: encode the whole window without a graph, call this method once on all of it (the negatives
         are then those of the whole window), and encode each micro-batch again with
@@ -341,26 +320,28 @@ class ContrastiveEstimator(Estimator):
         are added to their ``.grad``, as by a backward pass.
 
         Args:
-            z1, z2, index, ...: all arguments of a call, in the same order or by name, with two exceptions.
-            encode: raises an error, since the encoded features would get no gradient.
-            tau: as in a call, without a graph.
+            z1, z2, index, ...: all arguments of a call; ``tau`` without a graph.
 
         Returns:
-            ``(loss, g1, g2)``; with ``extra`` also its gradient. All are detached; the gradients have the dtype of the
-            features.
+            ``(loss, g1, g2)``; with ``negatives`` also their gradient. All are detached; the gradients have the dtype
+            of the features.
 
         Raises:
-            ValueError: with ``encode``, or a ``tau`` that requires a gradient; all errors of a call.
+            ValueError: a ``tau`` that requires a gradient, or a sampler with ``encode``, whose features would get none;
+                all errors of a call.
 
         Communicates: as a call.
         """
-        check_cached(self, given["z1"], given["z2"], *map(given.get, ("encode", "tau", "extra", "extra_index")))
+        further, positions = check_cached(self, given["z1"], given["z2"], given.get("tau"), given.get("negatives"))
         self._drop_skipped()  # before the context, which restores what is pending now
         with torch.enable_grad(), self._engine.undone_on_error():
-            leaves = {name: _leaf(given[name]) for name in ("z1", "z2", "extra") if given.get(name) is not None}
-            loss = self(**{**given, **leaves})
-            loss.backward(inputs=[*leaves.values(), *(p for p in self.parameters() if p.requires_grad)])
-        return loss.detach(), *(z.grad for z in leaves.values() if z.grad is not None)
+            leaves = [_leaf(z) for z in (given["z1"], given["z2"], further) if z is not None]
+            given |= zip(("z1", "z2"), leaves, strict=False)
+            if further is not None:
+                given["negatives"] = leaves[2] if positions is None else (leaves[2], positions)
+            loss = self(**given)
+            loss.backward(inputs=[*leaves, *(p for p in self.parameters() if p.requires_grad)])
+        return loss.detach(), *(z.grad for z in leaves if z.grad is not None)
 
     def __getstate__(self) -> dict[str, Any]:
         # torch.save refuses views that change the dtype. The copy is kept, because a spawned process opens the memory
@@ -419,7 +400,7 @@ class ContrastiveEstimator(Estimator):
             guide=[values["guide1"], values["guide2"]] if "guide1" in values else (),
             key=values.get("within1"),
         )
-        unsupported = {"momentum_features=": given.momentum, "extra=": given.extra, "pairs=": policy}
+        unsupported = {"keys=": given.momentum, "negatives=": given.extra, "pairs=": policy}
         block = block_of(self.backend, own, unsupported)
         sides, ranks = (batch.features, batch.momentum), self._engine.ranks
         pairs = Pairs(own, tau, list(batch.keys.values()), options, *sides, ranks, batch.sizes, block)
@@ -479,8 +460,8 @@ class ContrastiveEstimator(Estimator):
         pairs, batch, unit = objective.pairs, objective.batch, given.own.unit
         value = objective.value().to(unit.dtype)
         if pairs.extra is not None or pairs.may_lack_negatives or given.momentum is not None:
-            # a bad feature may be in no pair (z2 with one direction and momentum), or not reach alpha (extra and a
-            # network): the value must be NaN all the same
+            # a bad feature may be in no pair (z2 with one direction and momentum), or not reach alpha (negatives and
+            # a network): the value must be NaN all the same
             more = () if pairs.extra is None else (pairs.extra.everyone,)
             value = value + zero_or_nan(*batch.features, *batch.momentum, *more, *pairs.options.guides)
         encoded = None if given.encoder is None else given.encoder.encoded
@@ -531,8 +512,8 @@ class ContrastiveEstimator(Estimator):
         """Metrics of the last call as 0-d tensors, computed on request without a synchronisation of the device.
 
         ``log_normalizer``: mean alpha; ``info_nce``: cross-entropy of the positive among the candidates of the batch
-        (with ``extra``, without a memory) at the temperatures used, in nats, averaged over the anchors, comparable with
-        the contrastive losses of other libraries; ``effective_negatives``: ``(sum w)^2 / sum w^2``, averaged over the
+        (with ``negatives``, without a memory) at the temperatures used, in nats, averaged over the anchors, as in
+        other libraries; ``effective_negatives``: ``(sum w)^2 / sum w^2``, averaged over the
         first 128 anchors of each direction; ``tau_q10``, ``tau_median``, ``tau_q90``: quantiles of the temperatures
         used; ``new_rows``: number of samples seen for the first time (0 without rows). The metrics of the normalizer
         are added, and replace those of equal names. All metrics refer to the global batch, except

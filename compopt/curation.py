@@ -76,10 +76,9 @@ class ScoreKeeper(Component):
     State, per sample and direction (48 bytes with two): ``log_g`` and ``log_g_var``, mean and variance of
     :math:`\log \hat g_i` in nats at the temperature of the call; ``similarity`` and ``similarity_var``, those of
     :math:`s_{ii}`; ``rank``, the mean share of the batch's negatives that are more similar to the anchor than its
-    positive is. In unimodal mode each value is the mean over both views. ``extra`` candidates count in ``log_g`` only.
+    positive is. In unimodal mode each value is the mean over both views. ``negatives`` count in ``log_g`` only.
     With a :class:`~compopt.PairPolicy` ``log_g`` is computed from the candidates that the policy keeps, and ``rank``
-    from all candidates with other keys. With ``momentum_features=`` candidates and positives are those of the momentum
-    copy.
+    from all candidates with other keys. With ``keys=`` candidates and positives are those of the copy.
 
     The rows have the mode, the dtype and the placement of the estimator that :meth:`attach` is given. They are saved by
     ``compopt.save(keeper, directory)``, and read ahead by ``est.prefetch(keeper.prefetch(loader))``.

@@ -27,7 +27,7 @@ FORGOTTEN = 256  # calls without an update
 
 
 class MomentumEncoder:
-    r"""Moving average of a model's weights; its features are the ``momentum_features=`` of a call.
+    r"""Moving average of a model's weights; its features are the ``keys=`` of a call.
 
     .. math:: \theta_k \leftarrow m\, \theta_k + (1 - m)\, \theta
 
@@ -77,7 +77,7 @@ class MomentumEncoder:
         >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         >>> handles = est.attach(optimizer), encoder.attach(est)
         >>> x1, x2 = torch.randn(2, 16, 8)
-        >>> loss = est(model(x1), model(x2), torch.arange(16), momentum_features=(encoder(x1), encoder(x2)))
+        >>> loss = est(model(x1), model(x2), torch.arange(16), keys=(encoder(x1), encoder(x2)))
         >>> loss.backward()
         >>> optimizer.step()  # commits, and updates the copy
         >>> torch.equal(encoder.module.weight, model.weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +25,7 @@ class PairPolicy:
         w_{ij} = \tfrac{1}{|N_i|}\, e^{h_{ij}/\tau_i + b_{ij} - \alpha_i}
 
     ``N_i`` is the set of candidates that the options keep, and ``|N_i|`` its size; ``b_ij`` is held constant, like the
-    weights. The options can be combined with each other, with ``index2``, ``labels`` and ``extra``, and with all
+    weights. The options can be combined with each other, with ``index2``, ``labels`` and ``negatives``, and with all
     normalizers and temperatures, except as listed below. A normalizer then stores the weighted mean over the
     candidates that are kept: ``log_u`` and the network's target are computed from ``ghat`` above, and the policy also
     selects and weights the queue of :class:`~compopt.MemoryNormalizer`. It does not apply to the prototypes of a
@@ -36,11 +37,12 @@ class PairPolicy:
             is ``-m``). ``("relative", r)``: candidates with ``s_ij > s_ii - (1 - r) |s_ii|`` (NV-Retriever uses
             ``r = 0.95``). A copy of the positive has ``s_ij = s_ii`` up to rounding: a margin slightly below 0 leaves
             it out.
-        guided: find false negatives by similarities of the ``guide=`` features instead of the estimator's own features.
-        spare_extra: never treat the further candidates ``extra=`` as false negatives.
+        guided: find false negatives by similarities of a guide's features instead of the estimator's own features;
+            each call then needs :meth:`bind`.
+        spare_negatives: never treat the further candidates ``negatives=`` as false negatives.
         hardness: ``beta`` of ``b_ij = beta s_ij``, >= 0; increases the weight of hard negatives.
-        within: the candidates of an anchor are the samples with the same key in ``within=``, for example those of its
-            data set or language.
+        within: the candidates of an anchor are the samples with the same key, for example those of its data set or
+            language; each call then needs :meth:`bind`.
 
     The options are part of ``repr(est)`` and of checkpoints; loading a checkpoint with other options raises an error.
     With several ranks, arguments that the options require (keys, features of the guide) are gathered with the features.
@@ -51,12 +53,12 @@ class PairPolicy:
     memory keeps keys for ``within`` is fixed by the constructor.
 
     Raises:
-        TypeError, ValueError: a value of another type or out of range; ``guided`` or ``spare_extra`` without
+        TypeError, ValueError: a value of another type or out of range; ``guided`` or ``spare_negatives`` without
             ``false_negatives``.
         ValueError: with an estimator whose negatives are drawn (EMC2); ``guided`` with a memory; ``hardness`` with a
-            :class:`~compopt.NeuralNormalizer` (NeuCLIP), whose prototypes have no such term. At a call: an argument
-            that an option requires is missing (``guide``, ``within``), or passed without the option; with a memory, a
-            ``within`` that differs from the constructor's.
+            :class:`~compopt.NeuralNormalizer` (NeuCLIP), whose prototypes have no such term. At a call: a
+            policy with ``guided`` or ``within`` that is not bound; with a memory, a ``within`` that differs from the
+            constructor's.
 
     References:
         Solatorio, GISTEmbed, 2024 (thresholds by a guide); Moreira et al., NV-Retriever, 2024 (relative thresholds);
@@ -73,15 +75,15 @@ class PairPolicy:
 
     false_negatives: FalseNegatives | None = None
     guided: bool = False
-    spare_extra: bool = False
+    spare_negatives: bool = False
     hardness: float | None = None
     within: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("guided", "spare_extra", "within"):
+        for name in ("guided", "spare_negatives", "within"):
             checks.flag(name, getattr(self, name))
         _check_false_negatives(self.false_negatives)
-        for name in ("guided", "spare_extra"):
+        for name in ("guided", "spare_negatives"):
             if getattr(self, name) and self.false_negatives is None:
                 raise ValueError(f"{name}=True says how false negatives are found; give false_negatives= too")
         if self.hardness is not None:
@@ -96,10 +98,31 @@ class PairPolicy:
         options = ((field, getattr(self, field.name)) for field in fields(self))
         return f"PairPolicy({', '.join(f'{f.name}={value!r}' for f, value in options if value != f.default)})"
 
-    @property
-    def asks(self) -> set[str]:
-        """Names of the arguments that each call must pass."""
-        return {name for name, asked in {"guide": self.guided, "within": self.within}.items() if asked}
+    def bind(
+        self, *, guide: Sequence[Tensor] | None = None, within: Tensor | tuple[Tensor, Tensor] | None = None
+    ) -> BoundPolicy:
+        """Return this policy with the tensors of one batch, for ``est(..., pairs=policy.bind(...))``.
+
+        Args:
+            guide: with ``guided``: features of another model, ``(B, g)`` for ``z1`` and for ``z2``, and ``(M, g)`` for
+                ``negatives`` unless these are spared; no graph.
+            within: with ``within``: keys ``(B,)``, integers; with ``negatives`` a pair, the second with the keys of
+                ``negatives``, ``(M,)``.
+
+        Raises:
+            ValueError: a tensor for an option that the policy has not, or none for one that it has.
+
+        Example:
+            >>> import torch, compopt
+            >>> policy, est = compopt.PairPolicy(within=True), compopt.DCLEstimator(tau=0.1)
+            >>> z1, z2 = torch.randn(2, 8, 4, requires_grad=True)
+            >>> est(z1, z2, pairs=policy.bind(within=torch.arange(8) // 4)).backward()
+        """
+        for name, option, value in (("guide", "guided", guide), ("within", "within", within)):
+            if getattr(self, option) == (value is None):
+                state = f"is missing, which {self} needs" if value is None else f"has no effect without {option}=True"
+                raise ValueError(f"{name}= of PairPolicy.bind {state}")
+        return BoundPolicy(self, guide, within)
 
     def threshold(self, positive: Tensor) -> Tensor | None:
         """Return the similarity above which a candidate is a false negative, from ``s_ii``, or ``None``."""
@@ -134,6 +157,14 @@ def _check_false_negatives(value: FalseNegatives | None) -> None:
     if len(value) != 2 or value[0] != "relative":
         raise ValueError(f'false_negatives must be a margin or ("relative", r), got {value!r}')
     checks.unit_interval("false_negatives[1]", value[1], "; it is the share of the positive's similarity")
+
+
+class BoundPolicy(NamedTuple):
+    """Policy of pairs with the tensors of one batch, the result of :meth:`PairPolicy.bind`."""
+
+    policy: PairPolicy
+    guide: Sequence[Tensor] | None
+    within: Tensor | tuple[Tensor, Tensor] | None
 
 
 NO_POLICY = PairPolicy()
@@ -194,7 +225,7 @@ class Selection(NamedTuple):
                 seen = rows.guide @ self.columns.guide.T
                 result += 0 * seen  # NaN for a guide that is not finite, whose comparison would be False
             found = seen > threshold
-            if self.policy.spare_extra:
+            if self.policy.spare_negatives:
                 found.narrow(dim, candidates.inside, s.shape[dim] - candidates.inside).fill_(False)
             result.masked_fill_(found, MASKED)
         if rows.key is not None and self.columns.key is not None:

@@ -553,7 +553,7 @@ class Trainer(loop.Loop):
             with self.accelerator.accumulate(self.model):
                 z1, z2, *tau = self.encode(self.model, (images, texts))
                 keys = self.keys(images, texts)
-                loss = self.est(z1, z2, index, tau=tau[0] if tau else None, momentum_features=keys)
+                loss = self.est(z1, z2, index, tau=tau[0] if tau else None, keys=keys)
                 self.accelerator.backward(loss)
                 self._take_step()
             total += loss.detach() / len(window)
@@ -564,7 +564,7 @@ class Trainer(loop.Loop):
         *part, index = (torch.cat(inputs) for inputs in list(zip(*window, strict=True))[:3])
         torch.manual_seed(hash((self.args.seed, self.step, launch.rank())))
         options = {"micro_batch_size": self.args.batch_size, "encode": self.encode, "batch_norm": "update_once"}
-        options["momentum_features"] = self.keys(*part)
+        options["keys"] = self.keys(*part)
         backward = self.accelerator.backward
         loss = compopt.gradient_cache(self.est, self.model, tuple(part), index, backward=backward, **options)
         self._take_step()

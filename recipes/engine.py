@@ -107,6 +107,8 @@ class Run:
         task = self.task
         est = methods.build(config.method, task.n, task.mode, options, placement, config.batch_size, task.dim)
         self.est = est.to(device)
+        if options.get("encode"):
+            est.normalizer.encode = self._encode
         launch.check_learned(self.accelerator, list(self.est.parameters()), config.method)
         self._build_optimizer(self._parameter_groups(plain))
         launch.set_micro_batch(self.accelerator, self.part.stop - self.part.start)
@@ -193,9 +195,8 @@ class Run:
         inputs = self.task.inputs(index, seeded("augment", self.config.seed, number))
         features = self.prepared(*(entry[self.part] for entry in inputs))
         options, own = self.config.options, index[self.part]
-        encode = self._encode if options.get("encode") else None
         labels = self.task.group[own] if options.get("group") else None
-        loss = self.est(*features, index=own, labels=labels, encode=encode)
+        loss = self.est(*features, index=own, labels=labels)
         self.batches.observe(own, *features[:2])
         self.accelerator.backward(loss)
         self.stepper.step()  # the attached estimator commits its rows here, after the window's last batch

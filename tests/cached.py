@@ -34,7 +34,12 @@ POLICY = compopt.PairPolicy(false_negatives=0.0, guided=True, within=True)
 
 
 def guided(x1, x2, x3, i):
-    return {"model": "model", "batch": (x1, x2), "encode": two, "guide": (x1, x1 + 0.1), "within": i % 2}
+    return {
+        "model": "model",
+        "batch": (x1, x2),
+        "encode": two,
+        "pairs": POLICY.bind(guide=(x1, x1 + 0.1), within=i % 2),
+    }
 
 
 class Encoders(nn.Module):
@@ -112,7 +117,7 @@ FEATURES = {
     "labels": lambda x1, x2, x3, i: {
         "model": "model", "batch": (x1, x2), "encode": two, "labels": i % 7, "index2": i // 2,
     },
-    "extra": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2, x3), "extra_index": (i + 1) % N},
+    "extra": lambda x1, x2, x3, i: {"model": "model", "batch": (x1, x2, x3), "negatives": (None, (i + 1) % N)},
     "towers": lambda x1, x2, x3, i: {"model": ("first", "second"), "batch": (x1, x2), "micro_batch_size": (5, 2)},
     "negatives": lambda x1, x2, x3, i: {"model": ("first", "second", "second"), "batch": (x1, x2, x3.repeat(2, 1))},
     "frozen": lambda x1, x2, x3, i: {"model": ("first", "second"), "batch": (x1, x2)},
@@ -139,7 +144,8 @@ def whole(est, model, batch, index, encode=None, backward=None, micro_batch_size
     if outputs[-1].dim() == 0:
         call["tau"] = outputs.pop()
     if len(outputs) == 3:
-        call["extra"] = outputs.pop()
+        positions = call["negatives"][1] if "negatives" in call else None
+        call["negatives"] = outputs.pop() if positions is None else (outputs.pop(), positions)
     loss = est(outputs[0], outputs[1] if outputs[1:] else None, index, **call)
     loss.backward()
     return loss.detach()

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compopt import PairPolicy
+
 
 def carried_out(study, run_one) -> dict[str, dict]:
     """Return the results of all tuning and final runs of a study by the keys of their jobs."""
@@ -50,13 +52,32 @@ def batches(n, steps, batch=6, dim=4, seed=0, repeats=True, dtype=torch.float64)
     return result
 
 
-def run(est, z1, z2, index, grad_output=None, **options) -> tuple[Tensor, ...]:
-    """Run one forward and backward; return (loss, g1, g2), and the gradient of extra if given."""
+def asked(est, extra=None, extra_index=None, guide=None, within=None, **given):
+    """Return the arguments of a call from their parts: of ``negatives``, and of the policy, that of the call or of est.
+
+    ``encode`` becomes that of the sampler. Not for references, which take the parts.
+    """
+    if "encode" in given:
+        est.normalizer.encode = given.pop("encode")
+    if extra is not None:
+        given["negatives"] = extra if extra_index is None else (extra, extra_index)
+    if guide is not None or within is not None:
+        given["pairs"] = (given.get("pairs") or est.pairs or PairPolicy()).bind(guide=guide, within=within)
+    return given
+
+
+def call(est, z1, z2, index=None, **parts) -> Tensor:
+    """Return the loss of a call with its arguments from their parts, see :func:`asked`."""
+    return est(z1, z2, index, **asked(est, **parts))
+
+
+def run(est, z1, z2, index, grad_output=None, **parts) -> tuple[Tensor, ...]:
+    """Run one forward and backward; return (loss, g1, g2), and the gradient of extra if given. See :func:`asked`."""
     leaves = [z.detach().clone().requires_grad_() for z in (z1, z2)]
-    if "extra" in options:
-        leaves.append(options["extra"].detach().clone().requires_grad_())
-        options = {**options, "extra": leaves[2]}
-    loss = est(*leaves[:2], index, **options)
+    if "extra" in parts:
+        leaves.append(parts["extra"].detach().clone().requires_grad_())
+        parts = {**parts, "extra": leaves[2]}
+    loss = call(est, *leaves[:2], index, **parts)
     loss.backward(grad_output)
     return loss.detach(), *(z.grad for z in leaves)
 

@@ -45,7 +45,7 @@ def test_a_momentum_copy(kind):
 
     def call(est, z1, z2, index, device):
         keys = [encoders[device](z) for z in (z1, z2)]
-        result = one_step(est, z1, z2, index, momentum_features=keys)
+        result = one_step(est, z1, z2, index, keys=keys)
         with torch.no_grad():
             towers[device].weight.add_(z1.detach()[:D])
         encoders[device].update()

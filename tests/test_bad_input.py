@@ -16,7 +16,7 @@ from torch import Tensor
 
 import compopt
 from tests.database import BY_NAME, MODES
-from tests.helpers import bits, features, generator, group_key
+from tests.helpers import asked, bits, features, generator, group_key
 
 N, B, D = 12, 5, 3
 TAU, GAMMA = 0.2, 0.7
@@ -174,23 +174,27 @@ NAMES = [f"{i}.jpg" for i in range(B)]
 
 
 @pytest.mark.parametrize("strings", [NAMES, tuple(NAMES), np.array(NAMES)], ids=["list", "tuple", "array"])
-@pytest.mark.parametrize("name", ["index", "index2", "labels", "extra_index"])
+@pytest.mark.parametrize("name", ["index", "index2", "labels", "negatives[1]"])
 def test_strings_are_told_how_to_become_numbers(name, strings):
     est, (z1, z2, index) = compopt.DCLEstimator(), batch()
-    given = {"index": index, **({"extra": z1} if name == "extra_index" else {})}
-    with refused(TypeError, rf"{name} must be a tensor of \d+ integers", r"compopt\.data\.key_index\(", remedy=False):
-        est(z1, z2, **{**given, name: strings})
+
+    def pass_on(value):
+        est(z1, z2, **{"index": index, **({"negatives": (z1, value)} if name == "negatives[1]" else {name: value})})
+
+    what = rf"{re.escape(name)} must be a tensor of \d+ integers"
+    with refused(TypeError, what, r"compopt\.data\.key_index\(", remedy=False):
+        pass_on(strings)
     number = compopt.data.key_index(strings)  # as the message says
-    est(z1, z2, **{**given, name: torch.tensor([number[string] for string in strings])})
+    pass_on(torch.tensor([number[string] for string in strings]))
 
 
 Output = type("Output", (dict,), {"pooler_output": property(lambda self: self["pooler_output"])})  # of transformers
 
 
-@pytest.mark.parametrize("name", ["z1", "z2", "extra", "guide", "momentum_features"])
+@pytest.mark.parametrize("name", ["z1", "z2", "negatives", "guide", "keys"])
 def test_outputs_of_a_model_in_place_of_features(name):
     """``get_image_features`` of transformers 5 returns an object; ``*model(...)`` yields the names in the output."""
-    est = compopt.MemoryEstimator(D, length=8, momentum=name == "momentum_features")
+    est = compopt.MemoryEstimator(D, length=8, momentum=name == "keys")
     if name == "guide":
         est = compopt.DCLEstimator(pairs=compopt.PairPolicy(false_negatives=0.1, guided=True))
     z1, z2, index = batch()
@@ -199,15 +203,15 @@ def test_outputs_of_a_model_in_place_of_features(name):
         ({"image_embeds": z1, "text_embeds": z2}, "got dict; pass entries of it, which has image_embeds, text_embeds"),
         ("image_embeds", "got str, a name in the output of a model.*pass output.image_embeds"),
     ):
-        value = wrong if name in ("z1", "z2", "extra") else (wrong, wrong)
+        value = wrong if name in ("z1", "z2", "negatives") else (wrong, wrong)
         with refused(TypeError, name, words, est=est):
-            est(**{"z1": z1, "z2": z2, "index": index, name: value})
+            est(**asked(est, **{"z1": z1, "z2": z2, "index": index, name: value}))
 
 
 def test_an_unpacked_output_and_an_index():
     est, (z1, _, index) = make(), batch()
     clip = dict.fromkeys(["logits_per_image", "text_embeds", "image_embeds", "text_model_output", "a", "b"], z1)
-    with refused(TypeError, "got 7, a name in the output of a model", "pass output.image_embeds", est=est):
+    with refused(TypeError, "takes from 3 to 4 positional arguments but 8 were given", remedy=False, est=est):
         est(*clip, index)
 
 

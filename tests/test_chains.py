@@ -15,7 +15,7 @@ from compopt.estimator.component import Component
 from compopt.negatives import walk as walks
 from compopt.negatives.walk import walk
 from compopt.stores.layout import Column
-from tests.helpers import features
+from tests.helpers import call, features
 from tests.reference.mcmc import kernel
 
 # -- enumeration of one step -------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_proposals_from_the_data_set_move_a_chain_as_the_kernel_s_power_does(dra
     }
     est.load_state_dict(state)
     index, bank = torch.tensor([0] * count + [1]), z2.clone().requires_grad_()
-    est(z1[index], z2[index], index, encode=lambda samples: (z1[samples], bank[samples])).backward()
+    call(est, z1[index], z2[index], index, encode=lambda samples: (z1[samples], bank[samples])).backward()
     found = (bank.grad @ z1[0])[negatives] * len(index)  # only the last proposal is counted: one visit per anchor
     assert found.sum() == pytest.approx(count)
     want = torch.linalg.matrix_power(kernel(similarity, tau), draws)[start] * count
@@ -193,7 +193,7 @@ def test_the_gradient_is_unbiased():
         index = torch.randperm(n, generator=generator)[:batch]
         for name, chains in (("emc2", est), ("drawn", drawn)):
             started(chains, z1.detach(), z2.detach(), tau, draw, draw)
-            loss = chains(z1[index], z2[index], index, encode=lambda missing: (z1[missing], z2[missing]))
+            loss = call(chains, z1[index], z2[index], index, encode=lambda missing: (z1[missing], z2[missing]))
             found[name].append(torch.stack(torch.autograd.grad(loss, (z1, z2))))
         for name, other in others.items():
             found[name].append(torch.stack(torch.autograd.grad(other(z1[index], z2[index], index), (z1, z2))))

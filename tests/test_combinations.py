@@ -12,7 +12,7 @@ import compopt
 from compopt import PairPolicy
 from compopt.temperatures.dual import Mode
 from tests.database import BY_NAME
-from tests.helpers import features, generator, make, near
+from tests.helpers import call, features, generator, make, near
 from tests.reference import PolicyReference
 from tests.reference.pairs import anchors
 from tests.test_agreement import compare_forward
@@ -30,7 +30,7 @@ TAUS = 0.3 + 0.2 * torch.rand(BATCH, 1, generator=G, dtype=torch.float64)
 POLICY = {
     "false_negatives": {"false_negatives": 0.1},
     "guided": {"false_negatives": 0.1, "guided": True},
-    "spare_extra": {"false_negatives": 0.1, "spare_extra": True},
+    "spare_negatives": {"false_negatives": 0.1, "spare_negatives": True},
     "hardness": {"hardness": 1.5},
     "within": {"within": True},
 }
@@ -48,17 +48,18 @@ OPTIONS = {
 }
 FEATURES = {**POLICY, **CALL, **OPTIONS}
 # Covered by other tests: names of keys, what a policy requires, parts, and what does not change results.
-ELSEWHERE = {"z1", "z2", "index", "pairs", "guide", "within"}
-ELSEWHERE |= {"encode", "momentum_features"}  # test_mcmc, test_momentum: for samplers and memories only
+ELSEWHERE = {"z1", "z2", "index", "pairs"}
+ELSEWHERE |= {"keys"}  # test_momentum: for memories only
 ELSEWHERE |= {"normalizer", "temperature", "mode", "directions", "sample_groups", "backend"}
 ELSEWHERE |= {"process_group", "offload", "offload_dir", "shard", "dtype"}
 
 
 def test_every_option_is_here():
-    call = inspect.signature(compopt.ContrastiveEstimator.feature_gradients).parameters.keys() - {"self"}
+    named = inspect.signature(compopt.ContrastiveEstimator.feature_gradients).parameters.keys() - {"self"}
     options = inspect.signature(compopt.ContrastiveEstimator).parameters.keys()
     assert {field.name for field in fields(PairPolicy)} == set(POLICY)
-    assert call | options == set(CALL) | set(OPTIONS) | ELSEWHERE
+    parts = (set(CALL) - {"extra", "extra_index"}) | {"negatives"}
+    assert named | options == parts | set(OPTIONS) | ELSEWHERE
 
 
 @dataclass
@@ -80,7 +81,7 @@ class Case:
         options |= {"directions": "forward"} if kind == "forward" else {"mode": kind}
         extra = "extra" in given
         if policy.get("guided"):
-            given["guide"] = [*GUIDES[: 3 if extra and not policy.get("spare_extra") else 2]]
+            given["guide"] = [*GUIDES[: 3 if extra and not policy.get("spare_negatives") else 2]]
         if policy.get("within"):
             given["within"] = (KEY, KEY.flip(0)) if extra else KEY
         return cls(kind, policy, given, options)
@@ -117,7 +118,7 @@ def dense(case, z, tau):
 
 def evaluated(est, case, z, **more):
     """Return the loss of a call."""
-    return est(*z, **{"index": torch.arange(BATCH), **case.given, **more})
+    return call(est, *z, **{"index": torch.arange(BATCH), **case.given, **more})
 
 
 def same(loss, theirs, leaves, surrogate=None):

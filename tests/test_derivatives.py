@@ -7,7 +7,7 @@ from torch.autograd import forward_ad, functional
 import compopt
 from compopt.temperatures.fixed import lower_bound
 from tests.database import BY_NAME, DATABASE, MODES
-from tests.helpers import assert_same_bits, batches, features, make, near, run, snapshot
+from tests.helpers import assert_same_bits, batches, call, features, make, near, run, snapshot
 
 N = 13
 SECOND = "create_graph=True.*call backward\\(\\)"
@@ -31,7 +31,7 @@ def chains_outside():
     """Return an estimator with some chains at samples outside the next batch, and that batch."""
     z1, z2, _ = batch()
     est = compopt.EMC2Estimator(N, tau=0.2, burn_in=0, dtype=torch.float64)  # every visit counts
-    est(z1, z2, torch.arange(6), encode=lambda missing: (z1[missing], z2[missing]))
+    call(est, z1, z2, torch.arange(6), encode=lambda missing: (z1[missing], z2[missing]))
     est.step()
     index = torch.tensor([0, 1, 2, 6, 7, 8])
     assert (est.read(index[:3])["chain"] > 2).any()
@@ -62,7 +62,7 @@ def test_a_graph_of_the_gradient_is_refused(info, mode):
 def test_a_graph_of_the_gradient_of_encoded_samples_is_refused():
     est, (z1, z2, index) = chains_outside()
     bank = [z.requires_grad_() for z in features(N, 4, seed=3)]
-    loss = est(z1.detach(), z2.detach(), index, encode=lambda missing: tuple(z[missing] for z in bank))
+    loss = call(est, z1.detach(), z2.detach(), index, encode=lambda missing: tuple(z[missing] for z in bank))
     with pytest.raises(RuntimeError, match=SECOND):
         torch.autograd.grad(loss, bank, create_graph=True)
 
@@ -103,9 +103,9 @@ def test_transforms_are_refused(name, transform):
     z1, z2, index = (x.detach() for x in batch())
     est, twin = (make(BY_NAME[name], "bimodal", N)[0] for _ in range(2))
     before = snapshot(est, N)
-    for call in (est, lambda *given: est.feature_gradients(*given)[0]):
+    for entry in (est, lambda *given: est.feature_gradients(*given)[0]):
         with pytest.raises(RuntimeError, match=TRANSFORM):
-            TRANSFORMS[transform](lambda z, call=call: call(z, z2, index), z1)
+            TRANSFORMS[transform](lambda z, entry=entry: entry(z, z2, index), z1)
     assert est.pending == 0
     assert_same_bits(before, snapshot(est, N))
     for got, want in zip(run(est, z1, z2, index), run(twin, z1, z2, index), strict=True):

@@ -6,7 +6,7 @@ import torch
 import compopt
 from compopt import diagnostics
 from tests.database import BY_NAME, DATABASE
-from tests.helpers import assert_same_bits, batches, compare_state, features, generator, make, near, run, snapshot
+from tests.helpers import assert_same_bits, batches, call, compare_state, features, generator, make, near, run, snapshot
 from tests.pool import the_pool
 from tests.test_agreement import compare_forward, follow
 
@@ -139,17 +139,17 @@ Z = torch.randn(4, D)
 @pytest.mark.parametrize(
     "kind, match, given",
     [
-        (TypeError, "extra must be a tensor", {"extra": [1.0]}),
+        (ValueError, "negatives must be features .*, or these and their positions, got 1 of them", {"extra": [1.0]}),
+        (TypeError, "negatives must be features .*, or a pair of features and positions, got float", {"extra": 1.0}),
         (ValueError, r"\(M, 4\)", {"extra": torch.randn(3, D + 1)}),
         (ValueError, r"\(M, 4\)", {"extra": torch.randn(D)}),
         (TypeError, "dtype", {"extra": torch.randn(3, D, dtype=torch.float64)}),
         (ValueError, "device", {"extra": torch.randn(3, D, device="meta")}),
-        (TypeError, "which is None", {"extra_index": torch.arange(3)}),
-        (ValueError, "extra_index", {"extra": torch.randn(3, D), "extra_index": torch.arange(2)}),
-        (TypeError, "extra_index", {"extra": torch.randn(3, D), "extra_index": torch.rand(3)}),
+        (ValueError, r"negatives\[1\]", {"extra": torch.randn(3, D), "extra_index": torch.arange(2)}),
+        (TypeError, r"negatives\[1\]", {"extra": torch.randn(3, D), "extra_index": torch.rand(3)}),
         (
             IndexError,
-            "extra_index .* is outside .*positive need index2=index",
+            r"negatives\[1\] .* is outside .*positive need index2=index",
             {"extra": torch.randn(3, D), "extra_index": torch.tensor([0, N, 1])},
         ),
     ],
@@ -158,17 +158,17 @@ def test_refusals(kind, match, given):
     est = compopt.SogCLREstimator(N, directions="forward")
     before = snapshot(est, N)
     with pytest.raises(kind, match=match):
-        est(Z, Z, torch.arange(4), **given)
+        call(est, Z, Z, torch.arange(4), **given)
     assert est.pending == 0
     assert_same_bits(before, snapshot(est, N))
 
 
 def test_what_cannot_be_built_or_called():
-    with pytest.raises(TypeError, match="pass one of them"):  # extra_index without index
-        compopt.DCLEstimator()(Z, Z, extra=Z, extra_index=torch.arange(4))
+    with pytest.raises(TypeError, match="pass one of them"):  # positions without index
+        compopt.DCLEstimator()(Z, Z, negatives=(Z, torch.arange(4)))
     with pytest.raises(ValueError, match="both views are anchors"):
         compopt.DCLEstimator(mode="unimodal", directions="forward")
     with pytest.raises(ValueError, match="'both', 'forward'"):
         compopt.DCLEstimator(directions="backward")
-    with pytest.raises(ValueError, match="extra= must be left out"):
-        compopt.EMC2Estimator(N)(Z, Z, torch.arange(4), extra=Z)
+    with pytest.raises(ValueError, match="negatives= must be left out"):
+        compopt.EMC2Estimator(N)(Z, Z, torch.arange(4), negatives=Z)

@@ -199,7 +199,7 @@ def test_temperatures_that_are_tensors_and_features_that_are_given():
     results = []
     for run, size in ((whole, {}), (compopt.gradient_cache, {"micro_batch_size": 5})):
         model, scale = Encoders(torch.float64), torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
-        call = {"encode": two, "tau": 1 / scale, "extra": model.second(x3)}
+        call = {"encode": two, "tau": 1 / scale, "negatives": model.second(x3)}
         run(compopt.DCLEstimator(), model, (x1, x2), index, **call, **size)
         results.append([scale.grad, *(p.grad for p in model.parameters())])
     for a, b in zip(*results, strict=True):
@@ -244,7 +244,7 @@ def test_without_gradients_it_returns_the_loss():
         ({"encode": lambda model, part: "z"}, TypeError, "tensor or a tuple of them, got str; give encode="),
         ({"encode": None}, ValueError, "0-d tensor; give encode="),
         ({"encode": with_tau, "tau": 0.1}, ValueError, "tau comes from model and as tau="),
-        ({"encode": lambda model, part: model(*part)[2:]}, ValueError, "z1, z2 and perhaps extra and tau, got 1"),
+        ({"encode": lambda model, part: model(*part)[2:]}, ValueError, "z1, z2 and perhaps negatives and tau, got 1"),
         (
             {"encode": lambda model, part: part[0].split(2, 1)[:2], "model": None},
             ValueError,

@@ -235,7 +235,7 @@ def test_one_pair_for_the_whole_batch_is_refused(name):
     """Two samples are distinct if their index or their index2 differ."""
     est, _ = make(BY_NAME[name], "bimodal", N)
     with pytest.raises(ValueError, match="index is 5 and index2 is 5 for the whole batch.*two distinct samples"):
-        est(*features(4, 4, seed=0), ONE, ONE)
+        est(*features(4, 4, seed=0), ONE, index2=ONE)
     assert est.pending == 0
 
 

@@ -1,5 +1,6 @@
 """EMC2: features from outside the batch against the reference; metrics, options and invalid input."""
 
+import pickle
 import warnings
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from torch.nn.functional import normalize
 import compopt
 from tests.bits import bits
 from tests.database import MODES, dual_options
-from tests.helpers import batches, features, near, run, through_a_file
+from tests.helpers import batches, call, features, near, run, through_a_file
 from tests.reference import DatasetMCMCReference, DualReference, FixedReference, MCMCReference, Reference
 from tests.test_chains import data_set
 
@@ -162,13 +163,13 @@ def test_half_precision_and_autocast_reach_encode(dtype):
         index = torch.randperm(20)[:6]
         with torch.autocast("cpu", dtype=dtype):
             z1, z2 = model(x[:, index])
-            loss = est(z1, z2, index, encode=encode)
+            loss = call(est, z1, z2, index, encode=encode)
         assert loss.dtype == torch.float32
         loss.backward()
         est.step()
     assert set(seen) == {dtype}
     with torch.no_grad():
-        est(*model(x[:, index]), index, encode=encode)
+        call(est, *model(x[:, index]), index, encode=encode)
     assert torch.isfinite(model.weight.grad).all()
 
 
@@ -214,7 +215,7 @@ def test_as_many_draws_as_an_anchor_has_negatives():
         return torch.randn(len(index), 4)
 
     est = compopt.EMC2Estimator(10**6, mode="unimodal", burn_in=0, proposals="dataset")
-    est(*torch.randn(2, 5, 4), torch.arange(5), encode=encode)
+    call(est, *torch.randn(2, 5, 4), torch.arange(5), encode=encode)
     assert asked == [2 * 2 * 4 * 5]  # 2 (B - 1) in each of two passes of B chains; no sample repeats for so large n
 
 
@@ -225,13 +226,13 @@ def test_bad_calls_with_proposals_from_the_data_set():
     with pytest.raises(ValueError, match='proposals="dataset" needs encode='):
         est(z1, z2, index)
     with pytest.raises(ValueError, match='labels= cannot be combined with proposals="dataset"'):
-        est(z1, z2, index, labels=index, encode=encode)
+        call(est, z1, z2, index, labels=index, encode=encode)
     alone = compopt.MCMCNegativeSampler(10, proposals="dataset")
     with pytest.raises(ValueError, match=r'sample\(\) walks over the pool.*proposals="pool"'):
         alone.sample(z1 @ z2.T, index, index)
     est.normalizer._groups = SimpleNamespace(n=(1 << 31) + 1)
     with pytest.raises(ValueError, match=r"at most 2\^31 samples, got n=2147483649"):
-        est(z1, z2, index, encode=encode)
+        call(est, z1, z2, index, encode=encode)
 
 
 def test_bad_options():
@@ -252,13 +253,12 @@ def test_bad_calls():
     run(est, z1, z2, index)
     est.step()
     with pytest.raises(TypeError, match="encode must be a function"):
-        est(z1, z2, index, encode=z1)
+        est.normalizer.encode = z1
     with pytest.raises(ValueError, match="index2"):
-        est(z1, z2, index, index2=index, encode=lambda i: (z1[i], z2[i]))
-    with pytest.raises(ValueError, match="encode"):
-        est.feature_gradients(z1, z2, index, encode=lambda i: (z1[i], z2[i]))
-    with pytest.raises(ValueError, match="encode= serves samplers"):
-        compopt.SogCLREstimator(10)(z1, z2, index, encode=lambda i: z1)
+        call(est, z1, z2, index, index2=index, encode=lambda i: (z1[i], z2[i]))
+    with pytest.raises(ValueError, match="encode of the sampler"):
+        est.feature_gradients(z1, z2, index)
+    assert pickle.loads(pickle.dumps(est)).normalizer.encode is None
     wrong = {
         "pair of tensors": lambda i: torch.zeros(len(i), 3),
         r"\d features of dimension 3": lambda i: (torch.zeros(len(i), 4),) * 2,
@@ -270,7 +270,7 @@ def test_bad_calls():
     est.load_state_dict({**state, "rows": rows})  # every chain at a sample outside the batch
     for message, encode in wrong.items():
         with pytest.raises((TypeError, ValueError), match=message):
-            est(z1, z2, index, encode=encode)
+            call(est, z1, z2, index, encode=encode)
         assert est.pending == 0 and est.read(torch.arange(10))["chain"].eq(9).all()
 
 
@@ -315,7 +315,7 @@ def test_bad_features_from_outside_show_in_the_loss(directions, proposals):
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            loss = est(data[0][index] * scale, data[1][index] * scale, index, encode=encode)
+            loss = call(est, data[0][index] * scale, data[1][index] * scale, index, encode=encode)
         loss.backward()
         est.step()
         assert loss.isfinite() == scale.grad.isfinite().all()

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import compopt
 from tests.database import MODES
-from tests.helpers import near
+from tests.helpers import call, near
 from tests.pool import the_pool
 from tests.test_ranks import BATCH, N, Towers, own_part
 
@@ -44,7 +44,7 @@ def train(group, mode, options, through, ddp):
     for step in range(STEPS):
         own = index[step][own_part(group, step)]
         optimizer.zero_grad()
-        loss = est(*model(x[own], y[own]), own, encode=encode)
+        loss = call(est, *model(x[own], y[own]), own, encode=encode)
         loss.backward()
         trace.append((loss.detach(), torch.cat([p.grad.flatten() for p in inner.parameters()])))
         optimizer.step()
@@ -95,7 +95,7 @@ def failing(group, mode):
 
         before = est.read(torch.arange(N))
         try:
-            est(*model(x[own], y[own]), own, encode=encode)
+            call(est, *model(x[own], y[own]), own, encode=encode)
             est.step()
         except (KeyError, RuntimeError) as error:
             after = est.read(torch.arange(N))

@@ -132,7 +132,7 @@ def test_a_bad_batch_is_not_kept(where):
     given = dict(zip(("z1", "z2"), features(8, D, seed=1), strict=True), extra=torch.randn(3, D, dtype=torch.float64))
     given[where][2, 0] = torch.nan
     with pytest.warns(UserWarning, match="finite"):
-        est(given["z1"], given["z2"], torch.arange(8) + 8, extra=given["extra"])
+        est(given["z1"], given["z2"], torch.arange(8) + 8, negatives=given["extra"])
         est.step()
         est(*features(8, D, seed=2), torch.arange(8))  # warns about the last call
     est.discard()

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import compopt
-from tests.helpers import features, run
+from tests.helpers import call, features, run
 from tests.pool import the_pool
 
 IN_NO_PAIR = {"index": torch.tensor([0, 0, 2, 3, 4, 5]), "labels": torch.tensor([7, 8, 7, 7, 7, 7])}  # sample 0
@@ -24,7 +24,7 @@ def test_anchors_without_negatives_have_no_effective_ones(mode):
     assert found == pytest.approx([found[0]] * 3)
     if mode == "bimodal":  # no pair at all
         alone, keys = compopt.ISogCLREstimator(10, rho=0.1), torch.tensor([[0, 0, 1, 1], [5, 6, 5, 6], [7, 8, 8, 7]])
-        alone(*torch.randn(2, 4, 8), keys[0], keys[1], labels=keys[2])
+        alone(*torch.randn(2, 4, 8), keys[0], index2=keys[1], labels=keys[2])
         assert alone.metrics["effective_negatives"].isnan()
 
 
@@ -36,7 +36,7 @@ def test_further_candidates_are_no_anchors():
         weights = (anchors @ candidates.T / 0.3).exp()
         weights[:, :5].fill_diagonal_(0)
         found.append(weights.sum(1).square() / weights.square().sum(1))
-    est(z1, z2, extra=extra)
+    est(z1, z2, negatives=extra)
     torch.testing.assert_close(est.metrics["effective_negatives"], torch.cat(found).mean())
 
 
@@ -88,7 +88,7 @@ def info_nce(group, case, mode, directions, chunk_size, dtype, kind):
     own = {name: value.chunk(ranks)[rank] for name, value in given.items()}
     if extra is not None:
         own["extra"] = extra.chunk(ranks)[rank]
-    est(z1.chunk(ranks)[rank], z2.chunk(ranks)[rank], **own)
+    call(est, z1.chunk(ranks)[rank], z2.chunk(ranks)[rank], **own)
     return est.metrics["info_nce"], wanted
 
 

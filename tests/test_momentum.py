@@ -1,4 +1,4 @@
-"""momentum_features= of a call: keys of a momentum copy in the batch, as positives and in the memory."""
+"""keys= of a call: keys of a momentum copy in the batch, as positives and in the memory."""
 
 import math
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import compopt
 from benchmarks.studies.default.losses import MovedQueue
 from compopt import PairPolicy
-from tests.helpers import assert_same_bits, features, generator, near, run, snapshot, through_a_file
+from tests.helpers import asked, assert_same_bits, features, generator, near, run, snapshot, through_a_file
 from tests.pool import the_pool
 from tests.reference import MomentumReference
 
@@ -42,7 +42,7 @@ def test_it_is_the_moved_queue_of_the_study(mode):
         number = (B - 1 + min(B * step, LENGTH)) * (2 if mode == "unimodal" else 1)
         want = study(*z, None)
         gradients = torch.autograd.grad(want, z)
-        found = est(*z, torch.arange(B) + B * step, momentum_features=k)
+        found = est(*z, torch.arange(B) + B * step, keys=k)
         near(found, want - TAU * math.log(number))
         for g, w in zip(torch.autograd.grad(found, z), gradients, strict=True):
             near(g, w, 1e-12)
@@ -87,7 +87,7 @@ def test_it_is_its_reference(call, kind, chunk_size):
         gradients = torch.autograd.grad(want, [*leaves.values()], allow_unused=True)
         given.pop("policy", None)
         keys = [side.clone().requires_grad_() for side in k]
-        found = est(leaves["z1"], leaves["z2"], index, momentum_features=keys, **given)
+        found = est(leaves["z1"], leaves["z2"], index, keys=keys, **asked(est, **given))
         near(found, want, 1e-12, what="loss")
         found.backward()
         for (name, leaf), wanted in zip(leaves.items(), gradients, strict=True):
@@ -103,7 +103,7 @@ def test_effective_negatives_count_all_candidates(kind):
     for step in range(3):
         z, k, index = batch(2 * step)
         ref.loss(z, k, index)
-        est(*z, index, momentum_features=k)
+        est(*z, index, keys=k)
         found = est.metrics["effective_negatives"]
         near(found, torch.stack([1 / w.square().sum() for w in ref.weights.values()]).mean(), 1e-10)
         est.step(), ref.step()
@@ -117,12 +117,12 @@ def test_a_learned_temperature_and_a_dual_take_the_copy_s_similarities():
     (slope,) = torch.autograd.grad(want, tau)
     learned = compopt.FixedTemperature(TAU, True, torch.float64)
     est = compopt.ContrastiveEstimator(compopt.MemoryNormalizer(D, LENGTH), learned, dtype=torch.float64)
-    est(*z, index, momentum_features=k).backward()
+    est(*z, index, keys=k).backward()
     (parameter,) = est.parameters()
     near(parameter.grad, -TAU * slope, 1e-10)
     dual = compopt.TemperatureDual(3 * B, rho=0.5, tau_init=TAU, mode="global", lr=0.01, beta=0.5, tau_max=1.0)
     est = compopt.ContrastiveEstimator(compopt.MemoryNormalizer(D, LENGTH), dual, dtype=torch.float64)
-    est(*z, index, momentum_features=k)
+    est(*z, index, keys=k)
     est.step()
     near(dual.tau, TAU - 0.01 * 0.5 * (slope + 0.5), 1e-9)
 
@@ -135,7 +135,7 @@ def test_weights_that_overflow_nothing(mode):
     labels, found = torch.arange(4) % 2, []
     for dtype in (torch.float32, torch.float64):
         est = build(mode, tau=0.01, dtype=dtype)
-        found.append(run(est, *(side.to(dtype) for side in z), torch.arange(4), momentum_features=z, labels=labels))
+        found.append(run(est, *(side.to(dtype) for side in z), torch.arange(4), keys=z, labels=labels))
     for one, other in zip(*found, strict=True):
         near(one, other, 1e-4)
 
@@ -146,7 +146,7 @@ def test_scores_are_of_the_copy_s_candidates(kind):
     keeper.attach(est)
     z, k = features(B, D, 1), features(B, D, 2)
     index = torch.arange(B)
-    est(*z, index, momentum_features=k)
+    est(*z, index, keys=k)
     est.step()
     similar, ranks = [], []
     for view, anchors in enumerate(F.normalize(side) for side in z):
@@ -170,7 +170,7 @@ def trained(est, steps, first=0, **call):
     trace = []
     for step in range(first, first + steps):
         z, k, index = batch(step, dtype=torch.float32)
-        trace += run(est, *z, index, momentum_features=k, **call)
+        trace += run(est, *z, index, keys=k, **call)
         est.step()
     return trace
 
@@ -192,8 +192,8 @@ def test_without_training_nothing_is_kept():
     est = build()
     z, k, index = batch(0)
     with torch.no_grad():
-        est(*z, index, momentum_features=k)
-    est.eval()(*z, index, momentum_features=k)
+        est(*z, index, keys=k)
+    est.eval()(*z, index, keys=k)
     assert est.pending == 0
 
 
@@ -209,7 +209,7 @@ def test_a_bad_feature_makes_the_loss_nan_and_enters_no_memory(where, kind):
         given = {"z1": z[0], "z2": z[1], "k1": k[0], "k2": k[1]}
         given[where][2, 0] = torch.nan
         with pytest.warns(UserWarning, match="1 feature rows"):
-            loss = est(z[0], z[1], index, momentum_features=k)
+            loss = est(z[0], z[1], index, keys=k)
         assert loss.isnan()
         est.step()
         assert est.state_dict()["extra"]["normalizer"]["kept"].sum() == kept
@@ -218,9 +218,7 @@ def test_a_bad_feature_makes_the_loss_nan_and_enters_no_memory(where, kind):
 def test_half_precision_is_computed_in_float32():
     z, k, index = batch(0, dtype=torch.float32)
     half = [side.bfloat16() for side in k]
-    found = [
-        build(dtype=torch.float32)(*z, index, momentum_features=keys) for keys in (half, [h.float() for h in half])
-    ]
+    found = [build(dtype=torch.float32)(*z, index, keys=keys) for keys in (half, [h.float() for h in half])]
     assert torch.equal(*found)
 
 
@@ -234,11 +232,11 @@ def wrong(change):
 
 REFUSED = [
     (lambda: compopt.DCLEstimator(), lambda k: k, ValueError, "serves a memory.*take compopt.MemoryEstimator"),
-    (lambda: build(momentum=True), lambda k: None, ValueError, "momentum_features is missing"),
+    (lambda: build(momentum=True), lambda k: None, ValueError, "keys= is missing"),
     (build, lambda k: k[0], ValueError, "must be a pair.*got Tensor"),
     (build, lambda k: (*k, k[0]), ValueError, "must be a pair.*got 3"),
-    (build, lambda k: (k[0], k[1][:-1]), ValueError, r"momentum_features\[1\] must have the shape of z1"),
-    (build, lambda k: (k[0].long(), k[1]), TypeError, r"momentum_features\[0\] must be a floating-point tensor"),
+    (build, lambda k: (k[0], k[1][:-1]), ValueError, r"keys\[1\] must have the shape of z1"),
+    (build, lambda k: (k[0].long(), k[1]), TypeError, r"keys\[0\] must be a floating-point tensor"),
     (build, lambda k: [side.to("meta") for side in k], TypeError, "dense tensor with values"),
 ]
 
@@ -248,7 +246,7 @@ def test_what_is_refused(make, change, kind, message):
     est = make()
     z, keys, index = wrong(change)
     with pytest.raises(kind, match=message):
-        est(*z, index, momentum_features=keys)
+        est(*z, index, keys=keys)
     assert est.pending == 0
 
 
@@ -256,7 +254,7 @@ def test_the_recommended_estimator_asks_for_them():
     for size in (16, 4096):
         est = compopt.recommended(D, n=40, batch_size=size, momentum=True)
         assert (type(est).__name__, est.normalizer.length) == ("MemoryEstimator", 10)
-        with pytest.raises(ValueError, match="momentum_features is missing"):
+        with pytest.raises(ValueError, match="keys= is missing"):
             est(*torch.randn(2, B, D), torch.arange(B))
     with pytest.raises(ValueError, match="would train the encoder of z1 alone"):
         compopt.recommended(D, directions="forward", momentum=True)
@@ -272,8 +270,8 @@ def test_cached_features_have_the_same_gradients(kind):
     one, other = build(kind), build(kind)
     for step in range(3):
         z, k, index = batch(step)
-        wanted = run(one, *z, index, momentum_features=k)
-        found = other.feature_gradients(*z, index, momentum_features=k)
+        wanted = run(one, *z, index, keys=k)
+        found = other.feature_gradients(*z, index, keys=k)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         one.step(), other.step()
 
@@ -292,11 +290,9 @@ def test_a_gradient_cache_gives_the_gradients_of_the_whole_batch(mode):
             for tower in towers:
                 tower.zero_grad()
             if cached:
-                compopt.gradient_cache(est, towers, x, index, micro_batch_size=3, momentum_features=keys)
+                compopt.gradient_cache(est, towers, x, index, micro_batch_size=3, keys=keys)
             else:
-                est(
-                    *(tower(side) for tower, side in zip(towers, x, strict=True)), index, momentum_features=keys
-                ).backward()
+                est(*(tower(side) for tower, side in zip(towers, x, strict=True)), index, keys=keys).backward()
             found.append([p.grad.clone() for tower in towers for p in tower.parameters()])
             est.step()
         for a, b in zip(*found, strict=True):
@@ -322,7 +318,7 @@ def on_ranks(group, kind, chunk_size, sizes):
         given = {name: value[own] for name, value in given.items()}
         given["within"] = (given["within"], torch.arange(B)[own] % 2) if step == 2 else given["within"]
         keys = [side[own] for side in k]
-        found.append(run(est, *(side[own] for side in z), index[own], momentum_features=keys, **given))
+        found.append(run(est, *(side[own] for side in z), index[own], keys=keys, **given))
         est.step()
     return found, snapshot(est, 3 * B)
 
@@ -353,7 +349,7 @@ def with_duals(group, mode, sizes):
     est = compopt.ContrastiveEstimator(compopt.MemoryNormalizer(D, LENGTH), dual, **options)
     for step in range(4):
         z, k, index = batch(2 * step)
-        est(*(side[own] for side in z), index[own], momentum_features=[side[own] for side in k])
+        est(*(side[own] for side in z), index[own], keys=[side[own] for side in k])
         est.step()
     return est.read(torch.arange(3 * B))["tau"]
 
@@ -370,7 +366,7 @@ def test_ranks_learn_the_temperatures_of_one_process(mode):
 def one_without(group):
     """Return the error of this rank; of two ranks, the second passes no momentum features."""
     z, k, index = batch(0)
-    given = {} if dist.get_rank(group) else {"momentum_features": k}
+    given = {} if dist.get_rank(group) else {"keys": k}
     est = build(process_group=group)
     with pytest.raises(ValueError) as caught:
         est(*z, index + B * dist.get_rank(group), **given)
@@ -380,4 +376,4 @@ def one_without(group):
 @pytest.mark.distributed
 def test_a_rank_without_them_is_told_on_all_ranks():
     for message in the_pool().run(one_without, 2):
-        assert "the ranks differ in momentum_features= (0: none, 1: given): by rank [1, 0]" in message
+        assert "the ranks differ in keys= (0: none, 1: given): by rank [1, 0]" in message

@@ -45,7 +45,7 @@ class Run:
         trace = []
         for x1, x2, index in self.data[first:last]:
             keys = self.encoder(x1, x2)
-            loss = self.est(*self.wrapped(x1, x2), index, momentum_features=keys)
+            loss = self.est(*self.wrapped(x1, x2), index, keys=keys)
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -122,7 +122,7 @@ def test_a_skipped_step_moves_nothing():
     for step, (x1, x2, index) in enumerate(run.data[:3]):
         before = parameters(run.encoder.module)
         keys = run.encoder(x1, x2)
-        scaler.scale(run.est(*run.model(x1, x2), index, momentum_features=keys)).backward()
+        scaler.scale(run.est(*run.model(x1, x2), index, keys=keys)).backward()
         if step == 1:
             run.model.first.weight.grad[0, 0] = torch.inf
         scaler.step(run.optimizer)

@@ -84,7 +84,7 @@ def test_a_view_without_negatives_has_no_share_of_the_mean():
     """Further candidates are negatives of view 1 only; sample 0 has no other negatives."""
     z1, z2 = torch.randn(2, 3, 4, dtype=torch.float64)
     extra = torch.randn(4, 4, dtype=torch.float64)
-    keys = {"index": torch.tensor([0, 0, 1]), "labels": torch.tensor([5, 6, 5]), "extra": extra}
+    keys = {"index": torch.tensor([0, 0, 1]), "labels": torch.tensor([5, 6, 5]), "negatives": extra}
     both = compopt.SogCLREstimator(3, tau=0.5, mode="unimodal", dtype=torch.float64)
     alone = compopt.DCLEstimator(tau=0.5, mode="unimodal", dtype=torch.float64)
     both(z1, z2, **keys), alone(z1, z2, **keys)

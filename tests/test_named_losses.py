@@ -8,7 +8,7 @@ import torch
 
 import compopt
 from compopt import PairPolicy
-from tests.helpers import features, near
+from tests.helpers import call, features, near
 from tests.reference import policies
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "pairs.md"
@@ -69,7 +69,7 @@ def test_the_line_is_the_equation(name):
     leaves = [z.requires_grad_() for z in (*features(BATCH, DIM, seed=80), EXTRA.clone())]
     leaves = leaves if "extra" in given else leaves[:2]
     est = NAMED[name]
-    loss = est(*leaves[:2], **(given | ({"extra": leaves[2]} if "extra" in given else {})))
+    loss = call(est, *leaves[:2], **(given | ({"extra": leaves[2]} if "extra" in given else {})))
     if isinstance(est, compopt.ContrastiveEstimator):  # it averages over the negatives
         loss = loss + torch.as_tensor(est._last.negatives, dtype=torch.float64).log().mean()
     theirs = equation(*leaves[:2], leaves[-1])

@@ -14,7 +14,7 @@ from compopt import losses
 from compopt.estimator.attach import Attachments
 from tests import four, test_losses
 from tests.database import BY_NAME, DATABASE, GLOBAL, MODES, STATEFUL
-from tests.helpers import assert_same_bits, batches, bits, run, snapshot, warmed
+from tests.helpers import assert_same_bits, batches, bits, call, run, snapshot, warmed
 from tests.pool import the_pool
 
 N = 20
@@ -44,7 +44,7 @@ def count_in(messages):
 
 def bad_rows(est, z1, z2, index, **options):
     """Call and commit; return how many rows the warning reports, which is 0 if and only if the loss is finite."""
-    loss, messages = quietly(lambda: est(z1, z2, index, **options))
+    loss, messages = quietly(lambda: call(est, z1, z2, index, **options))
     est.step()
     assert bool(torch.isfinite(loss)) == (count_in(messages) == 0)
     return count_in(messages)

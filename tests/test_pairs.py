@@ -12,7 +12,7 @@ import torch.distributed as dist
 import compopt
 from compopt import PairPolicy
 from tests.database import BY_NAME, DATABASE
-from tests.helpers import batches, compare_state, features, generator, make, near, run
+from tests.helpers import asked, batches, call, compare_state, features, generator, make, near, run
 from tests.pool import the_pool
 from tests.reference import PolicyReference
 from tests.reference.pairs import anchors
@@ -32,7 +32,7 @@ def random_policy(draw, kept):
     threshold = draw.choice(THRESHOLDS)
     options = {"false_negatives": threshold, "hardness": draw.choice((None, 0.7, 3.0))}
     if threshold is not None:
-        options |= {"guided": not kept and draw.random() < 0.5, "spare_extra": draw.random() < 0.5}
+        options |= {"guided": not kept and draw.random() < 0.5, "spare_negatives": draw.random() < 0.5}
     return options | {"within": draw.random() < 0.5}
 
 
@@ -45,8 +45,8 @@ def arguments(policy, seed, step, count):
         given["within"] = tuple(keys) if count else keys[0]
     if policy.get("guided"):
         near_pairs = features(BATCH, 5, seed=3000 + 10 * seed + step)
-        more = [torch.randn(count, 5, generator=g, dtype=torch.float64)] if count and not policy["spare_extra"] else []
-        given["guide"] = [*near_pairs, *more]
+        judged = count and not policy["spare_negatives"]
+        given["guide"] = [*near_pairs, *([torch.randn(count, 5, generator=g, dtype=torch.float64)] if judged else [])]
     return given
 
 
@@ -202,7 +202,7 @@ def test_an_anchor_without_negatives_contributes_nothing():
     z1, z2 = (z.requires_grad_() for z in features(6, DIM, seed=5))
     key, unit = torch.tensor([0, 0, 0, 1, 1, 2]), torch.nn.functional.normalize
     est = compopt.SogCLREstimator(n=6, tau=0.1, gamma=1.0, pairs=PairPolicy(within=True), dtype=torch.float64)
-    est(z1, z2, torch.arange(6), within=key).backward()
+    call(est, z1, z2, torch.arange(6), within=key).backward()
     est.step()
     h = (s := unit(z1) @ unit(z2).T) - s.diagonal()[:, None]
     h2 = s.T - s.diagonal()[:, None]
@@ -219,7 +219,7 @@ def test_a_bad_guide_shows_in_the_loss():
     z1, z2, index = batches(N, 1, repeats=False)[0]
     est = compopt.SogCLREstimator(N, pairs=PairPolicy(false_negatives=0.0, guided=True))
     with pytest.warns(UserWarning, match="1 feature rows"):
-        assert not est(z1.requires_grad_(), z2, index, guide=guide).isfinite()
+        assert not call(est, z1.requires_grad_(), z2, index, guide=guide).isfinite()
     est.step()
     assert not est.read(index)["count"].any()
 
@@ -242,7 +242,7 @@ REFUSED = [
     ({"false_negatives": ("absolute", 0.1)}, ValueError, r"a margin or \(\"relative\", r\)"),
     ({"false_negatives": ("relative", 1.5)}, ValueError, r"false_negatives\[1\] must be in \(0, 1\], got 1.5"),
     ({"guided": True}, ValueError, "give false_negatives= too"),
-    ({"spare_extra": 1, "false_negatives": 0.1}, TypeError, "spare_extra must be True or False"),
+    ({"spare_negatives": 1, "false_negatives": 0.1}, TypeError, "spare_negatives must be True or False"),
     ({"hardness": -1.0}, ValueError, "hardness must be 0 or greater, got -1.0"),
     ({"hardness": (1.0, 2.0)}, TypeError, r"hardness must be a number, got \(1.0, 2.0\)"),
     ({"within": torch.arange(4)}, TypeError, "within must be True or False"),
@@ -272,9 +272,10 @@ def test_estimators_that_refuse_a_policy():
 Z = torch.randn(2, 4, 3)
 GUIDED = {"false_negatives": 0.0, "guided": True}
 CALLS = [
-    (None, {"guide": list(Z)}, ValueError, r"or this call pairs=PairPolicy\(guided=True, ...\)"),
-    (None, {"within": torch.arange(4)}, ValueError, r"or this call pairs=PairPolicy\(within=True, ...\)"),
-    (GUIDED, {}, ValueError, "guide is missing"),
+    ({}, {"guide": list(Z)}, ValueError, "guide= of PairPolicy.bind has no effect without guided=True"),
+    ({}, {"within": torch.arange(4)}, ValueError, "within= of PairPolicy.bind has no effect without within=True"),
+    (GUIDED, {}, ValueError, r"guided=True\) needs tensors of the batch; pass pairs=policy.bind"),
+    (GUIDED, {"within": torch.arange(4)}, ValueError, "guide= of PairPolicy.bind is missing, which .* needs"),
     (GUIDED, {"guide": [Z[0]]}, ValueError, "guide must be 2 tensors of features, .* got 1 of them"),
     (GUIDED, {"guide": list(Z), "extra": Z[0]}, ValueError, "guide must be 3 tensors of features"),
     (
@@ -284,25 +285,40 @@ CALLS = [
         r"guide\[1\] must have shape \(4, g\), one g for all, got \(3, 3\)",
     ),
     (GUIDED, {"guide": [Z[0], Z[1].long()]}, TypeError, r"guide\[1\] must be a floating-point tensor, got torch.int64"),
-    ({"within": True}, {}, ValueError, "within is missing"),
+    ({"within": True}, {}, ValueError, "needs tensors of the batch"),
     ({"within": True}, {"within": torch.arange(3)}, ValueError, "within has 3 entries for 4 of them"),
     ({"within": True}, {"within": torch.arange(4), "extra": Z[0]}, ValueError, "within must be a pair of tensors"),
     ({"within": True}, {"within": torch.rand(4)}, TypeError, "within must hold integers"),
 ]
 
 
+def test_a_state_of_0_3_with_the_former_name_of_an_option_is_loaded():
+    policy = PairPolicy(false_negatives=0.1, spare_negatives=True)
+    est, other = (compopt.SogCLREstimator(N, pairs=policy) for _ in range(2))
+    run(est, *batches(N, 1, BATCH, DIM)[0])
+    est.step()
+    state = est.state_dict()
+    options = {**state["config"]["options"], "pairs": "PairPolicy(false_negatives=0.1, spare_extra=True)"}
+    other.load_state_dict({**state, "config": {**state["config"], "options": options}})
+    assert torch.equal(*(each.read(torch.arange(N))["log_u"] for each in (est, other)))
+
+
 @pytest.mark.parametrize("policy, given, kind, message", CALLS)
 def test_calls_that_are_refused(policy, given, kind, message):
-    est = compopt.DCLEstimator(pairs=None if policy is None else PairPolicy(**policy))
+    est, policy = compopt.DCLEstimator(), PairPolicy(**policy)
     with pytest.raises(kind, match=message):
-        est(*Z, **given)
+        call(est, *Z, pairs=policy, **given)
+    est = compopt.DCLEstimator(pairs=policy)
+    with pytest.raises(kind, match=message):
+        call(est, *Z, **given)
 
 
 def test_feature_gradients_take_what_a_call_takes():
     z1, z2, index = batches(N, 1, seed=8, repeats=False)[0]
     given = {"within": index % 2, "guide": features(6, 3, seed=9)}
     est = compopt.DCLEstimator(pairs=PairPolicy(false_negatives=0.1, guided=True, within=True))
-    for a, b in zip(est.feature_gradients(z1, z2, index, **given), run(est, z1, z2, index, **given), strict=True):
+    found = est.feature_gradients(z1, z2, index, **asked(est, **given))
+    for a, b in zip(found, run(est, z1, z2, index, **given), strict=True):
         near(a, b, 0.0)
 
 
@@ -325,7 +341,7 @@ def test_a_memory_of_several_data_sets_resumes_bit_for_bit():
     key = torch.tensor([0, 1, 0, 1, 0, 1, 1])
     est, resumed = (compopt.MemoryEstimator(DIM, length=9, pairs=PairPolicy(within=True)) for _ in range(2))
     for z1, z2, index in data[:4]:
-        est(z1, z2, index, within=key), est.step()
+        call(est, z1, z2, index, within=key), est.step()
     resumed.load_state_dict(est.state_dict())
     for z1, z2, index in data[4:]:
         for a, b in zip(*(run(e, z1, z2, index, within=key) for e in (est, resumed)), strict=True):
@@ -340,9 +356,9 @@ def test_half_precision(dtype):
     z1, z2, *guide = (x.to(dtype) for x in (*features(6, DIM, seed=41), *features(6, DIM, seed=42)))
     est = compopt.DCLEstimator(pairs=PairPolicy(false_negatives=0.0, guided=True, hardness=1.0))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = est(z1, z2, guide=guide)
+        loss = call(est, z1, z2, guide=guide)
     assert loss.dtype == torch.float32
-    near(loss, est(z1.float(), z2.float(), guide=[x.float() for x in guide]), 1e-6)
+    near(loss, call(est, z1.float(), z2.float(), guide=[x.float() for x in guide]), 1e-6)
 
 
 # equal policies and their normalized hyper-parameters -----------------------------------------------------------

@@ -93,10 +93,10 @@ def test_features_of_any_half_precision_under_autocast_of_any(features_dtype, au
     """Autocast cannot stack tensors of a half-precision dtype other than its own."""
     z1, z2, extra = (z.to(features_dtype).requires_grad_() for z in features(3 * 8, 4, seed=5)[0].split(8))
     est = compopt.SogCLREstimator(8, tau=0.1)
-    want = est(z1, z2, torch.arange(8), extra=extra)
+    want = est(z1, z2, torch.arange(8), negatives=extra)
     grads = torch.autograd.grad(want, (z1, z2, extra))
     with torch.autocast("cpu", autocast_dtype):
-        loss = est(z1, z2, torch.arange(8), extra=extra)
+        loss = est(z1, z2, torch.arange(8), negatives=extra)
     assert torch.equal(loss, want)
     for got, grad in zip(torch.autograd.grad(loss, (z1, z2, extra)), grads, strict=True):
         assert torch.equal(got, grad)

@@ -176,14 +176,16 @@ def test_rho_beyond_reach_is_warned_about_once():
 
 
 def test_recommended():
-    """Recommend a memory of 128 samples at tau = 0.07, of a quarter of a small data set, and DCL for large batches."""
+    """Recommend 128 samples at tau = 0.07, a quarter of a small data set, and InfoNCE for large batches."""
     est = compopt.recommended(8)
     assert isinstance(est, compopt.MemoryEstimator)
     assert est.normalizer.length == 128 and est.sample_groups[0]["tau"] == 0.07
     assert compopt.recommended(8, n=100, mode="unimodal").normalizer.length == 25
     assert isinstance(compopt.recommended(8, batch_size=1023), compopt.MemoryEstimator)
-    assert isinstance(compopt.recommended(8, batch_size=16, directions="forward"), compopt.DCLEstimator)
-    assert isinstance(compopt.recommended(8, batch_size=1024), compopt.DCLEstimator)
+    for options in ({"batch_size": 16, "directions": "forward"}, {"batch_size": 1024}):
+        assert isinstance(compopt.recommended(8, **options), compopt.InfoNCEEstimator)
+        assert isinstance(compopt.recommended(8, candidates=None, **options), compopt.DCLEstimator)
+    assert est.normalizer.candidates == 1000 and compopt.recommended(8, candidates=None).normalizer.candidates is None
     with pytest.raises(ValueError, match="batch_size"):
         compopt.recommended(8, batch_size=0)
     with pytest.raises(ValueError, match="mode"):

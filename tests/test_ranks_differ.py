@@ -25,8 +25,8 @@ PLACEMENT = {
 }
 # arguments of calls that may differ: why, and what of them is compared nevertheless
 OF_THE_SAMPLES = dict.fromkeys(
-    ("z1", "z2", "index", "index2", "labels", "extra", "extra_index", "guide", "within")
-    + ("momentum_features", "log_g", "previous", "g", "args", "gradient", "anchors of a network")
+    ("z1", "z2", "index", "index2", "labels", "negatives", "pairs of a call")
+    + ("keys", "log_g", "previous", "g", "args", "gradient", "anchors of a network")
     + ("value", "scores", "candidates", "losses", "relevance", "items"),
     "values of the rank's own samples; all ranks or none pass them, with the same dtype and shape per sample",
 )
@@ -196,9 +196,9 @@ def call(obj, rank):
         return obj.sample(z1, index, torch.arange(dim))
     more = {}
     if getattr(obj.normalizer, "momentum", False):
-        more["momentum_features"] = (z1, z2)
+        more["keys"] = (z1, z2)
     if getattr(obj.normalizer, "draws", None):
-        more["encode"] = lambda missing: (torch.ones(len(missing), dim), torch.ones(len(missing), dim))
+        obj.normalizer.encode = lambda missing: (torch.ones(len(missing), dim), torch.ones(len(missing), dim))
     return obj(z1, z2, index, **more)
 
 
@@ -215,7 +215,7 @@ def constructed(group, kind):
     """Return, by argument, the message of a call of objects that were built with another value on every rank."""
     found, rank = {}, dist.get_rank(group)
     for name in inspect.signature(kind).parameters:
-        if name in PLACEMENT or (kind, name) in REFUSED:
+        if name in PLACEMENT or name in FUNCTIONS or (kind, name) in REFUSED:
             continue
         value = given_by(OF_A_CLASS, kind, name) or VALUES[name]
         alone = kind in ALONE and name not in ("draws", "proposals", "seed")
@@ -275,16 +275,12 @@ I = torch.arange(B)  # noqa: E741
 ONES = torch.ones(B)
 Z = features(B, 4, 0, dtype=torch.float32)
 BOTH = {"z1": Z[0], "z2": Z[1], "index": I}
-FURTHER = {**BOTH, "extra": Z[0]}
-MEAN = {"g": ONES, "index": I, "f": torch.square}
 GUIDED = compopt.PairPolicy(guided=True, false_negatives=0.1)
+BOUND = [GUIDED.bind(guide=guide) for guide in (Z, (ONES[:, None],) * 2)]
+MEAN = {"g": ONES, "index": I, "f": torch.square}
 KEYS = "all ranks must pass the same arguments"
 GIVEN = "= (0: none, 1: given): by rank [0, 1]"
 DTYPE = "the features' dtype: by rank [4, 8]"
-
-
-def encode(missing):
-    return torch.ones(len(missing), 4), torch.ones(len(missing), 4)
 
 
 def composed(estimator, **given):
@@ -316,17 +312,13 @@ DIFFERENT = {
         "index": (operation(compopt.MemoryEstimator), {"z1": Z[0], "z2": Z[1]}, {}, {"index": I}, "index" + GIVEN),
         "index2": (operation(compopt.SogCLREstimator), BOTH, {}, {"index2": I}, KEYS),
         "labels": (operation(compopt.DCLEstimator), BOTH, {}, {"labels": I}, KEYS),
-        "encode": (operation(compopt.EMC2Estimator), BOTH, {}, {"encode": encode}, "encode" + GIVEN),
         "tau": (operation(compopt.DCLEstimator), BOTH, {"tau": 0.2}, {"tau": 0.3}, "of tau=: by rank [0.2, 0.3]"),
-        "extra": (operation(compopt.DCLEstimator), BOTH, {}, {"extra": Z[0]}, "by rank [0, 1]"),
-        "extra_index": (operation(compopt.DCLEstimator), FURTHER, {}, {"extra_index": I}, "by rank [1, 2]"),
-        "guide": (
-            operation(compopt.DCLEstimator, pairs=GUIDED), BOTH, {"guide": Z}, {"guide": (ONES[:, None],) * 2},
+        "negatives": (operation(compopt.DCLEstimator), BOTH, {"negatives": Z[0]}, {"negatives": (Z[0], I)}, "[1, 2]"),
+        "pairs": (
+            operation(compopt.DCLEstimator), BOTH, {"pairs": BOUND[0]}, {"pairs": BOUND[1]},
             "dimensions.guide1 by rank [torch.Size([4]), torch.Size([1])]",
         ),
-        "within": (operation(compopt.DCLEstimator, pairs=compopt.PairPolicy(within=True)), BOTH, {"within": I}, {}, ""),
-        "pairs": (operation(compopt.DCLEstimator), BOTH, {}, {"pairs": GUIDED, "guide": Z}, "pairs by rank [0, "),
-        "momentum_features": (operation(compopt.MemoryEstimator), BOTH, {}, {"momentum_features": Z}, GIVEN),
+        "keys": (operation(compopt.MemoryEstimator), BOTH, {}, {"keys": Z}, GIVEN),
     },
     compopt.compositional_loss: {
         "g": (COMPOSED, MEAN, {}, wide(MEAN, "g"), DTYPE),

@@ -84,7 +84,7 @@ def test_the_demo_compares_methods_that_exist_and_begins_with_the_recommended_on
     assert methods[0] == "recommended" and set(methods) <= set(METHODS)
 
 
-@pytest.mark.parametrize("batch_size, kind", [(64, compopt.MemoryEstimator), (1024, compopt.DCLEstimator)])
+@pytest.mark.parametrize("batch_size, kind", [(64, compopt.MemoryEstimator), (1024, compopt.InfoNCEEstimator)])
 def test_recommended_depends_on_the_batch_size_of_the_run(batch_size, kind):
     assert isinstance(build("recommended", 4096, "bimodal", {"group": 0}, batch_size=batch_size), kind)
 

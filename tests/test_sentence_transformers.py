@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import compopt
+from tests import helpers
 from tests.pool import the_pool
 from tests.sentences import (
     BATCH,
@@ -110,7 +111,8 @@ def plain(seen, skipped=(), shard=False):
         with wrapped.no_sync() if world > 1 and not last else contextlib.nullcontext():
             tokens = embed(model, columns, labels[:, 0].tolist(), ("xi: ", ""))
             z1, z2 = (wrapped(each)["sentence_embedding"] for each in tokens)
-            (est(z1, z2, *labels.unbind(1)) / WINDOW).backward()
+            index, index2 = labels.unbind(1)
+            (est(z1, z2, index, index2=index2) / WINDOW).backward()
         if last:
             update(optimizer, est, skipped=step // WINDOW in skipped)
     return weights(model), rows(est)
@@ -261,7 +263,7 @@ def test_labels_become_rows(labels):
     given = dict(zip(("index", "index2"), column.unbind(1), strict=False))
     if labels == 4:
         given["extra_index"] = torch.cat(column.unbind(1)[2:])
-    torch.testing.assert_close(value, estimator()(z1, z2, extra=torch.cat(extra), **given))
+    torch.testing.assert_close(value, helpers.call(estimator(), z1, z2, extra=torch.cat(extra), **given))
 
 
 @KINDS
@@ -378,7 +380,7 @@ def test_add_index_knows_the_negatives_that_are_positives():
     z1, z2, *extra = (model(each)["sentence_embedding"] for each in tokens)
     given = {"extra_index": torch.tensor([1, -1, 0, 2]), "index2": torch.tensor([0, 1]), "extra": torch.cat(extra)}
     assert est.pending == 1
-    torch.testing.assert_close(value, estimator(3)(z1, z2, torch.arange(2), **given))
+    torch.testing.assert_close(value, helpers.call(estimator(3), z1, z2, torch.arange(2), **given))
 
 
 @pytest.mark.parametrize("name", ["label", "labels", "score", "scores"])

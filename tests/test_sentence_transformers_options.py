@@ -156,7 +156,7 @@ WRONG = [
     ("partition_mode", "each", "partition_mode must be"),
     ("directions", ("doc_to_query",), "'query_to_doc' direction is required"),
     ("hardness_mode", "hard_negatives", "hardness_mode='hard_negatives' with .* use MultipleNegativesRankingLoss"),
-    ("directions", ("query_to_doc", "query_to_query"), r"est\(z1, z2, index, extra=z1, extra_index=index\) in a loop"),
+    ("directions", ("query_to_doc", "query_to_query"), r"est\(z1, z2, index, negatives=\(z1, index\)\) in a loop"),
 ]
 
 
@@ -271,12 +271,12 @@ def test_labels_of_both_directions(labels):
 
 
 def test_queries_as_further_candidates():
-    """The direction query_to_query of their loss is ``extra=z1`` of an estimator, with the indices of the queries."""
+    """The direction query_to_query of their loss is ``negatives=(z1, index)`` of an estimator."""
     _, theirs = ranking("cos_sim", directions=("query_to_doc", "query_to_query"))
     data = columns_of(2, 5, seed=4)
     expected = value_and_gradients(theirs.compute_loss_from_embeddings, data, labels=None)
     est, index = compopt.InfoNCEEstimator(**losses().ranking_options(scale=7.0)), torch.arange(7)
-    _, *found = value_and_gradients(lambda z: est(*z, index, extra=z[0], extra_index=index), data)
+    _, *found = value_and_gradients(lambda z: est(*z, index, negatives=(z[0], index)), data)
     torch.testing.assert_close([est.metrics["info_nce"], *found], expected, rtol=1e-6, atol=1e-9, check_dtype=False)
 
 
@@ -414,7 +414,8 @@ def test_a_guide_beside_an_estimator_with_rows():
     columns = guided_inputs(3)
     z1, z2, extra = (column["x"] for column in columns)
     other = compopt.SogCLREstimator(N, **options)
-    assert torch.equal(value, other(z1, z2, torch.arange(7), extra=extra, guide=[c["guide"] for c in columns]))
+    bound = other.pairs.bind(guide=[c["guide"] for c in columns])
+    assert torch.equal(value, other(z1, z2, torch.arange(7), negatives=extra, pairs=bound))
     value.backward()
     est.step()
     assert est.t == 1 and est.read(torch.arange(N))["count"].sum() == 7

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import compopt
 from compopt.stores import DiskStore, table
-from tests.helpers import assert_same_bits, batches, bits, run, snapshot
+from tests.helpers import asked, assert_same_bits, batches, bits, run, snapshot
 from tests.pool import the_pool
 from tests.test_placements import own_part
 
@@ -227,10 +227,10 @@ def differing(group, what, value):
     if what == "index":
         est, call = compopt.MemoryEstimator(5, process_group=group), {} if second else call
     if what == "encode":
-        est = compopt.EMC2Estimator(N, process_group=group)
-        call["encode"] = (lambda missing: tuple(torch.randn(2, len(missing), 5))) if second else None
+        encode = (lambda missing: tuple(torch.randn(2, len(missing), 5))) if second else None
+        est = compopt.EMC2Estimator(N, process_group=group, encode=encode)
     with pytest.raises(ValueError) as caught:
-        est(*torch.randn(2, 4, 5), **call)
+        est(*torch.randn(2, 4, 5), **asked(est, **call))
     return str(caught.value)
 
 
@@ -242,7 +242,7 @@ def differing(group, what, value):
 def test_ranks_that_differ_are_told_so(what, value):
     for message in on_two(differing, what, value):
         assert "the ranks differ in" in message and ("tau" in message) == (what == "tau")
-        assert ("differ in extra=" in message) == (what == "extra")
+        assert ("differ in negatives=" in message) == (what == "extra")
 
 
 # a load beside prefetching -------------------------------------------------------------------------

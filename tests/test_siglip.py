@@ -140,8 +140,8 @@ def test_the_bias_is_learned_stored_and_shown():
 
 def test_what_is_refused():
     z = torch.randn(2, 4, 3)
-    with pytest.raises(ValueError, match="has the samples of the batch alone as candidates"):
-        compopt.SigLIPEstimator()(*z, extra=z[0])
+    with pytest.raises(ValueError, match="has the batch alone as candidates"):
+        compopt.SigLIPEstimator()(*z, negatives=z[0])
     with pytest.raises(ValueError, match="a sigmoid per pair has none"):
         compopt.SigLIPEstimator(pairs=compopt.PairPolicy(hardness=1.0))
     with pytest.raises(ValueError, match="estimates no log-normalizer"):

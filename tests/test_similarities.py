@@ -30,7 +30,7 @@ def estimator(kind=compopt.SogCLREstimator, *args, **options):
 def test_late_interaction_is_autograd_s_cross_entropy():
     queries, documents, mined = tokens()
     est = estimator(compopt.InfoNCEEstimator, directions="forward", multiply_tau=False)
-    est(ONE_HOT, maxsim(queries, documents).T, extra=maxsim(queries, mined).T).backward()
+    est(ONE_HOT, maxsim(queries, documents).T, negatives=maxsim(queries, mined).T).backward()
     found = [x.grad for x in (queries, documents, mined)]
     scores = torch.cat([maxsim(queries, documents), maxsim(queries, mined)], 1)
     expected = torch.nn.functional.cross_entropy(scores / TAU, torch.arange(B))

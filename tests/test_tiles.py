@@ -146,7 +146,7 @@ def reason(monkeypatch, backend="triton", installed=True, switch=None, interpret
         ({"installed": False}, "Triton is not installed"),
         ({"interpret": "0"}, "the features are on cpu"),
         ({"dtype": torch.float64}, "the features are float64"),
-        ({"has": "extra="}, "the call has extra="),
+        ({"has": "negatives="}, "the call has negatives="),
     ],
 )
 def test_the_rule_names_its_reason(given, expected, monkeypatch, caplog):

@@ -167,6 +167,6 @@ def test_an_anchor_without_negatives_has_a_finite_gradient(name):
         within = torch.zeros(16, dtype=torch.int64)
         within[0] = step == 5
         views = [z.float().requires_grad_() for z in (z1, z2)]
-        loss = est(*views, torch.arange(16), within=within)
+        loss = est(*views, torch.arange(16), pairs=policy.bind(within=within))
         assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, views)), step
         est.step()

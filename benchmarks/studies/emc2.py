@@ -66,9 +66,9 @@ class Problem:
         return sum(float(g.double().square().sum()) for g in found), loss
 
 
-def estimated(problem: Problem, est: compopt.ContrastiveEstimator, encode: bool) -> Loss:
+def estimated(problem: Problem, est: compopt.ContrastiveEstimator) -> Loss:
     def loss(index: Tensor) -> Tensor:
-        value = est(*problem.features(index), index, encode=problem.one_view if encode else None)
+        value = est(*problem.features(index), index)
         est.step()
         return value
 
@@ -112,7 +112,11 @@ def negative_cache(problem: Problem) -> Loss:
 
 
 def _estimator(kind: Callable[..., compopt.ContrastiveEstimator], encode: bool = False, **options: Any) -> Any:
-    return lambda problem: estimated(problem, kind(tau=TAU, mode="unimodal", **options), encode)
+    def build(problem: Problem) -> Loss:
+        given = {**options, "encode": problem.one_view} if encode else options
+        return estimated(problem, kind(tau=TAU, mode="unimodal", **given))
+
+    return build
 
 
 EMC2 = {"kind": compopt.EMC2Estimator, "n": N, "burn_in": BATCH - 1}

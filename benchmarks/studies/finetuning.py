@@ -10,8 +10,8 @@ once per data set. Fine-tuning sees 16,384 samples, in evaluation mode: the stat
 
 - ``full``: all weights are trained, at batch 8, 16 and 64.
 - ``LoRA``: adapters of rank 8 on all linear, convolutional and embedding layers (peft), at batch 16.
-- ``mined``: all weights at batch 16, with a mined negative per sample (``extra=``): one of the 8 samples with another
-  caption that are nearest to it by the start's features, apart from the 10 nearest of all.
+- ``mined``: all weights at batch 16, with a mined negative per sample (``negatives=``): one of the 8 samples with
+  another caption that are nearest to it by the start's features, apart from the 10 nearest of all.
 
 ``DCL, gradient cache`` is DCL at batch 256 with :func:`compopt.gradient_cache`, in micro-batches of the arm's batch
 size. It trains for the time of ``recommended``, not on as many samples: at its beginning each run measures the time of
@@ -208,10 +208,13 @@ class FineTuning:
         given: dict[str, Any] = {}
         if self.negatives is not None:
             drawn = self.negatives[index, torch.randint(NEAREST, (len(index),), generator=draws)]
-            inputs, given["extra_index"] = (*inputs, self.task.inputs(drawn, draws)[1]), drawn
+            inputs = (*inputs, self.task.inputs(drawn, draws)[1])
+            given["negatives"] = None, drawn  # the encoder returns their features
         if self.encoder is not None:  # the copy encodes all candidates
-            k1, k2, *extra = encode(self.encoder, inputs)
-            inputs, given = inputs[:2], {**given, "momentum_features": (k1, k2), "extra": extra[0] if extra else None}
+            k1, k2, *further = encode(self.encoder, inputs)
+            inputs, given["keys"] = inputs[:2], (k1, k2)
+            if further:
+                given["negatives"] = further[0], drawn
         self._backward(inputs, index, given)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -221,8 +224,10 @@ class FineTuning:
             size = self.arm.batch
             compopt.gradient_cache(self.est, self.model, inputs, index, micro_batch_size=size, encode=encode, **given)
             return
-        z1, z2, *extra = encode(self.model, inputs)
-        self.est(z1, z2, index, **{"extra": extra[0] if extra else None, **given}).backward()
+        z1, z2, *further = encode(self.model, inputs)
+        if further:
+            given["negatives"] = further[0], given["negatives"][1]
+        self.est(z1, z2, index, **given).backward()
 
     def train(self, updates: int) -> None:
         rate = self.optimizer.param_groups[0]["lr"]

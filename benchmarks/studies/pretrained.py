@@ -330,14 +330,16 @@ def train(case: Case, options: Mapping[str, float], task: Pairs, model: Encoder,
         inputs, given = [side[index] for side in task.train], {}
         if negatives is not None:
             draws = torch.randint(NEAREST, (len(index),), generator=seeded("mined", seed, number))
-            given["extra_index"] = negatives[index, draws]
-            inputs.append(task.train[1][given["extra_index"]])
-        if encoder is not None:
-            keys = encoder(*inputs)
-            given |= {"momentum_features": keys[:2], "extra": keys[2] if negatives is not None else None}
-            inputs = inputs[:2]
-        z1, z2, *extra = forward(model, inputs, case)
-        given |= {"extra": extra[0]} if extra else {}
+            drawn = negatives[index, draws]
+            inputs.append(task.train[1][drawn])
+        if encoder is not None:  # the copy encodes all candidates
+            k1, k2, *further = encoder(*inputs)
+            given["keys"] = k1, k2
+            z1, z2 = forward(model, inputs[:2], case)
+        else:
+            z1, z2, *further = forward(model, inputs, case)
+        if further:
+            given["negatives"] = further[0], drawn
         for z in (z1, z2):
             z.retain_grad()
         est(z1, z2, index, **given).backward()

@@ -153,33 +153,48 @@ def check_features(z1: Any, z2: Any, least: int = 2) -> None:
         )
 
 
-def check_extra(extra: Any, extra_index: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:
+def check_negatives(negatives: Any, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return further candidates ``(M, d)``, which must match ``like``, and their positions, ``(M,)`` int64."""
-    if not isinstance(extra, Tensor):
-        raise TypeError(f"extra must be a tensor of features (M, d), got {type(extra).__name__}{remedy_for(extra)}")
-    check_strided("extra", extra)
-    if extra.dim() != 2 or extra.shape[1] != like.shape[1]:
-        raise ValueError(f"extra must have shape (M, {like.shape[1]}) as z1 and z2, got {tuple(extra.shape)}")
-    _check_alike("extra", extra, like)
-    return extra, None if extra_index is None else check_vector("extra_index", extra_index, len(extra), "{} candidates")
+    if negatives is None:
+        return None, None
+    z, positions = split_negatives(negatives)
+    if not isinstance(z, Tensor):
+        raise TypeError(
+            f"negatives must be features (M, d), or a pair of features and positions, got {type(z).__name__}"
+            f"{remedy_for(z)}"
+        )
+    check_strided("negatives", z)
+    if z.dim() != 2 or z.shape[1] != like.shape[1]:
+        raise ValueError(f"negatives must have shape (M, {like.shape[1]}) as z1 and z2, got {tuple(z.shape)}")
+    _check_alike("negatives", z, like)
+    return z, None if positions is None else check_vector("negatives[1]", positions, len(z), "{} candidates")
+
+
+def split_negatives(negatives: Any) -> tuple[Any, Any]:
+    """Return the features of ``negatives=``, a tensor or a pair, and their positions or ``None``."""
+    if not isinstance(negatives, tuple | list):
+        return negatives, None
+    if len(negatives) != 2:
+        raise ValueError(
+            f"negatives must be features (M, d), or these and their positions, got {len(negatives)} of them"
+        )
+    return negatives[0], negatives[1]
 
 
 def check_momentum(features: Any, like: Tensor) -> list[Tensor]:
     """Return a momentum encoder's features of both modalities or views, ``(B, d)`` each, which must match ``like``."""
     wanted = "a pair, the copy's features of the samples of z1 and of z2"
-    checked = _check_matrices("momentum_features", features, [len(like)] * 2, wanted, like.shape[1])
+    checked = _check_matrices("keys", features, [len(like)] * 2, wanted, like.shape[1])
     for number, z in enumerate(checked):
         if z.device != like.device:
-            raise ValueError(
-                f"momentum_features[{number}] must be on the device of z1, got {z.device} and {like.device}"
-            )
+            raise ValueError(f"keys[{number}] must be on the device of z1, got {z.device} and {like.device}")
     return checked
 
 
 def check_guide(guide: Any, batch: int, more: int | None) -> list[Tensor]:
     """Return the guide's features: two of ``(B, g)``, and ``(M, g)`` for ``more`` further candidates."""
     sizes = [batch] * 2 + ([] if more is None else [more])
-    also = "" if more is None else ", and of extra (or PairPolicy(spare_extra=True))"
+    also = "" if more is None else ", and of negatives (or PairPolicy(spare_negatives=True))"
     wanted = f"{len(sizes)} tensors of features, of z1 and of z2{also}"
     return _check_matrices("guide", guide, sizes, wanted)
 
@@ -211,7 +226,7 @@ def check_within(within: Any, batch: int, more: int | None) -> list[Tensor]:
     """Return the keys of the batch, ``(B,)`` int64, and those of ``more`` further candidates, ``(M,)``."""
     keys = list(within) if isinstance(within, tuple | list) else [within]
     if len(keys) != (1 if more is None else 2):
-        pair = "a pair of tensors of keys, (B,) and those of extra (M,)"
+        pair = "a pair of tensors of keys, (B,) and those of negatives (M,)"
         wanted = "one tensor of keys (B,)" if more is None else pair
         raise ValueError(f"within must be {wanted}, got {_count(within)}")
     sizes = {"within": batch} if more is None else {"within[0]": batch, "within[1]": more}

@@ -28,17 +28,17 @@ FACTS = {
     "configuration": "the configuration",
     "followers": "the number of call hooks; attach a ScoreKeeper on all ranks",
     "named": "index= (0: none, 1: given)",
-    "encode": "encode= (0: none, 1: given)",
+    "encode": "encode of the sampler (0: none, 1: set)",
     "tau_kind": "tau= (0: none, 1: a number, 2: one per sample, 3: two per sample; 4 more: it requires grad; 8 more: "
     "float64)",
     "tau": "the value of tau=",
     "beta": "the value of beta=",
     "learning": "a gradient for the temperature (1: the graph is enabled and the temperature requires grad)",
     "parameters": "learned parameters, or tau; load the same state on all ranks, and change it on all",
-    "extra": "extra= (0: none, 1: given, 2: with extra_index=)",
-    "momentum": "momentum_features= (0: none, 1: given)",
+    "negatives": "negatives=, or candidates= of a network (0: none, 1: given, 2: with positions)",
+    "momentum": "keys= (0: none, 1: given)",
     "sampler": "the options of the sampler, seed= for example",
-    "policy": "pairs= of the call, or the dimensions of guide= (0: no policy)",
+    "policy": "pairs= of the call, or the dimensions of its guide (0: no policy)",
     "values": "the tensors of the call: their names, dtypes and shapes per sample",
 }
 # Layout of a message: the operation, these five, FACTS, and blocks of equal length for the keys.

@@ -40,7 +40,7 @@ class Call:
         tau: temperatures of this call without a graph: a number, 0-d, ``(B, 1)`` or ``(B, A)``.
         hyper: hyper-parameters of the component for these rows.
         chunk_size: largest number of anchors to process at a time; ``None``: no limit.
-        encoder: encoder of samples outside the batch, if the call has ``encode=``.
+        encoder: encoder of samples outside the batch, if the normalizer has one.
         t: number of commits so far.
         window: number of calls since the last commit.
         unimodal: both views share one row.
@@ -506,26 +506,22 @@ class Normalizer(Component):
         """Largest number of negatives from outside the batch per anchor."""
         return 0
 
-    def check_encode(self, encode: Any, given: Collection[str]) -> None:
-        """Refuse with a ``ValueError`` an ``encode`` that cannot be used (by default any), or a missing one.
+    def encoder(self, z1: Tensor, given: Collection[str], normalize: bool, unimodal: bool) -> Encoder | None:
+        """Return the encoder of samples outside the batch for one call; ``None``: no such samples are encoded.
 
         ``given`` contains the names of the keys of the call: ``"index"``, ``"index2"``, ``"labels"``.
         """
-        if encode is not None:
-            raise ValueError(
-                f"encode= serves samplers whose negatives lie outside the batch; {type(self).__name__} does not ask "
-                f"for any"
-            )
+        return None
 
-    def check_extra(self) -> None:
-        """Refuse further candidates (``extra=``) with a ``ValueError``, if the normalizer sets the pair weights."""
+    def check_negatives(self) -> None:
+        """Refuse further candidates (``negatives=``) with a ``ValueError``, if the normalizer sets the pair weights."""
 
     def check_momentum(self, given: bool) -> None:
-        """Refuse features of a momentum encoder (``momentum_features=``), or missing ones, with a ``ValueError``."""
+        """Refuse features of a momentum encoder (``keys=``), or missing ones, with a ``ValueError``."""
         if given:
             raise ValueError(
-                f"momentum_features= serves a memory of past features, and {type(self).__name__} has none; leave it "
-                f"out, or take compopt.MemoryEstimator"
+                f"keys= serves a memory of past features, and {type(self).__name__} has none; leave it out, or take "
+                f"compopt.MemoryEstimator"
             )
 
     def check_pairs(self, policy: PairPolicy) -> None:

@@ -78,9 +78,13 @@ def of_parts(engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what belongs to the parts of this engine in a state, or in a manifest, of 0.3.
 
     Estimators of 0.3 kept scores as a third part, with columns in their rows. A :class:`~compopt.ScoreKeeper` takes
-    these, and an estimator the others, with a warning.
+    these, and an estimator the others, with a warning. ``spare_negatives`` of a policy was named ``spare_extra``.
     """
     config = values.mapping("config", state["config"])
+    options = config.get("options")
+    if isinstance(options, Mapping) and "spare_extra" in (pairs := str(options.get("pairs"))):
+        config = {**config, "options": {**options, "pairs": pairs.replace("spare_extra", "spare_negatives")}}
+        state = {**state, "config": config}
     method = config.get("method")
     if not isinstance(method, Mapping) or "scores" not in method or list(method) == list(engine.parts):
         return state

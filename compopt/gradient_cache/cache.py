@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -13,13 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compopt import checks
 from compopt.checks.context import outside_of_graphs
+from compopt.checks.inputs import split_negatives
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.collectives import doing
 from compopt.distributed.handshake import NOTHING
 from compopt.distributed.ranks import Ranks
 from compopt.gradient_cache.towers import BOUNDARY, SYNC, Encode, Output, Sizes, Tower, kept, lengths, new_towers
 from compopt.kernel.features import with_gradients
-from compopt.pairs import PairPolicy
+from compopt.pairs import BoundPolicy, PairPolicy
 
 LIST_REMEDY = "a list has one entry per sample, so that several inputs, [images, texts], must be a tuple"
 
@@ -30,21 +30,18 @@ def gradient_cache(
     model: Any,
     batch: Any,
     index: Tensor | None = None,
-    index2: Tensor | None = None,
     *,
     micro_batch_size: Sizes | Sequence[Sizes],
     encode: Encode | None = None,
     backward: Callable[[Tensor], Any] | None = None,
     reduce: bool = True,
     batch_norm: Literal["refuse", "update_once"] = "refuse",
-    tau: Tensor | float | None = None,
+    index2: Tensor | None = None,
     labels: Tensor | None = None,
-    extra: Tensor | None = None,
-    extra_index: Tensor | None = None,
-    guide: Sequence[Tensor] | None = None,
-    within: Tensor | tuple[Tensor, Tensor] | None = None,
-    pairs: PairPolicy | None = None,
-    momentum_features: Sequence[Tensor] | None = None,
+    tau: Tensor | float | None = None,
+    negatives: Tensor | tuple[Tensor, Tensor] | None = None,
+    keys: Sequence[Tensor] | None = None,
+    pairs: PairPolicy | BoundPolicy | None = None,
 ) -> Tensor:
     r"""Compute the gradients of ``est(*model(batch), index)`` in micro-batches, with the negatives of the whole batch.
 
@@ -77,21 +74,21 @@ def gradient_cache(
     Args:
         est: the estimator. Its rows are deposited once.
         model: maps the batch to features. Or two towers, which encode one part of ``batch`` each, to ``z1`` and
-            ``z2``; or three, where the third encodes further candidates, ``extra``. A tower may be any callable;
+            ``z2``; or three, where the third encodes further candidates, ``negatives``. A tower may be any callable;
             wrappers and frozen parameters are detected in modules and their methods. A tower is encoded only once if
             none of its parameters requires a gradient.
         batch: the inputs; a tuple or list of inputs for towers. A tuple is passed as ``model(*part)``, a mapping as
             ``model(**part)``, anything else as ``model(part)``. Tensors (along their first dimension) and lists (of
             texts, for example) have one entry per sample, at any depth of tuples and mappings; all other values
             (numbers, strings, 0-d tensors, ``None``) are passed to every micro-batch.
-        index, index2, tau, labels, extra, extra_index, guide, within, pairs: as in a call of ``est``, for the
-            whole batch. Gradients of ``tau`` and ``extra`` are accumulated with the last micro-batch.
-        momentum_features: as in a call of ``est``, for the whole batch.
+        index, index2, labels, tau, negatives, keys, pairs: as in a call of ``est``, for the whole batch. Gradients of
+            ``tau`` and ``negatives`` are accumulated with the last micro-batch. If the model returns ``negatives``,
+            ``(None, positions)`` gives their positions.
         micro_batch_size: samples per micro-batch. Or a function that returns the sizes of all micro-batches for given
             inputs, ``(inputs) -> [8, 8, 3]``, for example for a budget of tokens. For towers also a sequence with one
             of these per tower.
         encode: function that encodes, ``encode(model, part) -> outputs``; with towers it is called for each of them.
-            Outputs are ``(z1, z2)`` or ``(z1, z2, extra)``. A 0-d last output is ``tau``, such as ``1 / scale`` of a
+            Outputs are ``(z1, z2)`` or ``(z1, z2, negatives)``. A 0-d last output is ``tau``, as ``1 / scale`` of a
             CLIP model; it may require a gradient.
         backward: function that replaces ``loss.backward()``, for example ``accelerator.backward`` or
             ``lambda loss: scaler.scale(loss).backward()``; called once per micro-batch with a tensor that has the value
@@ -134,6 +131,7 @@ def gradient_cache(
         checks.one_of("batch_norm", batch_norm, ("refuse", "update_once"))
         checks.flag("reduce", reduce)
         _check_list(model, batch, index)
+        given, positions = split_negatives(negatives)
         towers = new_towers(model, batch, micro_batch_size, encode, batch_norm == "update_once")
     with doing("compopt.gradient_cache()", est.t):
         _pad(est._engine.ranks, towers)
@@ -141,15 +139,13 @@ def gradient_cache(
     alone = any(_gathers(wrapper) for tower in towers for wrapper in tower.wrappers)
     with NOTHING if alone else est._engine.handshake.guard():
         outputs = [output for tower in towers for output in tower.encode_all()]
-        z1, z2, extra, tau = _arguments(outputs, extra, tau)
+        z1, z2, further, tau = _arguments(outputs, given, tau)
         _check_samples(towers[0], z1)
     torch.clear_autocast_cache()  # weights that were cast without a graph would have none in the second pass
-    call = functools.partial(est, z1, z2, index, index2, tau=tau, labels=labels)
-    call = functools.partial(call, guide=guide, within=within, pairs=pairs)
-    call = functools.partial(call, momentum_features=momentum_features)
-    loss: Tensor = call(extra=extra, extra_index=extra_index)
+    negatives = further if positions is None else (further, positions)
+    loss = est(z1, z2, index, index2=index2, labels=labels, tau=tau, negatives=negatives, keys=keys, pairs=pairs)
     if torch.is_grad_enabled():
-        others = [x for x in (tau, extra, *est.parameters()) if isinstance(x, Tensor)]
+        others = [x for x in (tau, further, *est.parameters()) if isinstance(x, Tensor)]
         try:
             shared = _differentiate(loss, outputs, others)
             with kept(buffer for tower in towers for buffer in tower.statistics):
@@ -168,17 +164,17 @@ def _pad(ranks: Ranks, towers: list[Tower]) -> None:
             tower.count = max(counts)
 
 
-def _arguments(outputs: list[Output], extra: Tensor | None, tau: Any) -> tuple[Tensor, Tensor, Any, Any]:
-    """Return ``z1, z2, extra, tau`` of the call, from the outputs in order and from the arguments."""
+def _arguments(outputs: list[Output], negatives: Tensor | None, tau: Any) -> tuple[Tensor, Tensor, Any, Any]:
+    """Return ``z1, z2``, the features of ``negatives``, and ``tau``, from the outputs in order and the arguments."""
     features = [output.leaf for output in outputs if not output.is_tau]
     temperatures = [output.leaf for output in outputs if output.is_tau]
     if not 2 <= len(features) <= 3 or len(temperatures) > 1:
-        raise ValueError(f"model must return z1, z2 and perhaps extra and tau, got {len(outputs)} outputs")
-    for name, made, given in (("tau", temperatures, tau), ("extra", features[2:], extra)):
+        raise ValueError(f"model must return z1, z2 and perhaps negatives and tau, got {len(outputs)} outputs")
+    for name, made, given in (("tau", temperatures, tau), ("negatives", features[2:], negatives)):
         if made and given is not None:
             raise ValueError(f"{name} comes from model and as {name}=; give one of them")
     z1, z2, *further = features
-    return z1, z2, further[0] if further else extra, temperatures[0] if temperatures else tau
+    return z1, z2, further[0] if further else negatives, temperatures[0] if temperatures else tau
 
 
 def _check_list(model: Any, batch: Any, index: Tensor | None) -> None:
@@ -227,7 +223,7 @@ def _back_propagate(
     if not jobs:
         ran = _backward(with_gradients(value.clone(), shared), [], [], backward)
     if not ran:
-        raise ValueError("nothing requires a gradient: no parameter of model, nor tau, extra, or est.parameters()")
+        raise ValueError("nothing requires a gradient: no parameter of model, nor tau, negatives, or est.parameters()")
 
 
 def _backward(value: Tensor, wrappers: list[Any], held: list[Any], backward: Callable[[Tensor], Any] | None) -> bool:

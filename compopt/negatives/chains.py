@@ -22,7 +22,7 @@ CPU_PROPOSALS, DEVICE_PROPOSALS = 1 << 18, 1 << 24
 
 
 class Outside:
-    """Stored samples of this rank's chains, their similarities and, with ``encode=``, their features.
+    """Stored samples of this rank's chains, their similarities and, with ``encode``, their features.
 
     With several ranks the encoder runs in every call, so that collectives inside it match. Its ``error`` is stored and
     raised after the next all-gather; otherwise the other ranks would hang.
@@ -42,7 +42,7 @@ class Outside:
 
     @property
     def encoded(self) -> bool:
-        """True with ``encode=``: visits to these samples count."""
+        """True with ``encode``: visits to these samples count."""
         return self._encoder is not None
 
     def places(self, samples: Tensor, spare: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from compopt.estimator.component import Call, Estimate, Normalizer, Setting
 from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
-from compopt.kernel.features import zero_or_nan
+from compopt.kernel.features import Encode, Encoder, zero_or_nan
 from compopt.kernel.pairs import effective_number
 from compopt.negatives.chains import Chains, DatasetChains
 from compopt.negatives.walk import Pool, Samples, burn_in_count, walk
@@ -43,7 +43,7 @@ class MCMCNegativeSampler(Normalizer):
     stores its sample and the last known similarity of the sample; a stored sample that is in the batch has its current
     similarity. The first proposal of a new chain is accepted.
 
-    A chain may remain at a stored sample outside the batch. ``est(..., encode=fn)`` computes the features of those
+    A chain may remain at a stored sample outside the batch. A function ``encode`` computes the features of those
     samples, after the chains have moved. Without ``encode`` such visits are dropped and the others renormalised; an
     anchor without other visits contributes ``-grad s_ii`` alone. *This is a bias*: with n = 1000, a batch of 63,
     uniform features and stationary chains it affects 13 % of the anchors at tau = 0.1 and 53 % at 0.05, and more while
@@ -63,13 +63,16 @@ class MCMCNegativeSampler(Normalizer):
         proposals: ``"pool"`` as above; ``"sweep"`` proposes every negative of the batch once, in the order of the
             batch, as the authors' code does. The chain never returns to the stored sample, and the result is biased
             even on the full data set. ``"dataset"`` draws proposals uniformly from all samples except the anchor's own,
-            as in the printed Algorithm 1. Every call then needs ``encode``, which is called once with the samples drawn
+            as in the printed Algorithm 1. It needs ``encode``, which is called once per call with the samples drawn
             and the stored ones, at most ``(R + 1) B`` per direction including those of the batch; no similarity is
             stale. ``encode`` may read a bank (``sampler.bank.read`` of a :class:`~compopt.samplers.BankSampler`, or its
             first result in unimodal mode) once the bank is ``filled``; features of a bank get no gradient.
         draws: ``R`` with ``proposals="dataset"`` (the paper's negative batch size); ``None``: the number of negatives
             of an anchor in a batch without repeats.
         seed: seed of the draws.
+        encode: function that receives data-set positions, ``(m,)`` int64 on the CPU, and returns features ``(m, d)`` of
+            those samples (bimodal: a pair of them), with a graph; called at most once per call. The attribute
+            ``encode`` may be set at any time. It is neither pickled nor part of a checkpoint.
         process_group, offload, offload_dir, shard, dtype: placement when used alone, see
             :class:`~compopt.estimator.Component`.
 
@@ -99,10 +102,10 @@ class MCMCNegativeSampler(Normalizer):
     Raises:
         ValueError: ``burn_in`` < 0 or a float >= 1; ``seed`` >= 2^63; an unknown option; ``draws`` < 1, or ``draws``
             without ``proposals="dataset"``. In a call: ``proposals="dataset"`` without ``encode``;
-            ``encode`` together with ``index2``, since positions then refer to two kinds of samples; ``extra``;
+            ``encode`` together with ``index2``, since positions then refer to two kinds of samples; ``negatives``;
             ``labels``, or more than 2^31 samples, with ``proposals="dataset"``; features from ``encode`` with another
             shape or device than those of the batch.
-        TypeError: in a call: ``encode`` is not callable, or does not return the features that the mode requires.
+        TypeError: ``encode`` is not callable, or, in a call, does not return the features that the mode requires.
         RuntimeError: in a call with several ranks: ``encode`` failed on another rank; nothing was deposited.
 
     References:
@@ -125,6 +128,7 @@ class MCMCNegativeSampler(Normalizer):
         proposals: Proposals = "pool",
         seed: int = 0,
         draws: int | None = None,
+        encode: Encode | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None:
         checks.one_of("proposals", proposals, get_args(Proposals))
@@ -138,23 +142,39 @@ class MCMCNegativeSampler(Normalizer):
             raise ValueError(f"seed must be below 2^63, got {seed}")
         super().__init__(n, {"burn_in": burn_in}, **placement)
         self.state = {"seed": torch.tensor(seed, device="cpu")}
+        self.encode = encode
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.burn_in("burn_in", group["burn_in"])
 
-    def check_encode(self, encode: Any, given: Collection[str]) -> None:
-        if self.proposals == "dataset":
-            self._check_dataset(encode, given)
+    @property
+    def encode(self) -> Encode | None:
+        """Function that returns features of samples outside the batch."""
+        return self._encode
+
+    @encode.setter
+    def encode(self, encode: Encode | None) -> None:
         if encode is not None and not callable(encode):
             raise TypeError(f"encode must be a function of data-set positions, got {type(encode).__name__}")
-        if encode is not None and "index2" in given:
-            raise ValueError("encode= cannot be combined with index2, whose positions name samples of two kinds")
+        self._encode = encode
 
-    def _check_dataset(self, encode: Any, given: Collection[str]) -> None:
-        if encode is None:
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_encode": None}
+
+    def encoder(self, z1: Tensor, given: Collection[str], normalize: bool, unimodal: bool) -> Encoder | None:
+        if self.proposals == "dataset":
+            self._check_dataset(given)
+        if self.encode is None:
+            return None
+        if "index2" in given:
+            raise ValueError("encode cannot be combined with index2, whose positions name samples of two kinds")
+        return Encoder(self.encode, z1, normalize, unimodal)
+
+    def _check_dataset(self, given: Collection[str]) -> None:
+        if self.encode is None:
             raise ValueError(
-                'proposals="dataset" needs encode= at every call: features of the samples that are drawn, by their '
-                "positions; it may read a bank"
+                'proposals="dataset" needs encode=, a function that returns features of the samples that are drawn, by '
+                "their positions; it may read a bank"
             )
         if "labels" in given:
             raise ValueError(
@@ -166,9 +186,9 @@ class MCMCNegativeSampler(Normalizer):
                 f'proposals="dataset" draws from at most 2^31 samples, got n={self._groups.n}; use proposals="pool"'
             )
 
-    def check_extra(self) -> None:
+    def check_negatives(self) -> None:
         raise ValueError(
-            "extra= must be left out: the chains of MCMCNegativeSampler move over the samples of the data set, and "
+            "negatives= must be left out: the chains of MCMCNegativeSampler move over the samples of the data set, and "
             "further candidates are none of them"
         )
 

@@ -48,7 +48,7 @@ class MemoryNormalizer(Normalizer):
         dim: dimension of the features.
         length: number of samples in the queue, ``m`` (unimodal: both views of these samples, in one queue of ``2 m``
             features).
-        momentum: require ``momentum_features=`` in every call; otherwise they are optional.
+        momentum: require ``keys=`` in every call; otherwise they are optional.
         candidates: count the positive in the denominator, ``1 / candidates + mean_j e^{h_ij / tau_i}`` with the mean
             over batch and queue, as :class:`~compopt.BatchNormalizer` does; ``None``: do not.
 
@@ -58,7 +58,7 @@ class MemoryNormalizer(Normalizer):
     mode there are two per sample. An anchor without negatives in its batch has those in the queue.
     A :class:`~compopt.PairPolicy` selects and weights the queue like the batch; with ``within`` each slot has a key.
 
-    *Momentum.* With ``momentum_features=(k1, k2)`` of a slowly moving copy of the encoders
+    *Momentum.* With ``keys=(k1, k2)`` of a slowly moving copy of the encoders
     (:class:`~compopt.MomentumEncoder`) the candidates of the batch, the positives and the stored features are ``k``:
 
     .. math::
@@ -66,9 +66,9 @@ class MemoryNormalizer(Normalizer):
         k_q = k_q^{then} - \bar k^{then} + \bar k^{now}
 
     Only anchors get a gradient, ``sum_j w_ij (k_j - k_i) + sum_q w_iq (k_q - k_i)``. With ``directions="forward"``
-    ``z2`` therefore gets none: use that only with one encoder for both sides. Pass features of the copy as ``extra=``
-    too: features of the model would be the only candidates with a gradient, which pushes them away from the anchors and
-    is balanced by no positive. Either all calls of a run should pass momentum features, or none.
+    ``z2`` therefore gets none: use that only with one encoder for both sides. Pass features of the copy as
+    ``negatives=`` too: features of the model would be the only candidates with a gradient, which pushes them away from
+    the anchors and is balanced by no positive. Either all calls of a run should pass momentum features, or none.
 
     State: features ``(2, m, dim)`` in the rows' dtype (``directions="forward"``: of the second modality only), three
     integers (four with ``within``) and a flag for each slot; nothing per sample. Every rank has the whole state. A call
@@ -91,7 +91,7 @@ class MemoryNormalizer(Normalizer):
 
     Raises:
         ValueError: dim, length or candidates < 1; a policy of pairs with ``guided``; at the call features of another
-            dimension, a policy with another ``within``, no ``momentum_features`` with ``momentum=True``.
+            dimension, a policy with another ``within``, no ``keys`` with ``momentum=True``.
         TypeError: dim, length or candidates is not an integer, momentum is neither True nor False.
 
     References:
@@ -139,7 +139,7 @@ class MemoryNormalizer(Normalizer):
     def check_momentum(self, given: bool) -> None:
         if self.momentum and not given:
             raise ValueError(
-                "momentum_features is missing, and momentum=True requires it in every call; pass the features of a "
+                "keys= is missing, and momentum=True requires it in every call; pass the features of a "
                 "compopt.MomentumEncoder, or build the estimator without momentum=True"
             )
 

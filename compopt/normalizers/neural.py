@@ -413,7 +413,7 @@ class NeuralNormalizer(Normalizer):
                 got = f"{others.dtype} on {others.device} and {anchors.dtype} on {anchors.device}"
                 raise ValueError(f"candidates must be like the anchors, got {got}; pass candidates.to(anchors)")
             keys = {"index": self._index(None, len(anchors))}
-        facts = {"extra": int(candidates is not None), **tau_facts(tau)}
+        facts = {"negatives": int(candidates is not None), **tau_facts(tau)}
         batch = self._read(keys, values, facts, more=len(others))
         (batch.values["z2"],) = engine.ranks.gather([others], batch.more) if max(batch.more) else (others,)
         return batch, batch.values.get("tau", tau)

@@ -157,7 +157,7 @@ class SigmoidNormalizer(Normalizer):
 
     Raises:
         TypeError: ``bias`` is not a number, ``learn`` is neither True nor False.
-        ValueError: a policy of pairs, or a :class:`~compopt.TemperatureDual`; ``extra`` at the call.
+        ValueError: a policy of pairs, or a :class:`~compopt.TemperatureDual`; ``negatives`` at the call.
 
     References:
         Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023, eq. 1 and Algorithm 1.
@@ -189,8 +189,8 @@ class SigmoidNormalizer(Normalizer):
         if "bias" in self.own_defaults:
             checks.number("bias", group["bias"])
 
-    def check_extra(self) -> None:
-        raise ValueError("extra= must be left out: SigmoidNormalizer has the samples of the batch alone as candidates")
+    def check_negatives(self) -> None:
+        raise ValueError("negatives= must be left out: SigmoidNormalizer has the batch alone as candidates")
 
     def check_pairs(self, policy: PairPolicy) -> None:
         if policy != NO_POLICY:

@@ -21,6 +21,7 @@ from compopt.temperatures import FixedTemperature
 
 LENGTH, MOMENTUM_LENGTH = 128, 512  # samples in the memory: of features of the model, of momentum features
 LARGE = 1024  # for batches of this size or more, LENGTH further negatives make little difference
+CANDIDATES = 1000  # among which the positive counts: benchmarks/results/default.md and pretrained.md
 TAU, UNIMODAL_TAU = 0.07, 0.1
 
 
@@ -200,15 +201,19 @@ def recommended(
     backend: Backend = "auto",
     tau: float | Tensor = TAU,
     multiply_tau: bool = True,
-    candidates: int | None = None,
+    candidates: int | None = CANDIDATES,
 ) -> ContrastiveEstimator:
     """Return the recommended estimator, which has no hyper-parameters to tune apart from the learning rate.
 
     A :class:`~compopt.MemoryEstimator` of 128 samples at temperature 0.07; for calls of 1,024 samples or more, and
-    with ``directions="forward"``, a :class:`~compopt.DCLEstimator`. Nothing is kept per sample. ``docs/which.md``
-    gives the reasons. These losses are for encoders that are trained from scratch. Pass
-    ``candidates=500`` to fine-tune a pretrained encoder: without the positive in the denominator the weights of an
-    anchor sum to one however well it is solved, and the loss goes on to push apart what the encoder has separated.
+    with ``directions="forward"``, an :class:`~compopt.InfoNCEEstimator`. Nothing is kept per sample. ``docs/which.md``
+    gives the reasons.
+
+    The positive is in the denominator, as one of 1,000 candidates: an anchor that is solved among so many, as nearly
+    all are in a pretrained encoder, has a small weight, and one that is only solved among the few of its batch has not.
+    ``candidates=None`` leaves the positive out. The weights of an anchor then sum to one however well it is solved.
+    From scratch that is sometimes up to a point better; a pretrained encoder may become worse than it was
+    (``benchmarks/results/pretrained.md``).
 
     With ``momentum=True`` the memory is used at all batch sizes and has 512 samples, since features of a momentum
     encoder change more slowly. ``docs/guides/momentum.md`` has its learning rate, its gain and its cost: a third more
@@ -223,12 +228,13 @@ def recommended(
         mode: ``"bimodal"`` or ``"unimodal"``.
         directions, chunk_size, process_group, pairs, backend, multiply_tau: see
             :class:`~compopt.ContrastiveEstimator`.
-        momentum: require ``momentum_features=`` from a :class:`~compopt.MomentumEncoder` in every call; a call without
+        momentum: require ``keys=`` from a :class:`~compopt.MomentumEncoder` in every call; a call without
             them raises a ``ValueError``. The default ``decay`` of that encoder is meant for it. Not supported with
             ``directions="forward"``, where the encoder of the candidates would not be trained.
         tau: temperature, a number or a 0-d tensor.
-        candidates: count the positive in the denominator, as one of so many candidates and itself; in one direction
-            and for large batches then an :class:`~compopt.InfoNCEEstimator`. See :class:`~compopt.BatchNormalizer`.
+        candidates: count the positive in the denominator, as one of so many candidates and itself. See
+            :class:`~compopt.BatchNormalizer`. ``None``: do not; in one direction and for large batches the estimator is
+            then a :class:`~compopt.DCLEstimator`.
 
     Returns:
         The estimator. This function communicates nothing; for the calls see the class of the estimator.
@@ -243,7 +249,7 @@ def recommended(
         >>> type(compopt.recommended(512, batch_size=64)).__name__
         'MemoryEstimator'
         >>> type(compopt.recommended(512, batch_size=4096)).__name__
-        'DCLEstimator'
+        'InfoNCEEstimator'
     """
     checks.count("dim", dim)
     checks.flag("momentum", momentum)

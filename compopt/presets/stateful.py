@@ -12,6 +12,7 @@ from compopt import checks
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.groups import GroupSpec, sizes
 from compopt.estimator.options import takes_options
+from compopt.kernel.features import Encode
 from compopt.negatives.sampler import MCMCNegativeSampler, Proposals
 from compopt.normalizers import MovingAverageEstimator, NeuralNormalizer
 from compopt.presets.options import CommonOptions, Options
@@ -237,7 +238,8 @@ class EMC2Estimator(ContrastiveEstimator):
             ``P = b - 1`` of ``R = 2b - 2`` proposals.
         tau: temperature, ``1 / beta`` of the paper. The default is that of Table 3, STL-10 at batch 256; other runs use
             1 / 14.28. The paper has no bimodal run.
-        proposals, seed, draws: see :class:`~compopt.MCMCNegativeSampler`.
+        proposals, seed, draws, encode: see :class:`~compopt.MCMCNegativeSampler`; ``est.normalizer.encode`` may be set
+            later.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
     State: ``chain``, ``score`` and ``count`` per sample, one each per direction in bimodal mode: 32 bytes a sample,
@@ -249,11 +251,10 @@ class EMC2Estimator(ContrastiveEstimator):
     Example:
         >>> import torch, compopt
         >>> model, data = torch.nn.Linear(8, 4), torch.randn(2, 100, 8)
-        >>> est = compopt.EMC2Estimator(n=100, tau=0.2)
-        >>> index = torch.arange(16)
-        >>> z1, z2 = model(data[:, index])
         >>> encode = lambda missing: tuple(model(data[:, missing]))  # samples at which chains are, outside the batch
-        >>> est(z1, z2, index, encode=encode).backward()
+        >>> est = compopt.EMC2Estimator(n=100, tau=0.2, encode=encode)
+        >>> index = torch.arange(16)
+        >>> est(*model(data[:, index]), index).backward()
         >>> est.step()
     """
 
@@ -266,10 +267,11 @@ class EMC2Estimator(ContrastiveEstimator):
         proposals: Proposals = "pool",
         seed: int = 0,
         draws: int | None = None,
+        encode: Encode | None = None,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(
-            MCMCNegativeSampler(sizes(n), burn_in, proposals, seed, draws),
+            MCMCNegativeSampler(sizes(n), burn_in, proposals, seed, draws, encode),
             FixedTemperature(tau),
             sample_groups=n,
             **options,

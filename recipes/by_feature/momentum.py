@@ -37,7 +37,7 @@ def main(argv=None):
         torch.manual_seed(epoch)  # the order of an epoch is the same after a resume
         for images, tokens, index in loader:
             keys = encoder(images, tokens)  # features of the copy, without a graph
-            loss = est(*model.train()(images, tokens), index, momentum_features=keys)
+            loss = est(*model.train()(images, tokens), index, keys=keys)
             loss.backward()
             optimizer.step()
             schedule.step()

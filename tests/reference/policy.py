@@ -13,7 +13,7 @@ class PolicyReference:
 
     false_negatives: object = None
     guided: bool = False
-    spare_extra: bool = False
+    spare_negatives: bool = False
     hardness: float | None = None
     within: bool = False
 
@@ -37,7 +37,7 @@ class PolicyReference:
                 outside, place = who[0] == "extra", who[-1]
                 if within is not None and int(within[0][a.position]) != int(within[outside][place]):
                     continue
-                spared, seen = outside and self.spare_extra, s.item()
+                spared, seen = outside and self.spare_negatives, s.item()
                 if guides and not spared:
                     seen = (guides[a.view][a.position] * guides[2 if outside else who[0]][place]).sum().item()
                 if not spared and self.too_similar(seen, own):

@@ -29,19 +29,19 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
 
 
-def call(est, dtype, extra=None, momentum_features=None, **keys):
+def call(est, dtype, extra=None, copy=None, **keys):
     """Return loss and all gradients of one call, in float64 on the CPU, and the metrics."""
     device = DEVICE if dtype == torch.float32 else torch.device("cpu")
     z = normal(2, B, D, seed=1).to(device, dtype).requires_grad_()
     index = torch.randperm(N, generator=generator(2))[:B]
     given = {name: value if name == "labels" else value.to(device) for name, value in keys.items()}
-    if momentum_features is not None:
-        given["momentum_features"] = momentum_features.to(device, dtype).unbind()
+    if copy is not None:
+        given["keys"] = copy.to(device, dtype).unbind()
     if extra is not None:
-        given["extra"] = extra.to(device, dtype, copy=True).requires_grad_()
+        given["negatives"] = extra.to(device, dtype, copy=True).requires_grad_()
     loss = est(*z, index, **given)
     loss.backward()
-    leaves = [z, *([given["extra"]] if extra is not None else []), *est.parameters()]
+    leaves = [z, *([given["negatives"]] if extra is not None else []), *est.parameters()]
     found = [loss.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
     return [value.cpu().double() for value in found], {k: float(v) for k, v in est.metrics.items()}
 
@@ -108,9 +108,9 @@ def test_calls(case, learn, taken):
 
 
 FALLEN_BACK = {
-    "extra=": (partial(compopt.DCLEstimator, TAU), {"extra": normal(5, D, seed=3)}),
+    "negatives=": (partial(compopt.DCLEstimator, TAU), {"extra": normal(5, D, seed=3)}),
     "pairs=": (partial(compopt.DCLEstimator, TAU, pairs=PairPolicy(hardness=2.0)), {}),
-    "momentum_features=": (partial(compopt.MemoryEstimator, D), {"momentum_features": normal(2, B, D, seed=8)}),
+    "keys=": (partial(compopt.MemoryEstimator, D), {"copy": normal(2, B, D, seed=8)}),
 }
 
 
@@ -145,7 +145,7 @@ def test_medium_precision_is_bfloat16_where_tau_allows_it(taken):
             call(compopt.DCLEstimator(tau, backend="triton"), torch.float32)
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert [pairs._operands.precision for pairs in taken] == ["bf16", "tf32"]
+    assert [block._precision for block in taken] == ["bf16", "tf32"]
 
 
 @pytest.mark.parametrize(

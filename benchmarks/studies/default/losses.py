@@ -230,7 +230,7 @@ class Followed(nn.Module):
             self.encoded = self.encoder(*inputs)
 
     def forward(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
-        return self.est(z1, z2, index, momentum_features=self.encoded)
+        return self.est(z1, z2, index, keys=self.encoded)
 
     def step(self) -> None:
         """Commit, which also updates the copy."""

@@ -58,7 +58,7 @@ class EstimatorLoss(nn.Module):
     ``SogCLREstimator(n, **ranking_options(...))`` adds rows to these options.
 
     The columns are (anchor, positive) or (anchor, positive, negative, ...): anchors are ``z1``, positives ``z2``, and
-    negatives, if any, ``extra``, candidates of every anchor. The loss of sentence-transformers has anchors in one
+    negatives, if any, ``negatives``, candidates of every anchor. The loss of sentence-transformers has anchors in one
     direction: build the estimator with ``directions="forward"`` to obtain the same.
 
     The label column contains the rows, see :func:`add_index`: integers ``i``; or ``[i, j]``, where ``j`` is the row of
@@ -279,15 +279,16 @@ class EstimatorLoss(nn.Module):
         rows = self._rows(est, labels, len(z1), len(embeddings))
         given: dict[str, Any] = dict(zip(("index", "index2"), rows, strict=False))
         if negatives:
-            given["extra"] = torch.cat(negatives)
-            if len(rows) > 2:
-                given["extra_index"] = torch.cat(rows[2:])
+            further = torch.cat(negatives)
+            given["negatives"] = (further, torch.cat(rows[2:])) if len(rows) > 2 else further
         if guides is not None:
-            given["guide"] = [*guides[:2], *([torch.cat(guides[2:])] if negatives else [])]
+            assert est.pairs is not None  # _checked()
+            seen = [*guides[:2], *([torch.cat(guides[2:])] if negatives else [])]
+            given["pairs"] = est.pairs.bind(guide=seen)
         try:
             return est(z1, z2, **given)
         except (IndexError, ValueError) as error:
-            if rows and str(error).startswith(("index", "extra_index")):
+            if rows and str(error).startswith(("index", "negatives[1]")):
                 raise type(error)(f"the label column must hold the rows of the samples (add_index): {error}") from error
             raise
 

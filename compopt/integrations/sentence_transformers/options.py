@@ -121,7 +121,7 @@ def estimator_options(loss: MultipleNegativesRankingLoss) -> dict[str, Any]:
         raise ValueError(
             f"directions={loss.directions} with partition_mode={loss.partition_mode!r} are not those of an estimator; "
             f"use MultipleNegativesRankingLoss itself, or, for queries among the candidates of queries, "
-            f"est(z1, z2, index, extra=z1, extra_index=index) in a loop"
+            f"est(z1, z2, index, negatives=(z1, index)) in a loop"
         )
     hardness = loss.hardness_strength if loss.hardness_mode is not None else 0.0
     if hardness and (both or loss.hardness_mode != "all_negatives"):
