@@ -147,7 +147,7 @@ class Noisy:
         return methods.build("isogclr", self.n, self.mode, options)
 
     def default(self) -> compopt.ContrastiveEstimator:
-        return compopt.recommended(self.data.dim, self.n, BATCH, mode=self.mode)
+        return compopt.recommended(self.data.dim, self.n, BATCH, mode=self.mode, candidates=None)
 
     def keeper(self, est: compopt.ContrastiveEstimator) -> compopt.ScoreKeeper:
         """Return the keeper of an estimator's scores."""

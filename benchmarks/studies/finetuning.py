@@ -160,7 +160,7 @@ def estimator(arm: TunedArm, options: Mapping[str, Any], n: int, mode: str) -> c
         return compopt.DCLEstimator(options["tau"], mode=mode)
     if arm.loss == MOMENTUM:
         return compopt.MemoryEstimator(DIM, MEMORY, momentum=True, mode=mode)
-    return compopt.recommended(DIM, n, arm.batch, mode)
+    return compopt.recommended(DIM, n, arm.batch, mode, candidates=None)
 
 
 def encode(model: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

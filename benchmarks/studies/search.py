@@ -220,7 +220,7 @@ def main(
     root.add_argument(data, dest="data", type=Path, metavar="FOLDER", help="folder of the data")
     args = root.parse_args(argv)
     if args.command == "report":
-        target = study.path.with_suffix(".md")
+        target = study.path.with_name(study.path.name.partition(".")[0] + ".md")
         target.write_text(page(study.finished()).rstrip() + "\n")
         print(f"wrote {target}")
     elif args.command == "run-one":

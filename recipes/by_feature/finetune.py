@@ -50,7 +50,7 @@ def main(argv=None):
         use_cpu=compopt.accelerator.available() is None,
     )  # fmt: skip
     (train, evaluator), model = data(args.pairs, args.limit), published(args.model)
-    est = compopt.recommended(model.get_embedding_dimension(), len(train), args.batch_size, candidates=500)
+    est = compopt.recommended(model.get_embedding_dimension(), len(train), args.batch_size)
     trainer = SentenceTransformerTrainer(
         model, settings, add_index(train), loss=EstimatorLoss(model, est), evaluator=evaluator
     )

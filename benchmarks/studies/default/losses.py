@@ -310,7 +310,7 @@ def loss_of(cell: Cell, settings: Settings, task: Task) -> Loss:
         ValueError: the code of the loss was removed.
     """
     if cell.loss == DEFAULT:
-        return compopt.recommended(DIM, task.n, cell.batch, task.mode)
+        return compopt.recommended(DIM, task.n, cell.batch, task.mode, candidates=None)
     if cell.loss in CANDIDATES:
         return compopt.recommended(DIM, task.n, cell.batch, task.mode, candidates=CANDIDATES[cell.loss])
     if cell.loss == MOMENTUM:

@@ -66,7 +66,7 @@ def build(name: str, task: Task, size: int, skip: int, cluster: int, seed: int) 
 
 
 def _recommended(task: Task) -> Any:
-    return compopt.recommended(DIM, task.n, TEACHER.batch, task.mode)
+    return compopt.recommended(DIM, task.n, TEACHER.batch, task.mode, candidates=None)
 
 
 def neighbours(sides: list[Tensor], skip: int, kept: int = KEPT) -> Tensor:

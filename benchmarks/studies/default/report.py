@@ -56,12 +56,17 @@ WITH_LONG = (
     f"the rule. `{arms.LONG_RUN}`: runs of {4 * SAMPLES:,} samples; 19 % of these are as many as 75 % of the other "
     "runs. The second table has the recall on the test half with a warm-up over "
     f"{100 * arms.LONG_WARMUP:.0f} % of the run. `recommended` has twice the rule's rate there, without tuning, and "
-    f"three times with `{arms.NEW}`, which is the present `compopt.recommended(..., momentum=True)`. For the other "
+    f"three times with `{arms.NEW}`, which is `compopt.recommended(..., candidates=None, momentum=True)`. For other "
     "losses, learning rate and temperature are chosen again, starting from the settings that were chosen with the "
     f"short warm-up, and at batch {VARIED} also the queues. The values in brackets are the gain over the same loss "
-    "with the short warm-up, where `recommended` has the rule's rate. The third table compares the present "
-    "`compopt.recommended(..., momentum=True)` with the best tuned loss of each cell, chosen by its recall on the test "
-    "half among all but the default's own estimator with tuned settings, and has their differences in brackets."
+    "with the short warm-up, where `recommended` has the rule's rate. The third table compares "
+    "`compopt.recommended(..., candidates=None, momentum=True)` with the best tuned loss of each cell, chosen by its "
+    "recall on the test half among all but the default's own estimator with tuned settings, and has their differences "
+    "in brackets."
+)
+WITH_CANDIDATES = (
+    "`K candidates`: the positive counts in the denominator, as one of so many candidates. "
+    "`compopt.recommended(dim, n, batch_size, mode)` has 1,000, and `recommended` of this page none."
 )
 UNSEEN = (
     "Neither data set was used to choose the default, its momentum features or the learning rates. "
@@ -97,8 +102,8 @@ FIRST = {
     "InfoNCE": "InfoNCE",
     "DCL: InfoNCE without the positive in the denominator": "DCL",
     "MoCo with DCL: momentum encoder, queue tuned": "MoCo, DCL",
-    "`compopt.recommended`, not tuned": f"{DEFAULT}, {arms.LONG}, {arms.TWICE}",
-    "`compopt.recommended(momentum=True)`, not tuned": f"{DEFAULT}, {arms.NEW}, {arms.LONG}, {arms.THRICE}",
+    "`compopt.recommended(candidates=None)`, not tuned": f"{DEFAULT}, {arms.LONG}, {arms.TWICE}",
+    "`recommended(candidates=None, momentum=True)`, not tuned": f"{DEFAULT}, {arms.NEW}, {arms.LONG}, {arms.THRICE}",
 }
 COLUMNS = {**{f"batch {batch}": str(batch) for batch in BATCHES}, "16 x 16": "16 x 16", "256 cached": "256 cached"}
 
@@ -112,9 +117,9 @@ def page(results: Results) -> str:
         f"from {PAIRS:,} pairs (faces: 6,167 characters). The tables have recall in per cent on the test half: mean ± "
         f"standard deviation of the seeds {', '.join(map(str, SEEDS))}. For every loss in every cell, the learning "
         "rate and then the temperature are chosen on the validation half with another seed, from grids that extend "
-        f"beyond the best value on both sides. `{DEFAULT}`, which is `compopt.recommended(dim, n, batch_size, mode)`, "
-        "is not tuned: its learning rate is 0.001 times the square root of the number of samples per update, at most "
-        f"{arms.LARGEST_RATE:g}. `16 x 16`: micro-batches of 16, accumulated to 256. `256 cached`: a batch of 256 with "
+        f"beyond the best value on both sides. `{DEFAULT}`, which is `compopt.recommended(dim, n, batch_size, mode, "
+        "candidates=None)`, is not tuned: its learning rate is 0.001 times the square root of the number of samples "
+        f"per update, at most {arms.LARGEST_RATE:g}. `16 x 16`: micro-batches of 16, accumulated to 256. `256 cached`: a batch of 256 with "
         "forward passes of 16 samples, as in a gradient cache. `mined batches`: batches of hard negatives that a "
         "teacher selects before training, similar to B3 (Thirukovalluru et al., 2025); the teacher is another run of "
         f"`{DEFAULT}`, whose samples are not counted. The size of the clusters (16 or 4 samples) and the number of "
@@ -139,6 +144,7 @@ def page(results: Results) -> str:
         "variant."
     )
     parts += ["## Variants of the default", more, variants()]
+    parts += ["## The positive in the denominator", WITH_CANDIDATES, candidates()]
     parts += ["## Momentum features", WITH_MOMENTUM, momentum()]
     parts += ["## A longer warm-up", WITH_LONG, by_warmup(), long_warmup(), best_peers(), long_warmup_unseen()]
     parts += ["## Data sets that were not used before", f"{MEASURES['unseen']} {UNSEEN} {BRACKETS}", unseen_sets()]
@@ -185,6 +191,11 @@ def small_batch() -> str:
 def variants() -> str:
     """Return a table of recall of the default with one change."""
     return _variants(arms.VARIANTS)
+
+
+def candidates() -> str:
+    """Return a table of recall of the default with the positive in the denominator."""
+    return _variants(arms.CANDIDATES)
 
 
 def momentum_variants() -> str:
