@@ -122,7 +122,7 @@ def page(results: Results) -> str:
         f"per update, at most {arms.LARGEST_RATE:g}. `16 x 16`: micro-batches of 16, accumulated to 256. `256 cached`: "
         "a batch of 256 with forward passes of 16 samples, as in a gradient cache. `mined batches`: batches of hard "
         "negatives that a teacher selects before training, similar to B3 (Thirukovalluru et al., 2025); the teacher is "
-        f"another run of `{DEFAULT}`, whose samples are not counted. The size of the clusters (16 or 4 samples) and the "
+        f"another run of `{DEFAULT}`, whose samples are not counted. The size of the clusters (16 or 4) and the "
         f"number of nearest neighbours that are skipped (at most {arms.FURTHEST}) are chosen before the learning rate "
         "(`benchmarks/studies/default/mining.py`). `MoCo, DCL, moved`: the queue stores each key minus the mean of "
         "the keys of its batch and adds the mean of the current keys, as the memory of the default does with "
