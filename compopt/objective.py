@@ -134,6 +134,5 @@ class Objective:
             coefficient = coefficient.to(dtype)
         if self.estimate.weights is not None:
             return self.estimate.weights.gradients(coefficient), None
-        weight = self.estimate.positive_weight
-        weight = self._sum_weights if weight is None else weight
+        weight = self.estimate.positive_weight  # None: that of the negatives
         return self.pairs.gradients(alpha, coefficient, weight.to(dtype) if isinstance(weight, Tensor) else weight)

@@ -216,7 +216,7 @@ def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ten
         return value
     wide = value.dtype if value.dtype.itemsize >= 4 else torch.float32  # sums in half precision would overflow
     sums = (gradient.to(tensor.dtype).sum(dtype=wide) for tensor, gradient in wanted)
-    total = 0 * reduce(torch.add, sums)  # 0 times inf is NaN
-    value = value + (total if wide == value.dtype else total.to(value.dtype))
+    total = reduce(torch.add, sums)  # 0 times inf is NaN
+    value = torch.add(value, total, alpha=0) if wide == value.dtype else value + (0 * total).to(value.dtype)
     tensors, gradients = zip(*wanted, strict=True)
     return _ClosedForm.apply((value, gradients), *tensors)

@@ -325,6 +325,7 @@ class Pairs:
             every = [None if x is None or y is None else torch.stack([x, y]).T for x, y in pairs]
         total, shift, dot, excluded = every
         assert total is not None
+        self._total = total
         others = len(block.y) if self.unimodal else B
         self._set(block.positive[:B, None].expand(-1, self.directions), [len(block.y), others], excluded)
         if shift is None:
@@ -351,6 +352,7 @@ class Pairs:
             zero.expand_as(block.sums.total) if block.sums.shift is None else block.sums.shift for block in blocks
         ]
         self._offset = (torch.stack(shifts, dim=1) - self.positive[self._own]) * mine
+        self._total = torch.stack([block.sums.total for block in blocks], dim=1)
         self.log_sum = self.real(log_total - self.positive * scale)
         self.mean_h = self.real(rest[0] - self.positive) if self.moments else None
 
@@ -421,7 +423,9 @@ class Pairs:
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
-    def gradients(self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar) -> tuple[Tensor, Tensor | None]:
+    def gradients(
+        self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar | None
+    ) -> tuple[Tensor, Tensor | None]:
         r"""Return ``sum over directions, anchors i of coefficient_i (sum_j w_ij grad s_ij - p_i grad s_ii)``.
 
         The weights are held constant. The method frees the matrices and can be called only once.
@@ -429,14 +433,14 @@ class Pairs:
         Args:
             alpha: log-normalizers, ``(B, D)``.
             coefficient: factor of each anchor, a number or broadcastable to ``(B, D)``.
-            positive_weight: ``p_i``, the weight of each anchor's positive, of the same form.
+            positive_weight: ``p_i``, the weight of each anchor's positive, of the same form; ``None``: ``sum_j w_ij``.
 
         Returns:
             Gradients with respect to this process's features, ``(2, b, d)``, and to its further candidates,
             ``(M, d)``, if there are any.
         """
         coefficient = self.factor(coefficient)
-        weight = coefficient * positive_weight
+        weight = None if positive_weight is None else coefficient * positive_weight
         if self._ranks is None:
             found = self._shared_gradients(alpha, coefficient, weight)
         else:
@@ -444,11 +448,14 @@ class Pairs:
         self.release()  # so that the next steps of the gradient can reuse the memory
         return found
 
-    def _shared_gradients(self, alpha: Tensor, coefficient: Scalar, weight: Scalar) -> tuple[Tensor, Tensor | None]:
+    def _shared_gradients(
+        self, alpha: Tensor, coefficient: Scalar, weight: Scalar | None
+    ) -> tuple[Tensor, Tensor | None]:
         (block,), extra = self._blocks, self.extra
-        weight = weight.expand_as(self.positive) if isinstance(weight, Tensor) else weight
         # factor from the terms of a sum to coefficient_i * w_ij
         factor = (self._offset - alpha).exp_().mul_(coefficient / self.divisor)
+        weight = self._total * factor if weight is None else weight
+        weight = weight.expand_as(self.positive) if isinstance(weight, Tensor) else weight
         gradient = torch.zeros_like(self._z) if block.recompute else torch.empty_like(self._z)
         outside = None if extra is None else torch.zeros_like(extra.features)
         rows = self._by_row(factor)
@@ -466,13 +473,14 @@ class Pairs:
             block.products(rows, None, self._by_row(weight), of_all, of_all, outside)
         return gradient, outside
 
-    def _own_gradients(self, alpha: Tensor, coefficient: Scalar, weight: Scalar) -> tuple[Tensor, Tensor | None]:
+    def _own_gradients(self, alpha: Tensor, coefficient: Scalar, weight: Scalar | None) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of this rank's features as anchors, and as candidates of the anchors of all ranks."""
         own, scale, shape = self._own, self._scale, self.positive
         assert isinstance(scale, Tensor)  # since _exchange()
         alpha, log_count = alpha.expand_as(shape), _spread_out(self.log_count, shape)
-        factor, weight = _spread_out(coefficient, shape), _spread_out(weight, shape)[own]
+        factor = _spread_out(coefficient, shape)
         mine = (self._offset - alpha[own] - log_count[own]).exp_().mul_(factor[own])
+        weight = self._total * mine if weight is None else _spread_out(weight, shape)[own]
         level = self.positive * scale + alpha + log_count
         gradient = torch.zeros_like(self._z)
         for direction, block in enumerate(self._blocks):
