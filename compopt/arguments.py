@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from compopt.kernel.features import Encoder, Features, prepare, working_dtype
 from compopt.kernel.pairs import Extra
 from compopt.pairs import NO_POLICY, BoundPolicy, PairPolicy
 
+E = TypeVar("E")
+P = ParamSpec("P")
+R = TypeVar("R")
 # Directions with anchors, by the value of directions=.
 DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
 
@@ -105,6 +109,21 @@ class Called(Protocol):
     def _engine(self) -> Engine: ...
     def _index(self, index: Tensor | None, count: int) -> Tensor: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+def three_by_position(call: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    """Refuse a call with more positional arguments, usually an unpacked output of a model, and name the remedy."""
+
+    @functools.wraps(call)
+    def checked(self: E, *args: P.args, **given: P.kwargs) -> R:
+        if len(args) > 3:
+            raise TypeError(
+                f"a call has up to three arguments by position, z1, z2 and index, got {len(args)}"
+                f"{inputs.remedy_for(args[0])}"
+            )
+        return call(self, *args, **given)
+
+    return checked
 
 
 def check_call(

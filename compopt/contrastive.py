@@ -21,6 +21,7 @@ from compopt.arguments import (
     check_options,
     check_policy,
     full_precision,
+    three_by_position,
 )
 from compopt.batch import Batch
 from compopt.checks import Directions, Mode
@@ -204,6 +205,7 @@ class ContrastiveEstimator(Estimator):
     # -- the call ----------------------------------------------------------------------------------------------
 
     @outside_of_graphs
+    @three_by_position
     def __call__(
         self,
         z1: Tensor,
