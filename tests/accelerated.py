@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import compopt
+from tests.helpers import call
 
 N, B, D = 200, 24, 16
 KINDS = {
@@ -42,9 +43,9 @@ def batch(seed, device="cpu", size=B):
     return z1.to(device).requires_grad_(), z2.to(device).requires_grad_(), index
 
 
-def one_step(est, z1, z2, index, **options):
+def one_step(est, z1, z2, index, **parts):
     """Run forward, backward and step; return loss and gradients on their own device."""
-    loss = est(z1, z2, index, **options)
+    loss = call(est, z1, z2, index, **parts)
     loss.backward()
     est.step()
     return loss.detach(), z1.grad, z2.grad
