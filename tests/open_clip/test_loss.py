@@ -24,7 +24,7 @@ def test_infonce_at_the_models_temperature_is_open_clips_own_loss(tmp_path, data
     assert "logit_scale" in ours.gradients[0]
     for one, other in zip(ours.gradients, theirs.gradients, strict=True):
         tiny.assert_alike(one, other, 1e-3)  # Adam amplifies rounding
-    tiny.assert_alike(ours.weights, theirs.weights, 1e-4)
+    tiny.assert_alike(ours.weights, theirs.weights, 2e-4)
 
 
 @pytest.mark.parametrize(

@@ -143,9 +143,9 @@ def test_medium_precision_is_bfloat16_where_tau_allows_it(taken):
     try:
         for tau in (0.1, 0.01):
             call(compopt.DCLEstimator(tau, backend="triton"), torch.float32)
+        assert [block._precision for block in taken] == ["bf16", "tf32"]
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert [block._precision for block in taken] == ["bf16", "tf32"]
 
 
 @pytest.mark.parametrize(
