@@ -250,13 +250,15 @@ class Block:
 
     def _row_scale(self, part: slice) -> Scalar:
         """``1 / tau`` of some rows, broadcastable to their similarities."""
-        return self.rows[part, None] if isinstance(self.rows, Tensor) else self.rows  # type: ignore[return-value]
+        assert self.rows is not None
+        return self.rows[part, None] if isinstance(self.rows, Tensor) else self.rows
 
     @property
     def _column_scale(self) -> Scalar:
         """``1 / tau`` of all columns; 1 for those that are not anchors."""
+        assert self.columns is not None
         if not isinstance(self.columns, Tensor):
-            return self.columns  # type: ignore[return-value]
+            return self.columns
         more = len(self.y) - len(self.columns)
         return torch.nn.functional.pad(self.columns, (0, more), value=1.0) if more else self.columns
 
