@@ -85,7 +85,7 @@ def test_what_is_recommended_is_of_the_batch_that_a_call_has(given, tmp_path):
         return type(recipe.build_estimator(args, {}, 10_000, 16)).__name__
 
     size = ("--batch-size", "256", "--accumulate", "4")
-    assert built(*size) == "MemoryEstimator" and built(*size, "--gradient-cache") == "DCLEstimator"
+    assert built(*size) == "MemoryEstimator" and built(*size, "--gradient-cache") == "InfoNCEEstimator"
     train(given, tmp_path, "--max-steps", "1", estimator="recommended")
     assert json.loads((tmp_path / "run.json").read_text())["estimator"] == ["recommended", {}, "MemoryEstimator"]
 
