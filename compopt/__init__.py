@@ -16,7 +16,7 @@ from compopt.checkpoint import load, save
 from compopt.contrastive import ContrastiveEstimator
 from compopt.curation import ScoreKeeper
 from compopt.estimator.base import Estimator
-from compopt.estimator.component import Normalizer, Temperature
+from compopt.estimator.parts import Normalizer, Temperature
 from compopt.gradient_cache import gradient_cache
 from compopt.losses.compositional import compositional_loss
 from compopt.module import as_module

@@ -15,10 +15,9 @@ from compopt import accelerator, checks
 from compopt.batch import Batch
 from compopt.checks import Directions, inputs
 from compopt.checks.context import refuse_derivatives
-from compopt.distributed.handshake import NOTHING, fingerprint, tau_facts
+from compopt.distributed.handshake import NOTHING, Handshake, fingerprint, tau_facts
 from compopt.distributed.ranks import Ranks
-from compopt.estimator.component import Normalizer, Temperature
-from compopt.estimator.engine import Engine
+from compopt.estimator.parts import Normalizer, Temperature
 from compopt.kernel.features import Encoder, Features, prepare, working_dtype
 from compopt.kernel.pairs import Extra
 from compopt.pairs import NO_POLICY, BoundPolicy, PairPolicy
@@ -106,7 +105,11 @@ class Called(Protocol):
     _at_first: int | None
 
     @property
-    def _engine(self) -> Engine: ...
+    def n(self) -> int | None: ...
+    @property
+    def _ranks(self) -> Ranks: ...
+    @property
+    def _handshake(self) -> Handshake: ...
     def _index(self, index: Tensor | None, count: int) -> Tensor: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
@@ -139,14 +142,14 @@ def check_call(
     pairs: PairPolicy | BoundPolicy | None,
 ) -> Given:
     """Check all arguments that one rank can check by itself, in their order, and prepare the features."""
-    ranks, normalizer, unimodal = est._engine.ranks, est.normalizer, est.mode == "unimodal"
+    ranks, normalizer, unimodal = est._ranks, est.normalizer, est.mode == "unimodal"
     further: Tensor | None = None
     positions: Tensor | None = None
     momentum: list[Tensor] = []
     values: dict[str, Tensor] = {}
     of_extra: dict[str, Tensor] = {}
     policy = est.pairs if pairs is None else pairs
-    with est._engine.handshake.guard():
+    with est._handshake.guard():
         refuse_derivatives(("z1", z1), ("z2", z2))
         inputs.check_features(z1, z2, least=0 if ranks.size > 1 else 2)
         batch = z1.shape[0]
@@ -206,7 +209,7 @@ def _check_negatives(
     if positions is not None and "index2" not in keys:
         if not named:
             raise TypeError("negatives[1] has positions in the modality of index or index2; pass one of them")
-        inputs.check_range("negatives[1]", positions, est._engine.groups.n, remedy=inputs.EXTRA_REMEDY)
+        inputs.check_range("negatives[1]", positions, est.n, remedy=inputs.EXTRA_REMEDY)
     return further, positions
 
 
@@ -244,7 +247,7 @@ def check_cached(est: Called, z1: Tensor, z2: Tensor, tau: Any, negatives: Any) 
             "tau= requires a gradient, which this does not return; call the estimator on z1.detach()"
             ".requires_grad_() and tau.detach().requires_grad_(), and take all three gradients from there"
         )
-    with est._engine.handshake.guard():
+    with est._handshake.guard():
         inputs.check_features(z1, z2, least=0)
         further, positions = inputs.check_negatives(negatives, z1)
         refuse_derivatives(("z1", z1), ("z2", z2), ("negatives", further))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -12,6 +12,26 @@ COUNT = "count"
 # Offset between the numbers of two ranks' samples if they have no index; larger than any batch. The numbers distinguish
 # samples within one batch only (Batch.named).
 RANK_STRIDE = 1 << 40
+
+
+@dataclass
+class Rows:
+    """Committed rows of one object for the samples of a batch.
+
+    Attributes:
+        columns: committed values by name, ``(B, D)``, in the working dtype of the call; empty without rows.
+        count: visits so far, ``(B, D)`` int32; zeros without rows.
+        block: the rows in their stored form, ``(B * R, 2 * words)`` int64; ``None`` without rows.
+    """
+
+    columns: dict[str, Tensor]
+    count: Tensor
+    block: Tensor | None = None
+
+    @cached_property
+    def unseen(self) -> Tensor:
+        """Mask of the samples that were never visited, ``(B, D)``."""
+        return self.count == 0
 
 
 @dataclass
@@ -31,10 +51,7 @@ class Batch:
         own: slice of this rank's samples.
         rows: row numbers, ``(B, 1)``, or ``(B, 2)`` if the second modality has rows of its own.
         host_rows: the same on the CPU; ``None`` if reading them would wait for a device.
-        columns: committed values, ``(B, D)``, with ``count``, the visits so far; empty without rows.
-        blank: mask by column, ``(B, D)``: True where the sample was visited but the part that keeps the column was
-            not. Contains all columns of a part, and only if such rows exist (:meth:`Component.load_state_dict`).
-        block: the rows in their stored form, ``(B * R, 2 * words)`` int64; ``None`` without rows.
+        tables: committed rows of each object with rows, by its name; ``""`` for an object that is used alone.
         distinct: True if it is known on the host that no sample occurs twice and only the index excludes pairs.
         bad: 0-d flag on the device: an index is out of range, or the batch is a single sample.
         dtype: working dtype of the call.
@@ -50,41 +67,23 @@ class Batch:
     own: slice
     rows: Tensor
     host_rows: Tensor | None
-    columns: dict[str, Tensor]
-    block: Tensor | None
+    tables: dict[str, Rows]
     distinct: bool
     bad: Tensor | None
     dtype: torch.dtype
     depositing: bool
-    blank: dict[str, Tensor] = field(default_factory=dict)
     named: bool = True
     alike: bool = False
 
-    @cached_property
-    def _new(self) -> Tensor:
-        return self.count == 0
-
-    def unseen(self, column: str) -> Tensor:
-        """Return a mask of the samples that the part which keeps a column has never visited, ``(B, D)``."""
-        return self._new | self.blank[column] if column in self.blank else self._new
-
-    def seen(self, column: str) -> Tensor:
-        """Return a mask of the samples that the part which keeps a column has visited, ``(B, D)``."""
-        seen = self.count > 0
-        return seen & ~self.blank[column] if column in self.blank else seen
-
-    @property
-    def count(self) -> Tensor:
-        """Visits so far, ``(B, D)``; zeros without rows."""
-        return self.columns[COUNT] if COUNT in self.columns else torch.zeros_like(self.rows, dtype=torch.int32)
+    def of(self, name: str = "") -> Rows:
+        """Return the committed rows of one object."""
+        found = self.tables.get(name)
+        return Rows({}, torch.zeros_like(self.rows, dtype=torch.int32)) if found is None else found
 
     @property
     def visits(self) -> Tensor | None:
-        """Visits of each sample, ``(B, D)``; 0 if any part has not visited it; ``None`` without rows."""
-        count = self.columns.get(COUNT)
-        for blank in {id(blank): blank for blank in self.blank.values()}.values():
-            count = None if count is None else count.masked_fill(blank, 0)
-        return count
+        """Visits of each sample by the first object with rows, ``(B, D)``; ``None`` without rows."""
+        return next((rows.count for rows in self.tables.values()), None)
 
     @cached_property
     def features(self) -> tuple[Tensor, ...]:

@@ -26,12 +26,12 @@ from compopt.arguments import (
 from compopt.batch import Batch
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
-from compopt.distributed.ranks import ProcessGroup
-from compopt.estimator.base import Estimator
-from compopt.estimator.component import Call, Component, Normalizer, Setting, Temperature
-from compopt.estimator.engine import Engine
-from compopt.estimator.groups import GroupSpec, Hyper, as_groups
+from compopt.distributed.ranks import ProcessGroup, Ranks
+from compopt.estimator.base import Form, check_dtype
+from compopt.estimator.container import Container
+from compopt.estimator.groups import GroupSpec, as_groups
 from compopt.estimator.options import with_arguments_of
+from compopt.estimator.parts import Call, Normalizer, Temperature
 from compopt.estimator.reader import ROW_KEYS, either
 from compopt.functional import Scalar
 from compopt.kernel.features import with_gradients, zero_or_nan
@@ -44,10 +44,11 @@ from compopt.stores import Offload
 from compopt.stores.table import Placement
 from compopt.summary import Summary
 
+WIDTHS = {"bimodal": 2, "unimodal": 1}  # values per column, if both directions have anchors
 LEAST_SCALE = 5.0  # from here on a temperature may be a logit scale, which is usually 10 to 100
 
 
-class ContrastiveEstimator(Estimator):
+class ContrastiveEstimator(Container):
     r"""Contrastive loss composed of a normalizer and a temperature, with optional state per sample.
 
     .. math::
@@ -127,8 +128,7 @@ class ContrastiveEstimator(Estimator):
         [1, 0]
     """
 
-    _parts = ("normalizer", "temperature")
-    _fixed = (*Estimator._fixed, "directions", "normalize", "multiply_tau", "pairs", *_parts)
+    _fixed = ("mode", "dtype", "directions", "normalize", "multiply_tau", "pairs", "normalizer", "temperature")
 
     def __init__(
         self,
@@ -149,58 +149,53 @@ class ContrastiveEstimator(Estimator):
         backend: Backend = "auto",
     ) -> None:
         check_options(mode, directions, normalize, multiply_tau)
-        self.directions, self.normalize, self.multiply_tau = directions, normalize, multiply_tau
+        count = len(DIRECTIONS[directions])
+        self.mode, self.directions, self.normalize, self.multiply_tau = mode, directions, normalize, multiply_tau
         self.chunk_size = None if chunk_size is None else checks.count("chunk_size", chunk_size)
         checks.one_of("backend", backend, BACKENDS)
         self.backend = backend
-        parts: dict[str, Component] = {"normalizer": normalizer, "temperature": temperature}
-        for (role, part), kind in zip(parts.items(), (Normalizer, Temperature), strict=True):
+        for name, part, kind in (("normalizer", normalizer, Normalizer), ("temperature", temperature, Temperature)):
             if not isinstance(part, kind):
-                raise TypeError(f"{role} must be a {kind.__name__}, got {type(part).__name__}")
-            part.check_free()
+                raise TypeError(f"{name} must be a {kind.__name__}, got {type(part).__name__}")
         if pairs is not None:
             check_policy(pairs, normalizer)
         self.pairs = pairs = None if pairs == NO_POLICY else pairs
-        for part in parts.values():
-            part.keep_edits()
-        count = len(DIRECTIONS[directions])
-        # defaults are left out, so that checkpoints of earlier versions still load
-        more: dict[str, str] = {} if directions == "both" else {"directions": directions}
-        more |= {} if pairs is None else {"pairs": repr(pairs)}
-        engine = Engine(
-            parts,
-            mode=mode,
-            dtype=dtype,
-            directions=count,
+        normalizer.check_temperature(temperature)
+        form = Form(
+            mode,
+            width=min(count, WIDTHS[mode]),
+            dtype=check_dtype(dtype),
             placement=Placement(process_group, offload, offload_dir, shard),
-            sample_groups=None if sample_groups is None else as_groups(sample_groups),
-            options={"normalize": normalize, "multiply_tau": multiply_tau, **more},
-            row_keys=self._row_keys,
+            ranks=Ranks(process_group),
+            directions=count,
+            normalize=normalize,
+            within=pairs is not None and pairs.within,
         )
-        super().__init__(engine)
+        given = None if sample_groups is None else as_groups(sample_groups)
+        super().__init__({"normalizer": normalizer, "temperature": temperature}, form, given)
         self.normalizer, self.temperature = normalizer, temperature
-        for part in parts.values():
-            part.joined(engine.groups, Setting(self, mode, dtype, normalize, engine.ranks, count))
+        self._row_keys = ROW_KEYS[:count]  # with one direction the second modality has no rows
         self._anchors = count  # directions that have anchors; both views in unimodal mode
         self._settled: set[str] = set()  # warnings that were given, or do not apply
         self._at_first: int | None = None  # fingerprint of the learned parameters at the first call of several ranks
         self._shown: Mapping[str, Tensor | Callable[[], Tensor]] = {}
         self._last: Summary | None = None
 
+    def structure(self) -> dict[str, Any]:
+        # defaults are left out, so that checkpoints of earlier versions still load
+        more: dict[str, str] = {} if self.directions == "both" else {"directions": self.directions}
+        more |= {} if self.pairs is None else {"pairs": repr(self.pairs)}
+        return {"normalize": self.normalize, "multiply_tau": self.multiply_tau, **more}
+
     def _described(self) -> dict[str, Any]:
         directions = {} if self.mode == "unimodal" else {"directions": self.directions}
         unusual = {key: False for key in ("normalize", "multiply_tau") if not getattr(self, key)}
         pairs = {} if self.pairs is None else {"pairs": self.pairs}
-        parts = {role: type(part).__name__ for role, part in self._engine.parts.items()}
-        return {"mode": self.mode, **directions, **unusual, **pairs, **parts, **super()._described()}
+        return {"mode": self.mode, **directions, **unusual, **pairs, **super()._described()}
 
     @property
     def _remembers_index(self) -> bool:
         return super()._remembers_index or self.normalizer.outside > 0
-
-    @property
-    def _row_keys(self) -> Sequence[str]:
-        return ROW_KEYS[: len(DIRECTIONS[self.directions])]  # with one direction the second modality has no rows
 
     # -- the call ----------------------------------------------------------------------------------------------
 
@@ -287,9 +282,8 @@ class ContrastiveEstimator(Estimator):
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
         self._at_first = given.facts.get("parameters")
-        with self._engine.undone_on_error(), full_precision(z1.device):
-            hyper = self._hyper("temperature", batch)
-            temperature = self._temperature(batch, given.tau, hyper)  # perhaps with a graph
+        with self._undone_on_error(), full_precision(z1.device):
+            temperature = self._temperature(batch, given.tau)  # perhaps with a graph
             with torch.no_grad():
                 used = batch.values.get("tau", temperature)
                 used = used.detach() if isinstance(used, Tensor) else used
@@ -300,10 +294,11 @@ class ContrastiveEstimator(Estimator):
                 estimate = self.normalizer.estimated(call)  # alpha, proposed rows; a network learns here
                 if self.normalizer.outside:
                     self._look_for_negatives(call, estimate.outside_count)
-                objective = Objective(call, estimate, self.temperature.rho(hyper), self.multiply_tau)
+                rho = self.temperature.rho(self.temperature._hyper(batch))
+                objective = Objective(call, estimate, rho, self.multiply_tau)
                 value = self._value(objective, given)
                 if batch.depositing:
-                    self._propose(call, hyper, objective)  # new rows and temperatures, until step()
+                    self._propose(call, objective)  # new rows and temperatures, until step()
                 gradients = self._gradients(objective, given, temperature)
             self._run("call", batch, sums)  # last, so that a follower deposits nothing for a call that raises
             sums.release()  # the metrics may need the features, not the matrices
@@ -336,7 +331,7 @@ class ContrastiveEstimator(Estimator):
         """
         further, positions = check_cached(self, given["z1"], given["z2"], given.get("tau"), given.get("negatives"))
         self._drop_skipped()  # before the context, which restores what is pending now
-        with torch.enable_grad(), self._engine.undone_on_error():
+        with torch.enable_grad(), self._undone_on_error():
             leaves = [_leaf(z) for z in (given["z1"], given["z2"], further) if z is not None]
             given |= zip(("z1", "z2"), leaves, strict=False)
             if further is not None:
@@ -368,24 +363,21 @@ class ContrastiveEstimator(Estimator):
         batch = self._read(given.keys, values, given.facts, least=2, more=more)
         batch.named = given.named
         if (shared := batch.values.pop("shared", None)) is not None:
-            batch.bad = either(batch.bad, self._engine.async_checks.alike(shared))
-        if self._engine.ranks.size == 1:
+            batch.bad = either(batch.bad, self._async_checks.alike(shared))
+        if self._ranks.size == 1:
             batch.views = given.own.unit  # without a copy
         return batch
 
-    def _temperature(self, batch: Batch, tau: Tensor | float | None, hyper: Hyper) -> float | Tensor:
+    def _temperature(self, batch: Batch, tau: Tensor | float | None) -> float | Tensor:
         """Return a number, or a tensor of 1 or 2 columns that may carry a graph."""
         if tau is None:
-            tau = self.temperature.temperatures(batch.columns, hyper, batch.depositing)
+            part = self.temperature
+            tau = part.temperatures(batch.of("temperature").columns, part._hyper(batch), batch.depositing)
             refuse_derivatives(("the temperature", tau))
         if not isinstance(tau, Tensor):
             return tau
         features = batch.values.get("z1")  # None in a diagnostic
         return at_least(tau.to(batch.rows.device), batch.dtype if features is None else features.dtype)
-
-    def _hyper(self, role: str, batch: Batch) -> Hyper:
-        """Return the hyper-parameters of one part for the samples of a batch."""
-        return self._engine.groups.hyper(role, batch.rows, batch.dtype)
 
     def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, temperature: float | Tensor) -> Pairs:
         """Compute the statistics of all pairs of the batch, or, with several ranks, of this rank's anchors."""
@@ -393,7 +385,7 @@ class ContrastiveEstimator(Estimator):
         options = PairOptions(
             distinct=batch.distinct,
             directions=self._anchors,
-            extra=given.gather_extra(batch, self._engine.ranks),
+            extra=given.gather_extra(batch, self._ranks),
             unimodal=self.mode == "unimodal",
             bounded=self.normalize,
             chunk_size=self.chunk_size,
@@ -404,7 +396,7 @@ class ContrastiveEstimator(Estimator):
         )
         unsupported = {"keys=": given.momentum, "negatives=": given.extra, "pairs=": policy}
         block = block_of(self.backend, own, unsupported)
-        sides, ranks = (batch.features, batch.momentum), self._engine.ranks
+        sides, ranks = (batch.features, batch.momentum), self._ranks
         pairs = Pairs(own, tau, list(batch.keys.values()), options, *sides, ranks, batch.sizes, block)
         if self.temperature.learns and pairs.negatives:  # before any proposal, since a warning may be an error
             self.temperature.look_at_negatives(pairs.negatives + self.normalizer.outside)
@@ -429,8 +421,9 @@ class ContrastiveEstimator(Estimator):
     def _call(self, batch: Batch, pairs: Pairs, tau: float | Tensor, given: Given | None) -> Call:
         """Return the input of the normalizer; ``given`` is ``None`` for a diagnostic."""
         encoder, policy = (None, None) if given is None else (given.encoder, given.policy)
-        engine, hyper, unimodal = self._engine, self._hyper("normalizer", batch), self.mode == "unimodal"
-        return Call(batch, pairs, tau, hyper, self.chunk_size, encoder, engine.t, engine.pending, unimodal, policy)
+        part, read, unimodal = self.normalizer, batch.of("normalizer"), self.mode == "unimodal"
+        about = (part._hyper(batch), self.chunk_size, encoder, part.t, part.pending, unimodal, policy)
+        return Call(batch, read, pairs, tau, *about)
 
     def _look_for_negatives(self, call: Call, outside: Scalar) -> None:
         """Let a batch in which no anchor has a negative deposit nothing, and warn, once, of the first one.
@@ -446,7 +439,7 @@ class ContrastiveEstimator(Estimator):
         elif call.batch.alike and not (pairs.extra or self.normalizer.outside):
             call.batch.depositing = False
         if "negatives" not in self._settled:
-            self._engine.async_checks.watch(lacking.to(torch.int32), self._warn_negatives)
+            self._async_checks.watch(lacking.to(torch.int32), self._warn_negatives)
 
     def _warn_negatives(self, lacking: int) -> None:
         if lacking and "negatives" not in self._settled:
@@ -471,27 +464,25 @@ class ContrastiveEstimator(Estimator):
         units += given.guides
         units += [] if given.momentum is None else [given.momentum]
         # before anything is deposited, since a warning may be an error
-        self._engine.async_checks.watch_features(self._engine.handshake.agree, value, unit, *units)
+        self._async_checks.watch_features(self._handshake.agree, value, unit, *units)
         return value
 
-    def _propose(self, call: Call, hyper: Hyper, objective: Objective) -> None:
+    def _propose(self, call: Call, objective: Objective) -> None:
         """Deposit new rows and temperatures, except for anchors without any negative (index2, labels)."""
         pairs, batch, outside = objective.pairs, call.batch, objective.estimate.outside_count
-        moved: Mapping[str, Tensor] = {}
-        if self.temperature.learns:
-            gradient, lacking = objective.tau_gradients(), pairs.lacking(outside)
-            if lacking is not None and lacking.device.type != "cpu":  # a gradient of NaN moves no temperature
-                gradient = gradient.masked_fill(lacking, torch.nan)
-            moved = self.temperature.proposals(replace(call, hyper=hyper), gradient)
-        proposals = {
-            **self.normalizer.checked(objective.estimate.proposals, batch),
-            **self.temperature.checked(moved, batch),
-        }
         valid: Tensor | None = None
         if pairs.may_lack_negatives and isinstance(pairs.count, Tensor):
             valid = pairs.count + outside > 0
             valid = valid.all(dim=1, keepdim=True) if call.unimodal else valid
-        self._deposit(batch, proposals, valid)
+        proposals: dict[str, Mapping[str, Tensor]] = {"normalizer": objective.estimate.proposals, "temperature": {}}
+        part = self.temperature
+        if part.learns:
+            gradient, lacking = objective.tau_gradients(), pairs.lacking(outside)
+            if lacking is not None and lacking.device.type != "cpu":  # a gradient of NaN moves no temperature
+                gradient = gradient.masked_fill(lacking, torch.nan)
+            own = replace(call, read=batch.of("temperature"), hyper=part._hyper(batch), t=part.t, window=part.pending)
+            proposals["temperature"] = part.proposals(own, gradient)
+        self._deposit_parts(batch, proposals, valid)
 
     def _gradients(
         self, objective: Objective, given: Given, temperature: float | Tensor

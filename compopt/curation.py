@@ -17,7 +17,7 @@ from __future__ import annotations
 import csv
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,9 @@ from compopt.checks import values
 from compopt.checks.context import warn
 from compopt.checks.inputs import check_values
 from compopt.contrastive import ContrastiveEstimator
+from compopt.distributed.ranks import Ranks
 from compopt.estimator import state_dict as states
-from compopt.estimator.base import Estimator, Hook
-from compopt.estimator.component import Component
-from compopt.estimator.engine import Alone, Engine
+from compopt.estimator.base import Estimator, Form, Hook
 from compopt.estimator.groups import GroupSpec, as_groups
 from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.block import same_sample
@@ -52,7 +51,7 @@ ROUNDING = 8  # largest error of a cosine similarity, in units of the last place
 CHANCE = 0.5  # mean rank of a positive that is unrelated to its anchor
 
 
-class ScoreKeeper(Component):
+class ScoreKeeper(Estimator):
     r"""Rows that record per sample, beside any loss, how the positive compares with the negatives.
 
     The recorded values do not enter any gradient. With ``x_i`` one of the three observations below, at the ``c``-th
@@ -103,8 +102,6 @@ class ScoreKeeper(Component):
         [1, 0]
     """
 
-    role = "scores"
-    _fixed = ()  # mode and dtype are those of the estimator
     _handle: RemovableHandle | None = None
 
     def __init__(self, n: GroupSpec, rate: float = 0.2, rank: bool = True) -> None:
@@ -137,8 +134,7 @@ class ScoreKeeper(Component):
             raise TypeError(f"est must be a contrastive estimator, got {type(est).__name__}")
         if est.n not in (None, self.n):
             raise ValueError(f"n differs: the ScoreKeeper has {self.n}, the estimator {est.n}; give both the same n")
-        engine = est._engine
-        self._take_form(engine.mode, engine.width, engine.dtype, engine.placement)
+        self._take_form(est._opened())
         if self._handle is not None:
             self._handle.remove()
         self._handle = est.register_call_hook(self._record)
@@ -148,21 +144,12 @@ class ScoreKeeper(Component):
             self._handle.extra_dict_ref += (weakref.ref(est._hooks[family]),)
         return self._handle
 
-    def _take_form(self, mode: str, width: int, dtype: torch.dtype, placement: Placement | None = None) -> None:
+    def _take_form(self, form: Form) -> None:
         """Create rows of this form, unless there are such; refuse to replace those that were written."""
-        core, placement = self._core, placement or Placement()
-        if core is not None:
-            if (core.mode, core.width, core.dtype, core.placement) == (mode, width, dtype, placement):
-                return
-            if core.t:
-                raise ValueError(
-                    f"this ScoreKeeper has rows of another mode, dtype or placement than the estimator "
-                    f"({mode}, {dtype}, {placement}); attach it before it is loaded, or build a second one"
-                )
-            self.keep_edits()
-        self.mode, self.dtype = mode, dtype
-        form: dict[str, Any] = {"directions": width, "placement": placement, "row_keys": ROW_KEYS[:width]}
-        self._core = Engine(Alone(self), mode=mode, dtype=dtype, **form).open()
+        if not (self.t or self.pending):
+            self._form = None
+        self._join(replace(form, folder="scores"))
+        self._row_keys = ROW_KEYS[: form.width]
 
     def _record(self, est: ContrastiveEstimator, batch: Batch, pairs: Pairs) -> None:
         """Deposit the observations of a call."""
@@ -172,22 +159,25 @@ class ScoreKeeper(Component):
         keys = dict(zip(ROW_KEYS, rows.unbind(1), strict=False))
         keys["index"] = self._index(keys["index"] if batch.named else None, len(rows))
         values = {"similarity": pairs.positive[batch.own]}
-        values |= {"rank": _positive_ranks(batch, pairs, self.mode == "unimodal")} if self.rank else {}
-        own, engine = self._read(keys, values), self._engine
-        if own.depositing and engine.table is not None:
-            proposals, valid = self.checked(self._observed(own, pairs), own), None
+        values |= {"rank": _positive_ranks(batch, pairs, self._unimodal)} if self.rank else {}
+        own, valid = self._read(keys, values), None
+        if own.depositing:
             if pairs.may_lack_negatives and isinstance(pairs.count, Tensor):
                 valid = pairs.count > 0
-                valid = valid.all(dim=1, keepdim=True) if self.mode == "unimodal" else valid
-            engine.table.deposit(own, proposals, valid)
-            engine.pending += 1
+                valid = valid.all(dim=1, keepdim=True) if self._unimodal else valid
+            self._deposit_rows(own, own.of(), self._observed(own, pairs), valid)
+
+    @property
+    def _unimodal(self) -> bool:
+        return self._opened().mode == "unimodal"
 
     def _observed(self, own: Batch, pairs: Pairs) -> dict[str, Tensor]:
         """Return new values of the columns for the samples of a call, ``(B, D)`` each."""
-        rows, first, unimodal = own.columns, own.unseen("log_g"), self.mode == "unimodal"
+        read, unimodal = own.of(), self._unimodal
+        rows, first = read.columns, read.unseen
         log_ghat = pairs.of_other_view(pairs.log_ghat) if unimodal else pairs.log_ghat
-        least = self._engine.groups.hyper(self.role, own.rows, own.dtype)("rate")
-        rate = torch.clamp(1 / (own.count + 1).to(log_ghat.dtype), min=least).to(log_ghat.dtype)
+        least = self._hyper(own)("rate")
+        rate = torch.clamp(1 / (read.count + 1).to(log_ghat.dtype), min=least).to(log_ghat.dtype)
         new: dict[str, Tensor] = {}
         for name, value in (("log_g", log_ghat), ("similarity", pairs.positive)):
             seen = value.mean(1, keepdim=True) if unimodal else value
@@ -212,7 +202,7 @@ class ScoreKeeper(Component):
             column = values.mapping("columns", config.get("columns")).get("log_g")
             for (mode, width), dtype in product(FORMS, (torch.float32, torch.float64)):
                 if (config.get("mode"), column) == (mode, [width, str(dtype)]):
-                    self._take_form(mode, width, dtype)
+                    self._take_form(Form(mode, width, dtype, Placement(), Ranks()))
         return super()._checked_state(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -331,7 +321,7 @@ def scores(est: Estimator, since: Scores | None = None) -> Scores:
         # n equal weights have n effective visits, weights that decay at rate r converge to 2 / r - 1. The variance
         # about a mean of n values has n - 1 degrees of freedom: the result is NaN for one visit (or rate=1).
         effective = torch.minimum(visits.double(), 2 / rate - 1)
-        uncertainty = (value["log_g_var"] / (effective - 1) / est._facts.width).sqrt()
+        uncertainty = (value["log_g_var"] / (effective - 1) / part._opened().width).sqrt()
     score = -value["log_g" if kept else "log_u"]
     return Scores(score, visits, uncertainty, value.get("similarity"), value.get("rank"), _change(score, since))
 
@@ -340,7 +330,7 @@ def check_rows(est: Estimator) -> None:
     """Raise a ``ValueError`` unless the rows contain a log-normalizer relative to the positive."""
     if not isinstance(est, Estimator):
         raise TypeError(f"est must be an estimator or the result of scores(), got {type(est).__name__}")
-    kept = [column.name for columns in est._facts.columns().values() for column in columns]
+    kept = [column.name for each in est._objects().values() for column in each._columns()]
     references = {group.get("reference") for group in est.sample_groups}
     if "log_g" not in kept and not ("log_u" in kept and references == {"positive"}):
         raise ValueError(

@@ -229,7 +229,8 @@ def normalizer_error(
         order = torch.randperm(n, generator=generator, device="cpu")[:count].to(a.device)
         exact = _exact_of_anchors(order, a, b, tau, est.mode, chunk_size, est._anchors)
         exact = _of_views(exact, est.mode, views)
-        stored = est.normalizer.stored(seen.columns, (a, b), tau, est._hyper("normalizer", seen))
+        read = seen.of("normalizer")
+        stored = est.normalizer.stored(read.columns, (a, b), tau, est.normalizer._hyper(seen))
         if stored is not None:
             if stored.shape[1] != exact.shape[1]:
                 raise ValueError(
@@ -237,8 +238,8 @@ def normalizer_error(
                     f"{est.normalizer.averages_views} says that there are {exact.shape[1]}; override that property"
                 )
             visited = torch.ones_like(stored, dtype=torch.bool)
-            if columns := est._engine.columns()["normalizer"]:  # rows may be those of other parts
-                visited = seen.seen(columns[0].name)
+            if read.columns:
+                visited = read.count > 0
             return (stored[order] - exact)[visited.expand_as(stored)[order]].square().mean()
         if batch_size is None:
             raise ValueError(f"batch_size is None; {type(est.normalizer).__name__} is stateless and needs one")
@@ -340,7 +341,7 @@ def _about(est: ContrastiveEstimator, z1: Tensor, z2: Tensor) -> tuple[Batch, fl
     check_features(z1, z2)
     with torch.no_grad():
         seen = est._look(torch.arange(len(z1), device="cpu"), z1)
-        tau = est._temperature(seen, None, est._hyper("temperature", seen))
+        tau = est._temperature(seen, None)
     return seen, tau, "averaged" if est.normalizer.averages_views else "separate"
 
 

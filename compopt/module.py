@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from compopt import checks
+from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
 
 
@@ -97,26 +98,38 @@ class StatefulEstimatorModule(EstimatorModule):
     def get_extra_state(self) -> dict[str, Any]:
         """Return the estimator's ``state_dict()`` without the parameters of the module."""
         state = self.est.state_dict()
-        extra = {role: dict(values) for role, values in state["extra"].items()}
-        for role, learnable in self.est.learnables().items():
-            for name, _ in learnable.named_parameters():
-                extra[role].pop(name)
-        return _ExtraState({**state, "extra": extra})
+        for name, each in self.est._objects().items():
+            own = (state["parts"][name] if name else state)["state"]
+            for parameter in each._learned_by_name():
+                own.pop(parameter)
+        return _ExtraState(state)
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`get_extra_state`; the module's parameters are loaded separately."""
-        if isinstance(state, Mapping) and "extra" in state:
-            extra = dict(state["extra"])
-            for role, learnable in self.est.learnables().items():
-                # finite values, so that a run with NaN parameters can load an earlier state
-                own = {name: parameter.detach().nan_to_num(0, 0, 0) for name, parameter in learnable.named_parameters()}
-                extra[role] = {**own, **extra.get(role, {})}
-            state = {**state, "extra": extra}
         before = [(parameter, parameter.detach().clone()) for parameter in self.parameters()]
-        self.est.load_state_dict(state)
+        self.est.load_state_dict(self._with_parameters(state) if any(True for _ in self.parameters()) else state)
         with torch.no_grad():
             for parameter, value in before:
                 parameter.copy_(value)
+
+    def _with_parameters(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state with parameters, which :meth:`load_state_dict` of the estimator requires."""
+        state = states.current(self.est, state)
+
+        def completed(each: Estimator, state: Any) -> Any:
+            if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+                return state  # refused by the load
+            # finite values, so that a run with NaN parameters can load an earlier state
+            own = {name: value.detach().nan_to_num(0, 0, 0) for name, value in each._learned_by_name().items()}
+            return {**state, "state": {**own, **state["state"]}}
+
+        objects = self.est._objects()
+        if "" in objects:
+            return completed(self.est, state)
+        parts = state.get("parts")
+        if not isinstance(parts, Mapping):
+            return state
+        return {**state, "parts": {name: completed(objects[name], x) for name, x in parts.items() if name in objects}}
 
 
 def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
@@ -156,7 +169,6 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
 
     Raises:
         TypeError: ``est`` is not an estimator, or ``state`` is not a bool.
-        RuntimeError: ``est`` is a part of another estimator.
         ValueError: ``state=True`` and the ranks store different parts of the state, while ``state_dict()`` of a module
             is usually called on one rank.
 
@@ -172,8 +184,6 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
     if not isinstance(est, Estimator):
         raise TypeError(f"est must be an estimator, got {type(est).__name__}")
     checks.flag("state", state)
-    if getattr(est, "owner", None) is not None:
-        _ = est._engine  # raises, and names the owner
     if not state:
         return EstimatorModule(est)
     if est.split:

@@ -8,7 +8,7 @@ from functools import cached_property
 from torch import Tensor
 
 from compopt import functional as F
-from compopt.estimator.component import Call, Estimate
+from compopt.estimator.parts import Call, Estimate
 from compopt.functional import Scalar
 from compopt.kernel.features import Features
 

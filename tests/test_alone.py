@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import compopt
-from compopt.estimator import Column, Component, Estimator
+from compopt.estimator import Column, Estimator
 from tests.devices import DEVICE
 from tests.helpers import assert_same_bits, bits, generator, near
 from tests.pool import the_pool
@@ -35,7 +35,7 @@ def _folder_for_tables(tmp_path):
     _folders.pop()
 
 
-class Total(Component):
+class Total(Estimator):
     """Sum per sample, as an example of a user-defined component."""
 
     role = "total"

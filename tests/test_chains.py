@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 import compopt
 from compopt import diagnostics
 from compopt import rng as draws
-from compopt.estimator.component import Component
+from compopt.estimator import Estimator
 from compopt.negatives import walk as walks
 from compopt.negatives.walk import walk
 from compopt.stores.layout import Column
@@ -211,8 +211,8 @@ def test_the_gradient_is_unbiased():
 # -- selection among several deposits of a chain ------------------------------------------------------------------
 
 
-class Kept(Component):
-    """Component with the columns of a chain."""
+class Kept(Estimator):
+    """Estimator with the columns of a chain."""
 
     role = "kept"
 

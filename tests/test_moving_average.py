@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import compopt
-from compopt.estimator import Component, Estimator
+from compopt.estimator import Estimator, Normalizer
 from tests.helpers import near
 from tests.pool import the_pool
 
@@ -55,7 +55,7 @@ def test_compositional_loss(f, derivative):
 
 def test_a_component_hides_no_name_of_an_estimator_by_accident():
     """A hook of components with the name of an estimator's method would override it in components used on their own."""
-    both = {name for name in vars(Component) if not name.startswith("_")} & set(dir(Estimator))
+    both = {name for name in vars(Normalizer) if not name.startswith("_")} & set(dir(Estimator))
     assert both == {"parameters"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from compopt.checkpoint.saving import StrPath, absolute, as_given, check_estimat
 from compopt.distributed.collectives import doing
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
-from compopt.estimator.engine import Engine
 from compopt.stores.table import RowTable
 
 RETRIES = 8  # times that a load starts again because its checkpoint was removed meanwhile, before it raises
@@ -30,7 +30,6 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _DTYPES |= {"C64": torch.complex64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
 _DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
 
-_State = dict[str, dict[str, Tensor]]  # state that is not rows, by role and name
 
 
 def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path:
@@ -71,10 +70,9 @@ def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path:
     if t is not None and (isinstance(t, bool) or not hasattr(t, "__index__")):
         raise TypeError(f"t must be a number of commits, got {t!r} of type {type(t).__name__}")
     check_estimator(est)
-    engine = est._engine
-    engine.await_save()
-    with doing("compopt.load()", est.t), engine.writing():
-        root = engine.ranks.agree(lambda: absolute(directory))
+    est._await_save()
+    with doing("compopt.load()", est.t), est._writing():
+        root = est._ranks.agree(lambda: absolute(directory))
         for left in reversed(range(RETRIES + 1)):
             source = _attempt(est, root, t, last=not left)
             if source is not None:
@@ -87,13 +85,14 @@ def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path:
 
 def _attempt(est: Estimator, root: Path, t: int | None, last: bool) -> Checkpoint | None:
     """Load the newest checkpoint; return ``None`` if another run has removed it meanwhile. Collective."""
-    engine = est._engine
-    ranks = engine.ranks
+    ranks = est._ranks
     source = ranks.gather_objects(ranks.agree(lambda: manifest.choose(root, t) if ranks.rank == 0 else None))[0]
     try:
-        content, rows, extra = ranks.agree(lambda: _verify(est, source))
-        state = {**content, "extra": extra}
-        ranks.agree(lambda: states.fill(engine, state, lambda: _read_rows(engine, source, content, rows)))
+        state, found = ranks.agree(lambda: _verify(est, source))
+        for name, each in est._objects().items():
+            own = {**_of(state, name), "state": found[name].state}
+            ranks.agree(lambda each=each, own=own, name=name: states.fill(each, own, lambda: _read_rows(each, found[name])))
+        states.finish(est, state)
     except Exception:  # raised on every rank
         named = source.path.resolve() == root.resolve()
         if last or named or all(ranks.gather_objects(ranks.agree(lambda: source.complete))):
@@ -102,50 +101,82 @@ def _attempt(est: Estimator, root: Path, t: int | None, last: bool) -> Checkpoin
     return source
 
 
-def _verify(est: Estimator, source: Checkpoint) -> tuple[dict[str, Any], list[File], _State]:
-    """Verify a checkpoint, and return its manifest, its files of rows, and its state that is not rows."""
-    ranks, table, path = est._engine.ranks, est._engine.table, source.path / MANIFEST
-    content, found = manifest.read(source)
+@dataclass
+class _Found:
+    """Files of the rows of one object, and its state that is not rows.
+
+    ``old``: the files of 0.3 contain the columns of all objects.
+    """
+
+    folder: Path
+    rows: list[File]
+    state: dict[str, Tensor]
+    old: bool
+
+
+def _of(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the entries of one object in a manifest in the present form."""
+    own: Mapping[str, Any] = state["parts"][name] if name else state
+    return own
+
+
+def _verify(est: Estimator, source: Checkpoint) -> tuple[Mapping[str, Any], dict[str, _Found]]:
+    """Verify a checkpoint, and return its manifest in the present form, and the files of each object."""
+    path = source.path / MANIFEST
+    content, files_of = manifest.read(source)
+    old = content["version"] == manifest.OLD_VERSION
+    if source.part:
+        if source.part not in content.get("parts", {}):
+            raise ValueError(f"{path} has no object {source.part!r}; load another checkpoint")
+        content = {**content["parts"][source.part], "data_fingerprint": content.get("data_fingerprint")}
     with _named(path):
-        written, content = content, {**states.of_parts(est._engine, content)}
-        states.compare(est._engine, content["config"])
-    more = written["config"] != content["config"]  # columns and state that another object takes
+        state = states.current(est, {**content, "version": 1 if old else states.FORMAT_VERSION})
+        states.check_about(est, state)
+        for name, each in est._objects().items():
+            states.check_about(each, _of(state, name))
     check_data(est, str(path), content.get("data_fingerprint"))
-    state = next(file for file in found if file.name == STATE)
-    rows = [file for file in found if file.name != STATE and (table is not None or not more)]
-    _check_spans(path, rows, table, more)
-    extra = _read_state(est, source.path / STATE, state, more)
+    found = {}
+    for name, each in est._objects().items():
+        folder = "" if old else source.part or name
+        found[name] = _verify_object(each, source.path, folder, files_of, content["config"] if old else None)
+    return state, found
+
+
+def _verify_object(
+    est: Estimator, path: Path, folder: str, everything: list[File], old: Mapping[str, Any] | None
+) -> _Found:
+    """Verify the files of one object, and return them; ``old`` is the configuration of a checkpoint of 0.3."""
+    own = [file for file in everything if Path(file.name).parent == Path(folder)]
+    state = next(file for file in own if Path(file.name).name == STATE)
+    rows = [file for file in own if file is not state]
+    rows = rows if est._table is not None or old is None else []
+    ranks = est._ranks
+    _check_spans(path / MANIFEST, rows, est._table, old is not None)
+    prefix = "" if old is None else f"{states.old_role(est, old.get('method'))}."
+    found = _Found(path, rows, _read_state(est, path / state.name, state, prefix), old is not None)
     for file in rows[ranks.rank :: ranks.size]:
-        _check_rows(source.path / file.name, file, table, more)
-    return content, rows, extra
+        _check_rows(path / file.name, file, est, found.old)
+    return found
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
-def _read_rows(engine: Engine, source: Checkpoint, content: Mapping[str, Any], rows: list[File]) -> None:
-    """Overwrite the groups and this process's rows, from the files of any number of ranks. Collective."""
-    table = engine.table
-
-    def overwrite() -> None:
-        with _named(source.path / MANIFEST):
-            engine.groups.replace(content["sample_groups"])
-        if table is not None:
-            with _HOST:
-                table.load(_parts(table, source, rows))
-
-    engine.ranks.agree(overwrite)
-    if table is not None:
-        table.agree_partial()
+def _read_rows(est: Estimator, found: _Found) -> None:
+    """Overwrite this process's rows, from the files of any number of ranks."""
+    if est._table is not None:
+        with _HOST:
+            est._table.load(_parts(est, est._table, found))
 
 
-def _parts(table: RowTable, source: Checkpoint, found: list[File]) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+def _parts(est: Estimator, table: RowTable, found: _Found) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Yield row numbers and columns of each file, in the order of the manifest."""
-    for file in found:
+    for file in found.rows:
         if file.spans and (file.first - table.first) % gcd(file.stride, table.stride) == 0:
-            opened = {name: _open(source.path / file.name).get_slice(name) for name in table.layout.offsets}
+            opened = {name: _open(found.folder / file.name).get_slice(name) for name in table.layout.offsets}
             local = torch.cat([torch.arange(start, stop) for start, stop in file.spans])
-            yield local * file.stride + file.first, {name: column[:] for name, column in opened.items()}
+            columns = {name: column[:] for name, column in opened.items()}
+            yield local * file.stride + file.first, states.split_rows(est, columns) if found.old else columns
 
 
 def _open(path: Path, framework: str = "pt") -> Any:
@@ -185,8 +216,8 @@ def check_data(est: Estimator, where: str, saved: str | None) -> None:
         )
 
 
-def _check_spans(path: Path, found: list[File], table: RowTable | None, more: bool) -> None:
-    """Refuse files with rows that this estimator does not have, or (without ``more``) with bytes for other columns."""
+def _check_spans(path: Path, found: list[File], table: RowTable | None, old: bool) -> None:
+    """Refuse files with rows that this object does not have, or (without ``old``) with bytes for other columns."""
     n, row_bytes = (0, 0) if table is None else (table.n, table.layout.row_bytes)
     for file in found:
         if not 0 <= file.first < file.stride == found[0].stride:
@@ -199,7 +230,7 @@ def _check_spans(path: Path, found: list[File], table: RowTable | None, more: bo
                     f"{file.stride}, which has {count}; this estimator has n={n}"
                 )
             end = stop
-        if not more and file.bytes > 8 + _HEADER + file.rows * row_bytes:
+        if not old and file.bytes > 8 + _HEADER + file.rows * row_bytes:
             raise ValueError(f"{path} is damaged: {file.name} has {file.bytes} bytes for {file.rows} rows")
 
 
@@ -220,15 +251,16 @@ def _same(path: Path, what: str, found: object, wanted: object) -> None:
         )
 
 
-def _check_rows(path: Path, file: File, table: RowTable | None, more: bool) -> None:
-    """Refuse a file with another size or checksum than in the manifest, or with other (``more``: fewer) columns."""
+def _check_rows(path: Path, file: File, est: Estimator, old: bool) -> None:
+    """Refuse a file with another size or checksum than in the manifest, or with other (``old``: fewer) columns."""
     _check_size(path, file)
     _check_sum(path, file)
+    table = est._table
     if table is None:
         return
     forms = {name: (*form.shape, form.dtype) for name, form in _forms(path).items()}
     needed = {c.name: (file.rows, c.width, c.dtype) for c in table.layout.columns}
-    for name in needed if more else {**needed, **forms}:
+    for name in needed if old else {**needed, **forms}:
         if forms.get(name) != needed.get(name):
             raise ValueError(
                 f"{path}: column {name!r} is {forms.get(name)}, this estimator needs {needed.get(name)}; load another "
@@ -236,7 +268,9 @@ def _check_rows(path: Path, file: File, table: RowTable | None, more: bool) -> N
             )
     opened = _open(path)
     with _named(path), _HOST:
-        table.check_values({name: opened.get_slice(name) for name in needed}, file.rows)
+        columns = {name: opened.get_slice(name) for name in needed}
+        columns = states.split_rows(est, {name: x[:] for name, x in columns.items()}) if old else columns
+        table.check_values(columns, file.rows)
 
 
 def _forms(path: Path) -> dict[str, Tensor]:
@@ -252,19 +286,15 @@ def _forms(path: Path) -> dict[str, Tensor]:
     return forms
 
 
-def _read_state(est: Estimator, path: Path, file: File, more: bool) -> _State:
-    """Return state that is not rows by role, with the checks of ``load_state_dict``; sizes are checked before."""
+def _read_state(est: Estimator, path: Path, file: File, prefix: str) -> dict[str, Tensor]:
+    """Return state that is not rows, with the checks of ``load_state_dict``; sizes are checked before."""
     _check_size(path, file)
-    engine, forms = est._engine, _forms(path)
-    if more:
-        forms = {name: form for name, form in forms.items() if name.partition(".")[0] in engine.parts}
+    forms = {name: form for name, form in _forms(path).items() if name.startswith(prefix)}
     with _named(path):
-        for role, own in states.by_role(engine, forms).items():
-            engine.parts[role].check_form(own)
+        est.check_form({name.removeprefix(prefix): form for name, form in forms.items()})
     _check_sum(path, file)
     with _named(path), _HOST:
         opened = _open(path)
-        extra = states.by_role(engine, {name: opened.get_tensor(name) for name in forms})
-        for role, own in extra.items():
-            engine.parts[role].check_state(own)
-    return extra
+        state = {name.removeprefix(prefix): opened.get_tensor(name) for name in forms}
+        est.check_state(state)
+    return state

@@ -4,11 +4,15 @@
 
     directory/                                one run; the argument of save() and load()
         checkpoint-00000007-t1200-9f3c1a22/   one save: number, commits, random id
-            rows-00000of00004-00012.safetensors   piece 12 of the rows 0, 4, 8, ..., one tensor per column
-            state.safetensors                 state that is not rows
+            normalizer/                       one folder per object; none for an object that is saved alone
+                rows-00000of00004-00012.safetensors   piece 12 of the rows 0, 4, 8, ..., one tensor per column
+                state.safetensors             state that is not rows
+            temperature/
+                state.safetensors
             manifest.json                     written last: a directory without it is incomplete
 
-Rows that are in no file are zeros: they were never visited.
+Rows that are in no file are zeros: they were never visited. Version 4, of 0.3, has the rows of all objects in the same
+files, without folders.
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ import re
 import reprlib
 import secrets
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,7 @@ from torch import Tensor
 
 from compopt import files
 
-FORMAT_VERSION = 4
+FORMAT_VERSION, OLD_VERSION = 5, 4
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
 PIECE_ROWS = 1 << 18  # largest number of rows in a file; a save needs memory for several copies of them
@@ -39,7 +43,7 @@ _MOST = 1 << 25  # largest size of a manifest in bytes
 _DIRECTORY = re.compile(r"checkpoint-(\d{8})-t(\d+)-([0-9a-f]{8})")
 # Schemas of a file entry and of a manifest: types, patterns of strings, lists with one schema for all entries.
 _FILE: dict[str, Any] = {
-    "name": re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors"),
+    "name": re.compile(r"([A-Za-z0-9_-]{1,99}/)?[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors"),
     "bytes": int,
     "checksum": re.compile(r"[0-9a-f]{64}"),
     "first": int,
@@ -50,9 +54,9 @@ _CONTENT: dict[str, Any] = {
     "t": int,
     "save_id": re.compile(r"[0-9a-f]{8}"),
     "config": dict,
-    "sample_groups": [dict],
     "files": [_FILE],
 }
+_OBJECT: dict[str, Any] = {"t": int, "config": dict, "sample_groups": [dict]}
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class File:
     """Manifest entry of one file of a checkpoint.
 
     Attributes:
-        name: file name in the directory of the checkpoint.
+        name: name in the directory of the checkpoint, with the folder of the object.
         bytes: size of the file.
         checksum: SHA-256 in 64 hexadecimal digits.
         first, stride: the writer of a row file held the rows ``first, first + stride, ...``.
@@ -96,12 +100,16 @@ def nonzero_spans(block: Tensor) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Directory of one save, with the facts in its name: number, commits ``t``, and random id."""
+    """Directory of one save, with the facts in its name: number, commits ``t``, and random id.
+
+    ``part`` is the name of one of its objects, if only that is to be loaded.
+    """
 
     path: Path
     number: int
     t: int
     save_id: str
+    part: str = ""
 
     @property
     def complete(self) -> bool:
@@ -126,19 +134,33 @@ def complete(directory: Path) -> list[Checkpoint]:
     return [c for c in checkpoints(directory) if c.complete]
 
 
-def prepare(directory: Path, config: Mapping[str, Any]) -> None:
+def _facts(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what all checkpoints of a run share: mode, method, options, and sizes of the sample groups."""
+    config, parts = about["config"], about.get("parts", {})
+    of_parts = {name: part["config"] for name, part in parts.items()}
+    options = {name: own["options"] for name, own in of_parts.items() if own["options"]}
+    sizes = [own["n"] for own in (config, *of_parts.values()) if own.get("n") not in (None, [None])]
+    return {
+        "mode": config.get("mode"),
+        "method": config.get("method"),
+        "options": {**config.get("options", {}), **options},
+        "n": sizes[0] if sizes else [],
+    }
+
+
+def prepare(directory: Path, about: Mapping[str, Any]) -> None:
     """Create the directory of a run; refuse a checkpoint, and a directory with checkpoints of another configuration."""
     if checkpoint_at(directory.resolve()) is not None or (directory / MANIFEST).exists():
         raise ValueError(f"{directory} is itself a checkpoint; save into the directory of the run")
     with files.named(directory, KEPT):
         files.make_directory(directory)
     try:
-        found = read(complete(directory)[-1])[0]["config"]
+        found, config = _facts(read(complete(directory)[-1])[0]), _facts(about)
     except (IndexError, ValueError):  # no checkpoint, or a damaged one
         return
-    common = min(len(found.get("n", [])), len(config["n"]))  # either side may have additional sample groups
+    common = min(len(found["n"]), len(config["n"]))  # either side may have additional sample groups
     for key in ("mode", "method", "options", "n"):
-        there, here = found.get(key, config[key]), config[key]
+        there, here = found[key] or config[key], config[key]
         if key == "n":
             there, here = list(there)[:common], here[:common]
         if there != here:
@@ -148,13 +170,15 @@ def prepare(directory: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-def new(directory: Path, t: int) -> Checkpoint:
-    """Create the directory of a new save."""
+def new(directory: Path, t: int, folders: Sequence[str]) -> Checkpoint:
+    """Create the directory of a new save, and the folders of its objects."""
     number = max((c.number for c in checkpoints(directory)), default=0) + 1
     save_id = secrets.token_hex(4)
     path = directory / f"checkpoint-{number:08d}-t{t}-{save_id}"
     with files.named(path, KEPT):
         path.mkdir()
+        for folder in folders:
+            (path / folder).mkdir()
     return Checkpoint(path, number, t, save_id)
 
 
@@ -171,6 +195,8 @@ def outdated(directory: Path, keep: int) -> list[Checkpoint]:
 def choose(directory: Path, t: int | None) -> Checkpoint:
     """Return the newest complete checkpoint (with ``t`` commits, if given); ``directory`` may itself be one."""
     real = directory.resolve()
+    if real.is_dir() and not (real / MANIFEST).exists() and (real.parent / MANIFEST).is_file():
+        return replace(choose(real.parent, t), part=real.name)  # the folder of one object
     own = checkpoint_at(real) if real.is_dir() else None
     if own is None and (real / MANIFEST).is_file():  # a copy of a checkpoint under another directory name
         with _damage(real / MANIFEST):
@@ -204,7 +230,8 @@ def write(checkpoint: Checkpoint, own: list[File], content: Mapping[str, Any]) -
         raise ValueError(f"{path} would have {len(text)} bytes, {_MOST} are read: too many sample groups")
     partial = path.with_name(f"{MANIFEST}.partial")
     with files.named(path, KEPT):
-        files.sync_directory(checkpoint.path)  # the names of the files must be durable before the manifest
+        for folder in {checkpoint.path, *(checkpoint.path / Path(file.name).parent for file in own)}:
+            files.sync_directory(folder)  # the names of the files must be durable before the manifest
         files.write_file(partial, text)
         os.replace(partial, path)
         files.sync_directory(checkpoint.path)
@@ -222,18 +249,23 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
     with _damage(path):
         content = _load(path)
         crc, version = body_crc(content), content["version"]
-    if type(version) is not int or version != FORMAT_VERSION:
+    if type(version) is not int or version not in (OLD_VERSION, FORMAT_VERSION):
         raise ValueError(
             f"{path} has format version {version!r}, this library reads {FORMAT_VERSION}; update compopt, "
             f"or use the version that wrote it"
         )
     with _damage(path):
         _check("it", content, _CONTENT)
-        _check("n", content["config"].get("n", []), list)
+        objects = content.get("parts") or {"it": content}
+        _check("parts", objects, dict)
+        for name, each in objects.items():
+            _check(name, each, _OBJECT)
+            _check(f"n of {name}", each["config"].get("n", []), list)
         _check("data_fingerprint", content.get("data_fingerprint") or "", str)
         found = [File(**{**file, "spans": tuple((a, b) for a, b in file["spans"])}) for file in content["files"]]
         names = [file.name for file in found]
-        if STATE not in names or len(set(names)) < len(names):
+        lacking = {f"{part}/{STATE}" for part in content.get("parts", {})} or {STATE}
+        if not lacking <= set(names) or len(set(names)) < len(names):
             raise ValueError(f"it lacks {STATE}, or a file is there twice: {reprlib.repr(names)}")
         if content.get("crc32") != crc:
             raise ValueError("its own checksum does not fit")

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,6 @@ from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import Ranks
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
-from compopt.estimator.engine import Engine
 from compopt.estimator.save_handle import SaveHandle
 from compopt.stores.snapshot import Snapshot
 from compopt.stores.table import RowTable
@@ -84,8 +83,7 @@ def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = Tru
             neither True nor False.
         RuntimeError: another process saves into the directory (the message contains process, machine and time), or
             another estimator of this process has done so since this one was made, and this one was not loaded from
-            there; ``est`` is a part of another estimator; with several ranks, another rank runs another operation, or
-            this thread does not call the estimator.
+            there; with several ranks, another rank runs another operation, or this thread does not call the estimator.
         Exception: the error of the previous background save, if ``wait()`` has not raised it; no checkpoint is written.
 
     Warns:
@@ -108,19 +106,20 @@ def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = Tru
     check_estimator(est)
     checks.count("keep", keep)
     checks.flag("blocking", blocking)
-    engine = est._engine
     with doing("compopt.save()", est.t):
-        root = engine.ranks.agree(lambda: _begin(est, directory))
-        with engine.copying():
+        root = est._ranks.agree(lambda: _begin(est, directory))
+        with est._copying():
             job = _prepare(est, root, keep, blocking)
             path = as_given(job.target.path, root, directory)
             if blocking:
                 job.run()
                 return path
-            # Not job._release: the handle, which outlives the save, must not keep the copied state alive.
-            abandon = None if job.snapshot is None else job.snapshot.release
-            engine.saving = SaveHandle(path, job.run, abandon)
-            return engine.saving
+            # Not job.release: the handle, which outlives the save, must not keep the copied state alive.
+            releases = [each.snapshot.release for each in job.objects if each.snapshot is not None]
+            handle = SaveHandle(path, job.run, lambda: [release() for release in releases])
+            for each in est._tree():
+                each._saving = handle
+            return handle
 
 
 def absolute(directory: StrPath) -> Path:
@@ -152,9 +151,11 @@ def check_estimator(est: Any) -> None:
 
 
 def _begin(est: Estimator, directory: StrPath) -> Path:
-    engine, root = est._engine, absolute(directory)
-    engine.await_save()
-    before, engine.saving = engine.saving, None
+    root = absolute(directory)
+    est._await_save()
+    before = est._saving
+    for each in est._tree():
+        each._saving = None
     if before is not None:
         before.raise_untold()
     est._begin_saving()
@@ -163,77 +164,86 @@ def _begin(est: Estimator, directory: StrPath) -> Path:
 
 def _prepare(est: Estimator, root: Path, keep: int, blocking: bool) -> _Job:
     """Create the directory of the new save, and take a snapshot of the state. Collective."""
-    engine = est._engine
-    ranks, table = engine.ranks, engine.table
+    ranks = est._ranks
     modes = ranks.gather_objects(blocking)
     if len(set(modes)) > 1:
         raise ValueError(f"blocking= must be the same on all ranks; by rank: {modes}")
-    ranks.agree(engine.groups.check)  # bad edits could not be loaded; check before `_state`, which may communicate
-    content, state = ranks.agree(lambda: _state(est))
-    if table is not None:
-        ranks.agree(table.at_rest)
-    writers = ranks if blocking else _ranks_beside(engine)
-    made = ranks.agree(lambda: _make(est, root, content["config"]) if ranks.rank == 0 else None)
+    content, tensors = ranks.agree(lambda: _content(est))
+    objects = [_Object(name, each._table, tensors[name]) for name, each in est._objects().items()]
+    for each in objects:
+        if each.table is not None:
+            ranks.agree(each.table.at_rest)
+    writers = ranks if blocking else _ranks_beside(est)
+    made = ranks.agree(lambda: _make(est, root, content) if ranks.rank == 0 else None)
     target = ranks.gather_objects(made)[0]
-    return _Job(target, writers, content, state, table, None if table is None else table.snapshot(), keep)
+    for each in objects:
+        each.snapshot = None if each.table is None else each.table.snapshot()
+    return _Job(target, writers, content, objects, keep)
 
 
-def _state(est: Estimator) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the manifest's entries of the estimator, and state that is not rows; collective if that is split.
+def _content(est: Estimator) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """Return the entries of the manifest, and state that is not rows by object; collective if that is split.
 
     Raises for a state that no load would accept, before older checkpoints are removed.
     """
-    saved = states.rest(est._engine)
-    for role, state in saved["extra"].items():
-        est._engine.parts[role].check_state(state)
+    content, own = states.about(est), {name: each.saved_state() for name, each in est._objects().items()}
+    for name, each in est._objects().items():
+        each.check_state(own[name])
     if not isinstance(est.data_fingerprint, str | None):
         raise TypeError(f"data_fingerprint must be a str or None, got {est.data_fingerprint!r}; pass a hash as text")
-    content = {key: saved[key] for key in ("config", "sample_groups")}
     if est.data_fingerprint is not None:
         content["data_fingerprint"] = est.data_fingerprint
-    return content, states.flat(saved["extra"])
+    return content, {name: {key: x.detach().cpu() for key, x in state.items()} for name, state in own.items()}
 
 
-def _make(est: Estimator, root: Path, config: dict[str, Any]) -> Checkpoint:
-    manifest.prepare(root, config)
+def _make(est: Estimator, root: Path, content: dict[str, Any]) -> Checkpoint:
+    manifest.prepare(root, content)
     for newest in manifest.complete(root)[-1:]:
         _check_rows(est, newest)
     _lock(est, root.resolve())
-    made = manifest.new(root, est.t)
+    made = manifest.new(root, est.t, [name for name in est._objects() if name])
     note_load(est, made)
     _writers[made.save_id] = est
     return made
 
 
-_beside: WeakKeyDictionary[Engine, Ranks] = WeakKeyDictionary()
+_beside: WeakKeyDictionary[Estimator, Ranks] = WeakKeyDictionary()
 
 
-def _ranks_beside(engine: Engine) -> Ranks:
+def _ranks_beside(est: Estimator) -> Ranks:
     """Return ranks with a separate group, to keep messages apart from training; the first call is collective."""
-    if engine not in _beside:
-        group = engine.ranks.new_host_group()
-        if group is None and engine.ranks.size > 1:
+    if est not in _beside:
+        group = est._ranks.new_host_group()
+        if group is None and est._ranks.size > 1:
             raise RuntimeError(
                 "blocking=False needs a process group of its own, which torch cannot form for process_group= here "
                 "(its ranks have formed different numbers of groups before): leave blocking=False out"
             )
-        _beside[engine] = Ranks.alone() if group is None else Ranks(group)
-    return _beside[engine]
+        _beside[est] = Ranks.alone() if group is None else Ranks(group)
+    return _beside[est]
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
+class _Object:
+    """State of one object between two commits: its rows, by a snapshot, and its state that is not rows."""
+
+    folder: str
+    table: RowTable | None
+    state: Mapping[str, Tensor]
+    snapshot: Snapshot | None = None
+
+
+@dataclass
 class _Job:
-    """Task of one rank in a save, with the state between two commits."""
+    """Task of one rank in a save."""
 
     target: Checkpoint
     ranks: Ranks
     content: Mapping[str, Any]  # entries of the manifest
-    state: Mapping[str, Tensor]  # state that is not rows
-    table: RowTable | None
-    snapshot: Snapshot | None
+    objects: Sequence[_Object]
     keep: int
 
     def run(self) -> None:
@@ -241,7 +251,7 @@ class _Job:
         ranks, is_first = self.ranks, self.ranks.rank == 0
         with doing("compopt.save()", self.target.t):
             try:
-                own = ranks.agree(lambda: list(self._write_files()))
+                own = ranks.agree(lambda: [file for each in self.objects for file in self._write_files(each)])
                 everyone = [file for each in ranks.gather_objects(own) for file in each]
                 ranks.agree(lambda: manifest.write(self.target, everyone, self.content) if is_first else None)
             except Exception:  # raised on every rank, so that no rank writes any more
@@ -250,37 +260,39 @@ class _Job:
                         shutil.rmtree(self.target.path, ignore_errors=True)
                 raise
             finally:
-                self._release()
+                for each in self.objects:
+                    self._release(each)
             ranks.agree(lambda: self._prune() if is_first else None)
 
-    def _release(self) -> None:
-        if self.snapshot is not None:
-            self.snapshot.release()
+    def _release(self, each: _Object) -> None:
+        if each.snapshot is not None:
+            each.snapshot.release()
 
-    def _write_files(self) -> Iterator[File]:
-        if self.table is not None and self.snapshot is not None:
-            rows, every = self.table.store.n, 1 if self.table.sharded else self.ranks.size
+    def _write_files(self, each: _Object) -> Iterator[File]:
+        if each.table is not None and each.snapshot is not None:
+            rows, every = each.table.store.n, 1 if each.table.sharded else self.ranks.size
             for start in range(0, rows, manifest.PIECE_ROWS):
                 if start // manifest.PIECE_ROWS % every == self.ranks.rank % every:
-                    block = self.snapshot.read(start, min(start + manifest.PIECE_ROWS, rows))
-                    yield from self._write_rows(self.table, start, block)
-        self._release()
+                    block = each.snapshot.read(start, min(start + manifest.PIECE_ROWS, rows))
+                    yield from self._write_rows(each, each.table, start, block)
+        self._release(each)
         if self.ranks.rank == 0:
-            yield self._write(STATE, self.state)
+            yield self._write(each, STATE, each.state)
 
-    def _write_rows(self, table: RowTable, start: int, block: Tensor) -> Iterator[File]:
+    def _write_rows(self, each: _Object, table: RowTable, start: int, block: Tensor) -> Iterator[File]:
         spans = manifest.nonzero_spans(block)
         if spans:
             number = start // manifest.PIECE_ROWS
             name = f"rows-{table.first:05d}of{table.stride:05d}-{number:05d}.safetensors"
             block = block if spans == [(0, len(block))] else torch.cat([block[low:high] for low, high in spans])
             local = tuple((start + low, start + high) for low, high in spans)
-            yield self._write(name, table.layout.unpack(block), table.first, table.stride, local)
+            yield self._write(each, name, table.layout.unpack(block), table.first, table.stride, local)
 
-    def _write(self, name: str, tensors: Mapping[str, Tensor], *place: Any) -> File:
+    def _write(self, each: _Object, name: str, tensors: Mapping[str, Tensor], *place: Any) -> File:
         from safetensors.torch import save as to_bytes
 
         content = to_bytes({key: value.contiguous() for key, value in tensors.items()})
+        name = f"{each.folder}/{name}" if each.folder else name
         path = self.target.path / name
         with files.named(path, manifest.KEPT):
             files.write_file(path, content)
@@ -322,7 +334,7 @@ def _check_rows(est: Estimator, newest: Checkpoint) -> None:
     if other is None:
         return
     what = f"{newest.path.parent} has checkpoints of another {type(est).__name__} of this process"
-    if _used[other] >= est._engine.made:
+    if _used[other] >= est._made:
         raise RuntimeError(
             f"{what}, whose rows a load would give to this one and the other way round: save into another directory; "
             f"or, if this estimator goes on from those checkpoints, compopt.load them first; or remove them"

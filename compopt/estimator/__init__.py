@@ -1,19 +1,20 @@
-"""Public interface for new methods: the estimator base class, its parts and the types that they use."""
+"""Public interface for new methods: the estimator base class, its subclasses and the types that they use."""
 
-from compopt.estimator.base import Estimator
-from compopt.estimator.component import Call, Component, Estimate, Normalizer, Setting, Temperature
+from compopt.estimator.base import Estimator, Form
+from compopt.estimator.container import Container
 from compopt.estimator.groups import GroupSpec, Hyper
+from compopt.estimator.parts import Call, Estimate, Normalizer, Temperature
 from compopt.stores.layout import Column
 
 __all__ = [
     "Call",
     "Column",
-    "Component",
+    "Container",
     "Estimate",
     "Estimator",
+    "Form",
     "GroupSpec",
     "Hyper",
     "Normalizer",
-    "Setting",
     "Temperature",
 ]

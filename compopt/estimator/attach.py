@@ -98,12 +98,13 @@ def refuse_entry(est: Any, why: str) -> None:
 
 def check_entry(est: Any, optimizer: Any, inner: torch.optim.Optimizer) -> None:
     """Refuse a state that must not be copied into one file, and an optimizer that does not run the hooks."""
-    engine, torchs = est._engine, torch.optim.Optimizer
-    size = 0 if engine.table is None else engine.table.n * engine.table.layout.row_bytes
-    size += sum(value.nbytes for part in engine.parts.values() for value in part.state.values())
+    objects, torchs = est._objects().values(), torch.optim.Optimizer
+    tables = [each._table for each in objects if each._table is not None]
+    size = sum(table.n * table.layout.row_bytes for table in tables)
+    size += sum(value.nbytes for each in objects for value in each.state.values())
     if est.split:
         refuse_entry(est, "ranks hold different parts of it")
-    if engine.placement.offload == "disk":
+    if any(each._opened().placement.offload == "disk" for each in objects):
         refuse_entry(est, "its rows are on the disk")
     if size > LIMIT:
         refuse_entry(est, f"it takes {size:,} bytes, more than the limit of {LIMIT:,}")

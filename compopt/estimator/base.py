@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
 
 import numpy as np
@@ -14,16 +18,24 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from compopt import checks
-from compopt.batch import COUNT, RANK_STRIDE, Batch
+from compopt import accelerator, checks
+from compopt.batch import COUNT, RANK_STRIDE, Batch, Rows
+from compopt.checks import values
 from compopt.checks.context import in_backward, in_checkpoint, outside_of_graphs
 from compopt.checks.inputs import check_vector
 from compopt.data.prefetch_loader import PrefetchLoader
 from compopt.distributed.collectives import doing
+from compopt.distributed.handshake import Fact, Handshake, fingerprint
+from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator import state_dict as states
-from compopt.estimator.attach import HasOptimizer
-from compopt.estimator.engine import Engine
-from compopt.estimator.groups import Groups
+from compopt.estimator.attach import Attachments, HasOptimizer
+from compopt.estimator.groups import GroupSpec, Hyper, SampleGroup, as_groups, count, plain
+from compopt.estimator.reader import ROW_KEYS, AsyncChecks, Reader
+from compopt.estimator.save_handle import SaveHandle
+from compopt.functional import all_finite
+from compopt.stores import Offload
+from compopt.stores.layout import Column
+from compopt.stores.table import Placement, RowTable
 
 T = TypeVar("T")
 Hook = Callable[..., Any]
@@ -31,10 +43,41 @@ FAMILIES = (
     *("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"),
     *("call", "discard"),
 )
+FIRST_USE = threading.RLock()  # an object that is used alone creates its rows at the first use, in any thread
+
+
+@dataclass(frozen=True)
+class Form:
+    """Facts that the rows and the other state of an object depend on.
+
+    Attributes:
+        mode: ``"bimodal"``, ``"unimodal"`` or, for an object that is used alone, ``"single"``.
+        width: number of values per column and sample, ``D``.
+        dtype: dtype of the floating-point columns.
+        placement: location of the rows.
+        ranks: the ranks of the global batch.
+        directions: number of directions (in unimodal mode: views) with anchors, 1 or 2.
+        normalize: features are L2-normalised.
+        within: the policy of pairs compares the keys ``within=``.
+        folder: name of the object in its container; ``""`` for an object that is used alone.
+    """
+
+    mode: str
+    width: int
+    dtype: torch.dtype
+    placement: Placement
+    ranks: Ranks
+    directions: int = 1
+    normalize: bool = False
+    within: bool = False
+    folder: str = ""
 
 
 class Estimator:
-    r"""Base class of losses with state that is updated after each optimizer step; methods as in ``torch.optim``.
+    r"""Object with state that is updated after each optimizer step; methods as in ``torch.optim``.
+
+    An estimator owns its sample groups, its rows and its other state, as a module owns its parameters. It can be used
+    alone, or be held by a :class:`~compopt.ContrastiveEstimator`, whose methods apply to all objects that it holds.
 
     *Read, deposit, commit.* A call in training mode reads committed rows and deposits proposals, as ``backward``
     deposits gradients. Only :meth:`step` writes proposals to the rows. It commits all deposits since the last step
@@ -42,19 +85,35 @@ class Estimator:
     stored). Under :meth:`eval` or ``torch.no_grad()`` nothing is deposited.
 
     :attr:`sample_groups` contains every hyper-parameter, in one dict per data set. Values may be changed there during
-    training; the next call checks them. Keys that two components share are prefixed with ``normalizer.`` or
-    ``temperature.``.
+    training; a bad value is refused at once.
 
     Args:
-        engine: groups, ranks and rows; ``None``: this is a part, which creates an engine when it is used alone.
+        n: number of samples, a list of sample groups, or ``None`` for an object without rows.
+        defaults: hyper-parameters, which groups may override.
+        process_group: the ranks whose batches form the global batch; ``None``: the default group, if there is one.
+        offload: storage of the rows. ``None``: the device of the features; ``"cpu"``: host memory; ``"disk"``: a file.
+        offload_dir: folder of that file, on a local disk.
+        shard: each of K ranks keeps ``n / K`` rows instead of all; implied by ``offload="disk"``.
+        dtype: dtype of the rows, float32 or float64; ``None``: that of the container, or float32.
+
+    With a placement the rows are created by this constructor, so that a subclass must call it last; otherwise at the
+    first use, or when a container takes the object. A container gives its placement and its dtype to objects that have
+    none of their own.
 
     Attributes:
         data_fingerprint: fingerprint of the index that maps samples to rows (``ShardIndex``, ``KeyIndex``,
             ``UidIndex``); set by the user. :func:`compopt.save` stores it, and :func:`compopt.load` refuses the rows of
             another fingerprint.
+        t: number of commits so far.
+        state: committed tensors that are not rows, by name.
+        notes: plain values that are saved with the state and never compared, by name.
+        learnable: module with the parameters that the user's optimizer learns. Parameters are always read from the
+            module, since wrappers may replace them. :meth:`saved_state` has their names in the module.
 
-    State: one row per sample with the columns of all components and ``count`` (int32, visits per direction), padded to
-    a multiple of 16 bytes; state of the components that is not per sample; :attr:`t`.
+    State: one row per sample with the columns of :meth:`columns` and ``count`` (int32, visits per direction), padded to
+    a multiple of 16 bytes; the tensors of :attr:`state`, which are updated like rows: a call in training mode changes a
+    pending copy (:meth:`deposit_state`), later calls of the window update that copy, and :meth:`step` commits it;
+    :attr:`t`.
 
     Threads: one thread calls the estimator. Meanwhile another thread may call :meth:`state_dict`, :meth:`read` or
     :func:`compopt.save`, and gets the state between two commits. A commit waits for that thread, except for a save with
@@ -65,14 +124,15 @@ class Estimator:
     its start. A worker that is spawned, also by a fork server, shares rows on the CPU with the process that trains, and
     has everything else as of its start; rows on the disk cannot be sent to it.
 
-    Communicates, with several ranks: construction is collective with ``offload="disk"``. The first message forms a CPU
-    group if the backend of the process group does not support CPU tensors. Methods that communicate document it; the
-    others do not communicate.
+    Communicates, with several ranks: the creation of rows is collective with ``offload="disk"``. The first message
+    forms a CPU group if the backend of the process group does not support CPU tensors. Methods that communicate
+    document it; the others do not communicate.
 
     Raises:
         IndexError: an index on the CPU is outside the data set. After this and every other error the state is
             unchanged.
         TypeError, ValueError: bad types, shapes or hyper-parameters; a dtype of the rows other than float32 or float64.
+        MemoryError, OSError: the memory or the disk has no room for the rows.
         RuntimeError: with several ranks, another rank refused the call, runs another operation, or did not respond.
 
     Warns:
@@ -90,22 +150,71 @@ class Estimator:
     """
 
     data_fingerprint: str | None = None
-    mode: str
-    dtype: torch.dtype
-    _fixed: tuple[str, ...] = ("mode", "dtype")  # attributes that determine the meaning of the rows: set only once
+    learnable: torch.nn.Module | None = None
+    state_grows = False  # True if tensors are added to `state` later; their names are then saved too
+    _fixed: tuple[str, ...] = ("dtype",)  # attributes that determine the meaning of the rows: set only once
+    _form: Form | None = None
+    _row_keys: Sequence[str] = ROW_KEYS  # keys of a call that contain row numbers
 
-    def __init__(self, engine: Engine | None) -> None:
+    def __init__(
+        self,
+        n: GroupSpec | None,
+        defaults: Mapping[str, Any],
+        *,
+        process_group: ProcessGroup | None = None,
+        offload: Offload | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        shard: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._placement = Placement(process_group, offload, offload_dir, shard)
+        self._dtype = None if dtype is None else check_dtype(dtype)
         self._hooks: dict[str, OrderedDict[int, Hook]] = {family: OrderedDict() for family in FAMILIES}
-        self._core = engine
-        if engine is not None:
-            self.mode, self.dtype = engine.mode, engine.dtype
-            engine.open()
+        self._table: RowTable | None = None
+        self.state: dict[str, Tensor] = {}
+        self._pending_state: dict[str, Tensor] | None = None
+        self.notes: dict[str, Any] = {}
+        self.t = self.pending = self._committed = 0  # _committed: calls in the commits of this process
+        self.training = True
+        self._device = torch.device("cpu")  # of rows that are created later
+        self._make_own()
+        self._defaults = plain(defaults)
+        self._groups = [SampleGroup(group, self._completed) for group in self._first_groups(n)]
+        if self._placement != Placement():
+            self._opened()
+
+    def _first_groups(self, n: GroupSpec | None) -> list[dict[str, Any]]:
+        self.check(self._defaults)
+        if n is None:
+            return [dict(self._defaults)]
+        return [self._completed(self._joined(number, group)) for number, group in enumerate(as_groups(n))]
+
+    def _joined(self, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a group with defaults for missing keys."""
+        checks.known_keys(f"sample group {number}", group, {"n", *self._defaults})
+        return plain({**self._defaults, **group})
+
+    def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the checked values of a group; values that are ``None`` become the defaults of the mode."""
+        self.check(group)
+        if self._form is not None:
+            self.fill(group, self._form.mode)
+        return group
+
+    def _make_own(self) -> None:
+        """Create the members that copies and pickles do not share."""
+        self._made = time.monotonic()
+        self._reader: Reader | None = None
+        self._lock, self._busy = threading.RLock(), False
+        self._attachments, self._async_checks = Attachments(), AsyncChecks()
+        self._saving: SaveHandle | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._fixed and name in self.__dict__:
-            plain = str | bool | int | torch.dtype | None
+        if name in self._fixed and hasattr(self, name):
+            plain_types = str | bool | int | torch.dtype | None
             old, new = (
-                repr(each) if isinstance(each, plain) else type(each).__name__ for each in (self.__dict__[name], value)
+                repr(each) if isinstance(each, plain_types) else type(each).__name__
+                for each in (getattr(self, name), value)
             )
             raise AttributeError(
                 f"{name} of {type(self).__name__} is fixed at {old}, since its state depends on it: build another "
@@ -118,54 +227,192 @@ class Estimator:
             raise AttributeError(f"{name} of {type(self).__name__} is fixed, since its state depends on it")
         super().__delattr__(name)
 
-    @property
-    def _engine(self) -> Engine:
-        """Engine that methods modify; a part of another estimator raises an error that names its owner."""
-        return self._facts
+    # -- what a subclass defines -------------------------------------------------------------------------------
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Refuse a bad hyper-parameter of a group; values may be ``None`` where :meth:`fill` sets them."""
+
+    def fill(self, group: dict[str, Any], mode: str) -> None:
+        """Replace ``None`` by the default of the mode (``"bimodal"``, ``"unimodal"`` or ``"single"``), in place."""
+
+    def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
+        """Return the columns of a row, by default none: ``directions`` values each, floats in ``dtype``."""
+        return []
+
+    def setup(self, form: Form) -> None:
+        """Create :attr:`state` and other members whose shape depends on the form; called once, before the first use."""
+
+    def structure(self) -> dict[str, Any]:
+        """Return further plain values, by name, that determine the meaning of the state; a load compares them."""
+        return {}
+
+    def shared_options(self) -> dict[str, Any]:
+        """Return further plain values, by name, that must be equal on all ranks and that no checkpoint depends on."""
+        return {}
+
+    def described(self) -> dict[str, Any]:
+        """Return values to show in ``repr`` in addition to hyper-parameters, by name."""
+        return self.structure()
+
+    # -- form: alone, or in a container ------------------------------------------------------------------------
+
+    def _opened(self) -> Form:
+        """Return the form; without one, take that of an object that is used alone, and create the rows."""
+        if self._form is None:
+            with FIRST_USE:
+                if self._form is None:
+                    dtype = self._dtype or torch.float32
+                    self._build(Form("single", 1, dtype, self._placement, Ranks(self._placement.process_group)))
+        assert self._form is not None
+        return self._form
+
+    def _join(self, form: Form) -> None:
+        """Take the form of a container, or raise if this object has rows of another form."""
+        own = self._placement
+        if self._dtype is not None:
+            form = replace(form, dtype=self._dtype)
+        if own != Placement():  # its own placement stays, for the ranks of the container
+            form = replace(form, placement=replace(own, process_group=form.placement.process_group))
+        before = self._form
+        if before is None or (before.mode == "single" and not (self.t or self.pending)):
+            self._table = None  # unlocks a file of the table that is replaced
+            self._build(form)
+            return
+        alone = before.mode == "single"
+        for name in ("width", "dtype", "placement", *(() if alone else ("mode", "directions", "normalize", "within"))):
+            if getattr(before, name) != getattr(form, name):
+                raise ValueError(
+                    f"this {type(self).__name__} is in use with {name}={getattr(before, name)!r}, the estimator has "
+                    f"{getattr(form, name)!r}; build a second one"
+                )
+        self._form = replace(form, folder=before.folder)
+
+    def _build(self, form: Form) -> None:
+        """Set defaults, rows and state of a form."""
+        groups = [dict(group) for group in self._groups]
+        for group in groups:
+            self.fill(group, form.mode)
+        columns = self.columns(form.width, form.dtype)
+        table: RowTable | None = None
+        if columns:
+            counted = [*columns, Column(COUNT, form.width, torch.int32)]
+            with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
+                table = RowTable(counted, count(groups) or 0, form.placement, form.ranks, form.folder)
+            table.store.to(self._device)
+        for own, group in zip(self._groups, groups, strict=True):
+            dict.update(own, group)
+        self._table, self._reader = table, None
+        self.setup(form)
+        self._form = form  # last: another thread may see it
+
+    def _objects(self) -> dict[str, Estimator]:
+        """Return the objects that own state, by name: this one, or the parts of a container."""
+        return {"": self}
+
+    def _tree(self) -> tuple[Estimator, ...]:
+        """Return the objects of :meth:`_objects`, then this one."""
+        return (self,)
+
+    def _reading(self) -> Reader:
+        """Return the reader of calls, which is created at the first use."""
+        if self._reader is None:
+            with FIRST_USE:
+                if self._reader is None:
+                    form = self._opened()
+                    objects = {
+                        name: (each._groups, each._table, each._columns()) for name, each in self._objects().items()
+                    }
+                    dtypes = [each.dtype for each in self._objects().values()]
+                    dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
+                    handshake = Handshake(form.ranks)
+                    self._reader = Reader(objects, handshake, self._async_checks, dtype, self._row_keys)
+        return self._reader
+
+    def _columns(self) -> list[Column]:
+        form = self._opened()
+        return self.columns(form.width, form.dtype)
 
     @property
-    def _facts(self) -> Engine:
-        """Engine that properties read; for a part, the engine of its owner."""
-        assert self._core is not None
-        return self._core
+    def _ranks(self) -> Ranks:
+        return self._opened().ranks
 
     @property
-    def _role(self) -> str | None:
-        """Role of the part to which groups, rows and state are restricted; ``None``: no restriction."""
-        return None
+    def _handshake(self) -> Handshake:
+        return self._reading().handshake
 
     @property
-    def t(self) -> int:
-        """Number of commits so far."""
-        return self._facts.t
+    def dtype(self) -> torch.dtype:
+        """Dtype of the floating-point columns."""
+        return (self._dtype or torch.float32) if self._form is None else self._form.dtype
 
-    @property
-    def training(self) -> bool:
-        """Return whether calls deposit, see :meth:`train`."""
-        return self._facts.training
+    # -- locks -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Block writers, so that a copy of the state contains whole commits only.
+
+        Raises:
+            RuntimeError: this thread is itself inside :meth:`_writing` (a signal handler that saves).
+        """
+        with self._lock:
+            if self._busy:
+                raise RuntimeError(
+                    "the estimator is in the middle of a commit, and its state is of none: let a signal handler set a "
+                    "flag, and save after optimizer.step()"
+                )
+            yield
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Block copies and other writers; the thread that writes may enter the context again."""
+        with self._lock:
+            before, self._busy = self._busy, True
+            try:
+                yield
+            finally:
+                self._busy = before
+
+    @contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        """Drop what the block deposits if it raises; the deposits of earlier calls of the window stay pending."""
+        before = [(each, each.pending, each._pending_state) for each in self._tree()]
+        try:
+            yield
+        except BaseException:
+            with self._writing():
+                for each, pending, state in before:
+                    each._forget(pending)
+                    each._pending_state = state  # deposits replace the mapping, and leave its tensors as they are
+            raise
+
+    def between_commits(self) -> AbstractContextManager[None]:
+        """Return a context in which no commit runs and no other thread copies the state."""
+        return self._writing()
+
+    def _await_save(self) -> None:
+        """Wait for a background save, before the state that it reads is replaced."""
+        if self._saving is not None:
+            self._saving.settle()
 
     # -- groups ------------------------------------------------------------------------------------------------
 
     @property
-    def sample_groups(self) -> Groups:
+    def sample_groups(self) -> list[Any]:
         """List of one dict per data set, like ``param_groups``: ``n`` and every hyper-parameter.
 
-        For a part of an estimator: views with the part's own hyper-parameters under the part's names. Edits change the
-        groups of the owner.
+        A value is checked when it is set. ``n`` is fixed; :meth:`add_sample_group` appends a group.
         """
-        groups, role = self._facts.groups, self._role
-        return groups.groups if role is None else groups.of_part(role)
+        return list(self._groups)
 
     @property
     def defaults(self) -> dict[str, Any]:
         """Values of the hyper-parameters that a group leaves out (``None``: the default of the mode)."""
-        groups, role = self._facts.groups, self._role
-        return groups.defaults if role is None else groups.own(role, groups.defaults)
+        return self._defaults
 
     @property
     def n(self) -> int | None:
         """Number of samples in all groups; ``None`` for an estimator without rows."""
-        return self._facts.groups.n
+        return count(self._groups)
 
     def add_sample_group(self, group: Mapping[str, Any]) -> None:
         """Append the rows of another data set; their indices follow all existing ones.
@@ -179,24 +426,44 @@ class Estimator:
 
         Communicates: collective with several ranks.
         """
-        engine = self._engine
-        engine.await_save()
-        with doing("add_sample_group()", self.t), engine.writing():
-            new = engine.groups.completed(group)
-            engine.forget_prefetched()
-            if engine.table is not None:
-                with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
-                    engine.table.grow((self.n or 0) + new["n"])
-            engine.groups.append(new)
+        self._opened()
+        self._await_save()
+        with doing("add_sample_group()", self.t), self._writing():
+            new = self._new_groups(group)
+            self._reading().forget_prefetched()
+            grown: list[tuple[RowTable, int]] = []
+            try:
+                for each, added in new:
+                    if each._table is not None:
+                        before = each._table.n
+                        with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
+                            each._table.grow(before + added["n"])
+                        grown.append((each._table, before))
+            except BaseException:
+                for table, before in grown:
+                    table.grow(before)
+                raise
+            for each, added in new:
+                each._groups.append(SampleGroup(added, each._completed))
+
+    def _new_groups(self, group: Mapping[str, Any]) -> list[tuple[Estimator, dict[str, Any]]]:
+        """Return the checked group that :meth:`add_sample_group` appends to each object."""
+        if self.n is None:
+            raise ValueError("this estimator keeps no rows and has no n; there is nothing to add")
+        (given,) = as_groups([group])
+        return [(self, self._completed(self._joined(len(self._groups), given)))]
+
+    def _hyper(self, batch: Batch) -> Hyper:
+        """Return the hyper-parameters for the samples of a batch."""
+        return Hyper(self._groups, batch.rows, batch.dtype)
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def _identity(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks: what a load compares, and options that no checkpoint depends on."""
-        engine, config = self._engine, states.config(self._engine)
-        own = {role: part.shared_options() for role, part in engine.parts.items()}
-        columns = config.pop("columns")  # last, since they follow from the others
-        return {**config, **own, "shard": engine.placement.shard, "columns": columns}
+    def _configuration(self) -> Fact:
+        """Return the fact for what must be equal on all ranks: the configuration, the options and the sample groups."""
+        config = states.config(self) | {"shard": self._opened().placement.shard}
+        config |= {name or "options": each.shared_options() for name, each in self._objects().items()}
+        return fingerprint({**config, "sample_groups": [dict(group) for group in self.sample_groups]})
 
     @property
     def _remembers_index(self) -> bool:
@@ -210,40 +477,44 @@ class Estimator:
         least: int = 1,
         more: int = 0,
     ) -> Batch:
-        """Return the global batch of a call with its committed rows, see :meth:`BatchReader.read`."""
-        engine = self._engine
-        depositing = engine.training and torch.is_grad_enabled()
-        self._refuse_checkpoint(engine, depositing)
+        """Return the global batch of a call with its committed rows, see :meth:`Reader.read`."""
+        reader, depositing = self._reading(), self.training and torch.is_grad_enabled()
+        self._refuse_checkpoint(depositing)
         if depositing:
             self._drop_skipped()
-            with engine.handshake.guard():  # warning filters may turn a warning into an error
-                if engine.attachments.unsure_of_positions:
-                    engine.attachments.positions(keys["index"], self.n, self._remembers_index)
-        progress = {"depositing": int(depositing), "t": engine.t, "pending": engine.pending}
-        progress |= {"calls": engine.committed + engine.pending, "followers": len(self._hooks["call"]), **(facts or {})}
-        batch = engine.reader.read(keys, values, depositing, progress, self._identity, least, more)
+            if self._attachments.unsure_of_positions:
+                with reader.handshake.guard():  # warning filters may turn a warning into an error
+                    self._attachments.positions(keys["index"], self.n, self._remembers_index)
+        progress: dict[str, int] = {}
+        if reader.ranks.size > 1:
+            progress = {"depositing": int(depositing), "t": self.t, "pending": self.pending, **(facts or {})}
+            progress |= {"calls": self._committed + self.pending, "followers": len(self._hooks["call"])}
+            with reader.handshake.guard():
+                progress["configuration"] = self._configuration()
+        batch = reader.read(keys, values, depositing, progress, least, more)
         if depositing:
-            for part in engine.parts.values():
-                part.move(batch.rows.device)
+            for each in self._objects().values():
+                each.move(batch.rows.device)
         return batch
 
-    def _index(self, index: Tensor | None, count: int) -> Tensor:
+    def _index(self, index: Tensor | None, size: int) -> Tensor:
         """Return the checked index of a call; without an index and rows, number each sample uniquely."""
         if index is not None:
-            return check_vector("index", index, count)
-        if self.n is not None:
-            raise TypeError(f"index is None; pass data-set positions: {type(self).__name__} has rows for n={self.n}")
-        return torch.arange(count, device="cpu") + (self._engine.ranks.rank + 1) * RANK_STRIDE
+            return check_vector("index", index, size)
+        if self.n is None:
+            return torch.arange(size, device="cpu") + (self._ranks.rank + 1) * RANK_STRIDE
+        if not self._reading().tables and self._objects().keys() == {""}:
+            return torch.zeros(size, dtype=torch.int64, device="cpu")  # no rows: the first sample group is that of all
+        raise TypeError(f"index is None; pass data-set positions: {type(self).__name__} has rows for n={self.n}")
 
     def _look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
         """Read committed rows outside of a call, with the device and dtype of ``like``; collective on shards."""
-        return self._engine.reader.look(index, like, values)
+        return self._reading().look(index, like, values)
 
-    def _refuse_checkpoint(self, engine: Engine, depositing: bool) -> None:
+    def _refuse_checkpoint(self, depositing: bool) -> None:
         """Refuse a call inside a checkpointed function, because the recomputation would deposit or gather twice."""
-        keeps = engine.table is not None or any(part.has_state for part in engine.parts.values())
-        deposits = keeps and depositing
-        meets = engine.ranks.size > 1 and (torch.is_grad_enabled() or in_backward())
+        deposits = depositing and self._commits()
+        meets = self._ranks.size > 1 and (torch.is_grad_enabled() or in_backward())
         if not (deposits or meets) or not in_checkpoint():
             return
         error = RuntimeError(
@@ -254,7 +525,7 @@ class Estimator:
         )
         if in_backward():  # the other ranks may not be in backward, so that they cannot be told
             raise error
-        with engine.handshake.guard():
+        with self._handshake.guard():
             raise error
 
     def read(self, index: Tensor) -> dict[str, Tensor]:
@@ -267,29 +538,33 @@ class Estimator:
         Returns:
             Every column as stored, ``(B, 2)``, or ``(B, 1)`` in unimodal mode and with one direction; ``count`` is
             ``(B,)`` int64, the number of visits of the sample. Logarithms of a sample that was never visited (count 0)
-            are 0. For a part of an estimator: the part's own columns and visits.
+            are 0. For a container: the columns of all its parts (names that two parts share are prefixed), and the
+            largest of their counts.
 
         Raises:
             IndexError: an index is outside the data set.
             TypeError, ValueError: the index is not a 1-D tensor of integers.
             RuntimeError: the estimator has no rows.
         """
-        columns, count = self._read_rows(index)
-        return {**columns, COUNT: count.amax(dim=1).to(torch.int64)}
+        columns, visits = self._read_rows(index)
+        return {**columns, COUNT: visits.amax(dim=1).to(torch.int64)}
 
     def _read_rows(self, index: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Return the columns of :meth:`read` and the visits of each direction, ``(B, D)``."""
-        engine = self._facts.open()
-        role = self._role or (next(iter(engine.parts)) if len(engine.parts) == 1 else None)
-        own = None if role is None else [column.name for column in engine.columns()[role]]
-        if engine.table is None or own == []:
+        reader = self._reading()
+        if not reader.tables:
             raise RuntimeError(f"{type(self).__name__} keeps nothing per sample; there are no rows to read")
-        with doing("read()", self.t), engine.copying():
-            rows = engine.reader.agree(lambda: check_vector("index", index, None)).cpu()
-            like = torch.zeros((), dtype=engine.dtype, device=engine.table.store.device)
-            batch = engine.reader.look(rows, like)
-        columns = {name: value.clone() for name, value in batch.columns.items() if own is None or name in own}
-        return columns, batch.count if own is None else torch.where(batch.seen(own[0]), batch.count, 0)
+        with doing("read()", self.t), self._copying():
+            rows = reader.agree(lambda: check_vector("index", index, None)).cpu()
+            like = torch.zeros((), dtype=reader.dtype, device=self.device)
+            read = reader.look(rows, like).tables
+        every = [column for each in read.values() for column in each.columns]
+        columns = {
+            f"{name}.{column}" if every.count(column) > 1 else column: value.clone()
+            for name, each in read.items()
+            for column, value in each.columns.items()
+        }
+        return columns, torch.stack([each.count for each in read.values()]).amax(dim=0)
 
     @overload
     def prefetch(self, source: Tensor, index: Any = -1, index2: Any = None) -> None: ...
@@ -329,39 +604,51 @@ class Estimator:
             raise TypeError(
                 f"index must be a tensor of integers, got {type(source).__name__}; pass torch.as_tensor(index)"
             )
-        if self._engine.table is None:  # nothing to read: return the loader, whose batches need no index
+        reader = self._reading()
+        if not reader.tables:  # nothing to read: return the loader, whose batches need no index
             return cast(PrefetchLoader[Any], source)
-        return PrefetchLoader(source, self._prefetch, self._engine.forget_prefetched, index, index2)
+        return PrefetchLoader(source, self._prefetch, reader.forget_prefetched, index, index2)
 
     def _prefetch(self, index: Tensor, index2: Tensor | None = None) -> None:
         given = {"index": index} if index2 is None else {"index": index, "index2": index2}
-        self._engine.reader.prefetch({name: check_vector(name, value, None) for name, value in given.items()})
+        self._reading().prefetch({name: check_vector(name, value, None) for name, value in given.items()})
 
     # -- deposit and commit ------------------------------------------------------------------------------------
 
-    @property
-    def pending(self) -> int:
-        """Number of calls since the last commit that deposited proposals."""
-        return self._facts.pending
-
     def _deposit(self, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None = None) -> None:
-        engine = self._engine
-        if engine.table is not None:
-            engine.table.deposit(batch, proposals, valid)
-        elif not (self._hooks["call"] or any(part.has_pending_state for part in engine.parts.values())):
-            return  # neither this estimator nor a follower has anything to commit
-        engine.pending += 1
-        engine.attachments.pending(engine.pending)
+        """Deposit the proposals of a call of this object."""
+        if self._deposit_rows(batch, batch.of(), proposals, valid):
+            self._attachments.pending(self.pending)
+
+    def _deposit_rows(self, batch: Batch, read: Rows, proposals: Mapping[str, Tensor], valid: Tensor | None) -> bool:
+        """Keep proposals for the rows of a batch until the commit; return whether there is anything to commit."""
+        if self._table is not None:
+            self._table.deposit(batch, read, self.checked(proposals, read), valid)
+        elif self._pending_state is None and not self._hooks["call"]:
+            return False
+        self.pending += 1
+        return True
+
+    def checked(self, proposals: Mapping[str, Tensor], read: Rows) -> Mapping[str, Tensor]:
+        """Return proposals for rows; raise unless there is one for each column."""
+        kind = type(self).__name__
+        if proposals.keys() != read.columns.keys():
+            raise ValueError(
+                f"{kind} must propose values for its columns {sorted(read.columns)}, got proposals for "
+                f"{sorted(proposals)}; propose the committed values of a column that does not change"
+            )
+        for name, value in proposals.items():
+            check_shape(f"the proposal for {name} of {kind}", value, read.columns[name].shape)
+        return proposals
 
     def _commits(self) -> bool:
         """Return whether a call has anything to commit: rows, other state, or those of a follower."""
-        engine = self._engine
-        own = (*engine.columns().values(), *(part.has_state for part in engine.parts.values()))
-        return bool(self._hooks["call"]) or any(own)
+        return bool(self._hooks["call"]) or any(
+            each._table is not None or each.has_state for each in self._objects().values()
+        )
 
     def _begin_saving(self) -> None:
-        engine = self._facts
-        engine.attachments.saving(self.t, engine.pending)
+        self._attachments.saving(self.t, self.pending)
         self._run("state_dict_pre")
 
     @outside_of_graphs
@@ -371,9 +658,6 @@ class Estimator:
         An optimizer passed to :meth:`attach` calls it after each update. Step hooks run before and after the commit.
         Communicates nothing.
 
-        Raises:
-            RuntimeError: this is a part of another estimator; only that estimator commits.
-
         Warns:
             RuntimeWarning: a background save (``compopt.save(..., blocking=False)``) has failed.
         """
@@ -381,39 +665,58 @@ class Estimator:
 
     @outside_of_graphs
     def _commit(self, found_inf: Tensor | None) -> None:
-        engine = self._engine
-        if engine.saving is not None:
-            engine.saving.warn()
+        if self._saving is not None:
+            self._saving.warn()
         self._drop_skipped()
-        if not engine.pending:
+        objects = [each for each in self._tree() if each.pending]
+        if not objects:
             return
         if found_inf is not None:
             found_inf = found_inf.reshape(())  # a flag of shape (1,) would broadcast 0-d state to 1-D
             if found_inf.device.type == "cpu" and found_inf.item() > 0:
                 self.discard()
                 return
-        self._run("step_pre", (), {})
+        for each in objects:
+            if each._hooks["step_pre"]:
+                each._run("step_pre", (), {})
         # On an accelerator the host does not wait for the flag: where it is positive, the device keeps the old values.
-        with engine.writing(), torch.no_grad():
-            if engine.table is not None:
-                engine.table.commit(found_inf)
-            for part in engine.parts.values():
-                part.commit_state(found_inf)
-            engine.attachments.committed(engine.pending)
-            engine.committed, engine.pending = engine.committed + engine.pending, 0
-            engine.t += 1
-        self._run("step_post", (), {} if found_inf is None else {"found_inf": found_inf})
+        with self._writing(), torch.no_grad():
+            for each in objects:
+                each._commit_own(found_inf)
+        for each in objects:
+            if each._hooks["step_post"]:
+                each._run("step_post", (), {} if found_inf is None else {"found_inf": found_inf})
+
+    def _commit_own(self, found_inf: Tensor | None) -> None:
+        """Write what is pending in this object alone."""
+        with self._lock:
+            if self._table is not None:
+                self._table.commit(found_inf)
+            self.commit_state(found_inf)
+            self._attachments.committed(self.pending)
+            self._committed, self.pending = self._committed + self.pending, 0
+            self.t += 1
 
     def _drop_skipped(self) -> None:
         """Drop what is pending if an attached engine has skipped the update."""
-        if self._engine.attachments.skipped():
+        if self._attachments.skipped():
             self.discard()
 
     @outside_of_graphs
     def discard(self) -> None:
         """Drop all pending proposals, for example after a skipped update. Communicates nothing."""
-        self._engine.discard()
-        self._run("discard")
+        with self._writing():
+            for each in self._tree():
+                each._forget(0)
+                each.discard_state()
+        for each in self._tree():
+            each._run("discard")
+
+    def _forget(self, first: int) -> None:
+        """Drop the deposits of this object from number ``first`` on."""
+        self.pending = first
+        if self._table is not None:
+            self._table.discard(first)
 
     def attach(self, optimizer: torch.optim.Optimizer | HasOptimizer, *, checkpoint: bool = False) -> RemovableHandle:
         """Run :meth:`step` after each real ``optimizer.step()``, and :meth:`discard` after a step skipped for overflow.
@@ -440,7 +743,6 @@ class Estimator:
             ValueError: with ``checkpoint=True``, the state is :attr:`split`, on disk or larger than 1 GiB, or the
                 optimizer is DeepSpeed's or overrides ``state_dict`` or ``load_state_dict``. At
                 ``optimizer.state_dict()``: ``torch.distributed.checkpoint.state_dict`` or FSDP would drop the entry.
-            RuntimeError: this is a part of another estimator; attach that estimator.
 
         Warns:
             UserWarning: with ``checkpoint=True``, the optimizer was loaded before attaching, or loads a state without
@@ -449,17 +751,97 @@ class Estimator:
         Communicates: nothing, neither at this call nor at a commit.
         """
         checks.flag("checkpoint", checkpoint)
-        return self._engine.attachments.add(optimizer, self._commit, self if checkpoint else None)
+        self._opened()
+        return self._attachments.add(optimizer, self._commit, self if checkpoint else None)
 
-    def between_commits(self) -> AbstractContextManager[None]:
-        """Return a context in which no commit runs and no other thread copies the state."""
-        return self._engine.writing()
+    # -- state that is not rows --------------------------------------------------------------------------------
+
+    @property
+    def has_state(self) -> bool:
+        """Return whether this object has committed state that is not rows."""
+        return bool(self.state)
+
+    @property
+    def split_state(self) -> bool:
+        """Return whether ranks hold different parts of this state, so that :meth:`saved_state` is collective."""
+        return False
+
+    def working_state(self, training: bool) -> dict[str, Tensor]:
+        """Return the pending copy in training mode, if there is one; otherwise the committed state."""
+        return self._pending_state if training and self._pending_state is not None else self.state
+
+    def deposit_state(self, **tensors: Tensor) -> None:
+        """Deposit new values for entries of :attr:`state`; if any value is not finite, change none of them."""
+        before = self.working_state(True)
+        new, old = list(tensors.values()), [before[name] for name in tensors]
+        if len({(value.shape, value.dtype) for value in (*new, *old)}) == 1:  # alike: one stacked operation for all
+            stacked = torch.stack(new)
+            accepted = list(torch.where(all_finite(stacked), stacked, torch.stack(old)).unbind())
+        else:
+            finite = all_finite(torch.cat([value.flatten() for value in new if value.is_floating_point()]))
+            accepted = [torch.where(finite, *values) for values in zip(new, old, strict=True)]
+        self._pending_state = {**before, **dict(zip(tensors, accepted, strict=True))}
+
+    def commit_state(self, found_inf: Tensor | None) -> None:
+        """Commit the pending copy; if the 0-d flag ``found_inf`` is positive, keep the committed state."""
+        for name, new in (self._pending_state or {}).items():
+            if found_inf is not None:
+                new = torch.where(found_inf.to(new.device) > 0, self.state[name], new)
+            self.state[name] = new
+        self._pending_state = None
+
+    def discard_state(self) -> None:
+        """Drop the pending copy."""
+        self._pending_state = None
+
+    def move(self, device: torch.device) -> None:
+        """Move committed state and learned parameters to the features' device; keep dtypes."""
+        self.state = {name: accelerator.state_to_device(value, device) for name, value in self.state.items()}
+        if self.learnable is not None and any(p.device != device for p in self.learnable.parameters()):
+            self.learnable.to(device)  # keeps the Parameter objects, which the user's optimizer refers to
+
+    def saved_state(self) -> dict[str, Tensor]:
+        """Return a copy of the committed state and of learned parameters; collective with :attr:`split_state`."""
+        return {name: value.detach().clone() for name, value in (self.state | self._learned_by_name()).items()}
+
+    def expected_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return meta tensors with the names, shapes and dtypes that ``state`` must have to be restored here."""
+        return {name: value.to("meta") for name, value in self.saved_state().items()}
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse saved state that does not fit, with a ``TypeError`` or ``ValueError``, before anything is written."""
+        kind = type(self).__name__
+        values.mapping(f"state of {kind}", state)
+        values.tensors(kind, state, self.expected_state(state))
+        values.bounded(kind, state, {name: values.bound(name) for name in state})
+
+    def check_form(self, state: Mapping[str, Tensor]) -> None:
+        """Check names, shapes and dtypes of saved state; tensors may be on the meta device."""
+        values.form(type(self).__name__, state, self.expected_state(state))
+
+    def take_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore copies of checked state, since the caller's tensors may be views of a mapped file."""
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors cannot be changed outside inference mode
+            self.restore_state({name: value.detach().clone() for name, value in state.items()})
+
+    def restore_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore checked state from tensors that this object may keep; its dtypes and device do not change."""
+        learned = self._learned_by_name()
+        for name, value in state.items():
+            if name in learned:
+                learned[name].copy_(value)
+            else:
+                self.state[name] = value.to(self.state[name])
+
+    def check_load(self, state: Mapping[str, Any]) -> None:
+        """Refuse a ``state_dict`` whose rows have another meaning, with a ``ValueError``; its form is checked."""
 
     # -- modes, devices, parameters ----------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
         """Set whether calls deposit proposals (the default); equal on all ranks. Return the estimator."""
-        self._engine.training = bool(mode)
+        for each in self._tree():
+            each.training = bool(mode)
         return self
 
     def eval(self) -> Self:
@@ -483,42 +865,48 @@ class Estimator:
                 f"rows keep the dtype of the constructor, dtype=, got {dtype or device}; pass features of any "
                 f"floating-point dtype as they are"
             )
-        engine = self._engine
         device = self.device if device is None else torch.device(device)
         if device.type == "meta":
             raise ValueError("device must be one that holds values, got 'meta'; rows that are moved there are lost")
-        with engine.writing():
-            if engine.table is not None:
-                engine.table.store.to(device)
-            engine.device = device
-            for part in engine.parts.values():
-                part.move(device)
+        with self._writing():
+            for each in self._tree():
+                each._device = device
+                each.move(device)
+                if each._table is not None:
+                    each._table.store.to(device)
         return self
 
     @property
     def device(self) -> torch.device:
         """Device of the rows; without rows, of the other state; without state, the CPU or the target of :meth:`to`."""
-        engine = self._facts
-        if engine.table is not None:
-            return engine.table.store.device
-        states = (value for part in engine.parts.values() for value in part.state.values())
-        return next((value.device for value in states), engine.device)
+        objects = self._objects().values()
+        tables = [each._table.store.device for each in objects if each._table is not None]
+        states = (value.device for each in objects for value in each.state.values())
+        return tables[0] if tables else next(states, self._device)
 
     @property
     def split(self) -> bool:
         """Return whether ranks hold different parts of the state, so that :meth:`state_dict` is collective."""
-        engine = self._facts
-        sharded = engine.table is not None and engine.table.sharded
-        return sharded or any(part.split_state for part in engine.parts.values())
+        self._opened()
+        objects = self._objects().values()
+        return any(each.split_state or (each._table is not None and each._table.sharded) for each in objects)
+
+    def learned(self) -> Iterator[torch.nn.Parameter]:
+        """Yield the parameters of this object that the user's optimizer learns."""
+        return iter(()) if self.learnable is None else self.learnable.parameters()
+
+    def _learned_by_name(self) -> dict[str, Tensor]:
+        return {} if self.learnable is None else dict(self.learnable.named_parameters())
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Yield the parameters to pass to the user's optimizer (a learned temperature); usually none."""
-        for part in self._facts.parts.values():
-            yield from part.learned()
+        for each in self._objects().values():
+            yield from each.learned()
 
     def learnables(self) -> dict[str, torch.nn.Module]:
-        """Return, by role, the modules with the parameters that the user's optimizer learns."""
-        return {role: part.learnable for role, part in self._facts.parts.items() if part.learnable is not None}
+        """Return, by the name of the object, the modules with the parameters that the user's optimizer learns."""
+        found = {name or "learnable": each.learnable for name, each in self._objects().items()}
+        return {name: module for name, module in found.items() if module is not None}
 
     @property
     def metrics(self) -> dict[str, Tensor]:
@@ -535,31 +923,28 @@ class Estimator:
 
         Returns:
             Plain containers and tensors: ``"version"``, ``"config"`` (which must equal that of the loading estimator),
-            ``"sample_groups"``, ``"rows"`` (every column, ``(n, 2)`` or ``(n, 1)``), ``"extra"`` (state that is not
-            rows, by role) and ``"t"``; ``"entries"``, the names in ``extra``, if a part creates state during training.
-            For a part of an estimator: the state of the part, with ``"meaning"``, the facts of the composition that its
-            values depend on.
+            ``"t"``, ``"sample_groups"``, ``"rows"`` (every column, ``(n, 2)`` or ``(n, 1)``) and ``"state"`` (state
+            that is not rows); ``"entries"``, the names in ``state``, if state is created during training. For a
+            container: ``"version"``, ``"config"``, ``"t"`` and ``"parts"``, the states of its parts by name.
 
         Communicates: collective if the state is :attr:`split` (shards, or a network that is split across ranks). Every
         rank gets the complete state. Otherwise nothing.
         """
         self._begin_saving()
-        engine, role = self._facts.open(), self._role
-        with doing("state_dict()", self.t), engine.copying():
-            state = states.state_dict(engine) if role is None else states.part_state_dict(engine, role)
+        self._opened()
+        with doing("state_dict()", self.t), self._copying():
+            state = states.state_dict(self)
         replaced: dict[str, Any] = self._run("state_dict_post", state)
         return replaced
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict` into an estimator of the same configuration; drop pending deposits.
 
-        For a part of an estimator: restore the state of a part of the same kind, for example from another composition.
-        The owner's hyper-parameters and :attr:`t` do not change. The number of visits of a sample becomes the maximum
-        of the current and the loaded one. If only the loaded state has visited a sample, the other parts treat their
-        next visit of that sample as the first one.
+        A state of a part, such as ``est.normalizer.state_dict()``, can be loaded into a part of the same kind and
+        configuration in another composition.
 
         The dtype and the device of this estimator do not change, and all values are copied. If any check fails, nothing
-        is written. No other thread may call the estimator meanwhile.
+        is written. No other thread may call the estimator meanwhile. States of version 0.3 are converted.
 
         Args:
             state_dict: result of :meth:`state_dict`.
@@ -567,7 +952,7 @@ class Estimator:
         Raises:
             ValueError: another n, mode, method or dtype (dtypes are never converted); missing or unknown entries;
                 tensors that are sparse or on the meta device; values that no run writes, such as NaN or a count below
-                0. For a part: values with another meaning in this composition (another reference or temperature).
+                0; values with another meaning (another ``reference``).
             TypeError: ``state_dict`` is not a mapping, or an entry has another type.
 
         Communicates: nothing.
@@ -576,24 +961,17 @@ class Estimator:
 
     def _checked_state(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a state as the pre-hooks of a load leave it, or raise if it cannot be loaded; change nothing."""
-        engine, role = self._facts.open(), self._role
+        self._opened()
         if isinstance(state_dict, Mapping):
             state_dict = self._run("load_state_dict_pre", dict(state_dict))
         with doing("load_state_dict()", self.t):
-            if role is None:
-                return states.check_all(engine, state_dict)
-            states.check_part(engine, role, state_dict)
-        return state_dict
+            return states.checked(self, state_dict)
 
     def _load_checked(self, state: Mapping[str, Any]) -> None:
         """Load a result of :meth:`_checked_state`."""
-        engine, role = self._facts.open(), self._role
-        engine.await_save()
-        with doing("load_state_dict()", self.t), engine.writing():
-            if role is None:
-                states.load(engine, state)
-            else:
-                states.load_part(engine, role, state)
+        self._await_save()
+        with doing("load_state_dict()", self.t), self._writing():
+            states.load(self, state)
         self._run("load_state_dict_post")
 
     # -- hooks -------------------------------------------------------------------------------------------------
@@ -670,12 +1048,14 @@ class Estimator:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state and pending deposits without hooks, as torch optimizers do."""
-        return {**self.__dict__, "_hooks": {family: OrderedDict() for family in self._hooks}}
+        own = ("_made", "_reader", "_lock", "_busy", "_attachments", "_async_checks", "_saving")
+        state = {name: value for name, value in self.__dict__.items() if name not in own}
+        return {**state, "_hooks": {family: OrderedDict() for family in self._hooks}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        for part in self._engine.parts.values():
-            part.belong(self)
+        self._make_own()
+        self._groups = [SampleGroup(group, self._completed) for group in self._groups]
 
     def __copy__(self) -> Self:
         """Return a deep copy, because two estimators must not write the same rows."""
@@ -690,4 +1070,22 @@ class Estimator:
         return "\n".join([*lines, ")"])
 
     def _described(self) -> dict[str, Any]:
-        return {key: value for part in self._facts.parts.values() for key, value in part.described().items()}
+        return self.described()
+
+
+def check_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype that rows can have; refuse any other."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype of the rows must be a torch.dtype such as torch.float32, got {dtype!r}")
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype of the rows must be torch.float32 or torch.float64, got {dtype}")
+    return dtype
+
+
+def check_shape(name: str, value: Any, *shapes: Sequence[int]) -> None:
+    """Raise unless a value that an object returned is a tensor with one of some shapes."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.shape not in shapes:
+        wanted = " or ".join(str(tuple(shape)) for shape in dict.fromkeys(map(tuple, shapes)))
+        raise ValueError(f"{name} must have shape {wanted}, got {tuple(value.shape)}")

@@ -15,7 +15,7 @@ from compopt.stores import Offload
 
 
 class PlacementOptions(TypedDict, total=False):
-    """Keywords of :class:`~compopt.estimator.Component` that place the rows of a component that is used alone."""
+    """Keywords of :class:`~compopt.Estimator` that place the rows of a component that is used alone."""
 
     process_group: ProcessGroup | None
     offload: Offload | None

@@ -1,4 +1,4 @@
-"""Reader of the committed rows of a global batch, on one or several ranks."""
+"""Reader of the global batch of a call and its committed rows, on one or several ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator
-from compopt.batch import Batch
+from compopt.batch import COUNT, Batch, Rows
 from compopt.checks.context import warn
 from compopt.checks.inputs import INDEX_REMEDY, Survey, check_range, survey
 from compopt.distributed.handshake import KEYS, Agreement, Handshake, fingerprint
-from compopt.estimator.groups import SampleGroups
+from compopt.estimator.groups import Hyper, count
 from compopt.kernel.features import working_dtype
 from compopt.stores import WriteBehind
 from compopt.stores.layout import Column
@@ -116,42 +116,49 @@ def _warn_features(bad: int) -> None:
         )
 
 
-class BatchReader:
-    """Reader that checks indices, gathers the global batch and fetches its committed rows.
+class Reader:
+    """Reader of a call: checks indices, gathers the global batch and fetches the committed rows of some objects.
 
     Communicates, with several ranks and per call: one small all-gather of host integers (:class:`Handshake`), and one
-    all-gather of the call's values and of the rows of the local samples. On shards the rows come from one all-reduce of
-    the global batch's rows instead.
+    all-gather of the call's values and of the rows of the local samples, of all objects together. On shards the rows
+    come from one all-reduce of the global batch's rows instead.
 
     Args:
-        table: the rows; ``None`` for an estimator without rows.
+        objects: by name, the sample groups, the table and the columns of each object.
+        handshake: handshake of the ranks.
         async_checks: checks of values on the device, which raise at a later call.
-        columns: columns of each part, by role.
+        dtype: dtype of the rows.
         row_keys: keys of a call that contain row numbers.
     """
 
     def __init__(
         self,
-        groups: SampleGroups,
-        table: RowTable | None,
+        objects: Mapping[str, tuple[Sequence[Mapping[str, Any]], RowTable | None, Sequence[Column]]],
         handshake: Handshake,
         async_checks: AsyncChecks,
         dtype: torch.dtype,
-        columns: Mapping[str, Sequence[Column]],
         row_keys: Sequence[str] = ROW_KEYS,
     ) -> None:
-        self.row_keys = row_keys
-        self.groups, self.table, self.handshake, self.dtype = groups, table, handshake, dtype
-        self.async_checks, self.ranks = async_checks, handshake.ranks
-        self.prefetcher: Prefetcher | None = None  # rows on the features' device are read in the call itself
-        if table is not None and isinstance(table.rows, WriteBehind):
-            self.prefetcher = Prefetcher(table.rows, table, self.ranks)
+        self.row_keys, self.dtype = row_keys, dtype
+        self.handshake, self.async_checks, self.ranks = handshake, async_checks, handshake.ranks
+        self._groups = {name: groups for name, (groups, _, _) in objects.items()}
+        self.tables = {name: table for name, (_, table, _) in objects.items() if table is not None}
+        shown = [(name, column) for name, (_, _, columns) in objects.items() for column in columns]
+        self._initial = [(name, column.name, column.initial) for name, column in shown if column.initial is not None]
+        behind = {name: table for name, table in self.tables.items() if isinstance(table.rows, WriteBehind)}
+        # rows on the features' device are read in the call itself
+        self.prefetcher = Prefetcher(behind, self.ranks) if behind else None
+        self.sharded = any(table.sharded for table in self.tables.values())
         self._device = torch.device("cpu")
-        self._columns = {role: own for role, own in columns.items() if own}
-        shown = [(role, column) for role, own in columns.items() for column in own]
-        self._initial = [(role, c.name, c.initial) for role, c in shown if c.initial is not None]
-        self._described: object = None
-        self._crc = 0
+
+    @property
+    def n(self) -> int | None:
+        """Number of samples, the same for all objects with a size; ``None`` without."""
+        sizes = {name: count(groups) for name, groups in self._groups.items()}
+        known = {name: n for name, n in sizes.items() if n is not None}
+        if len(set(known.values())) > 1:
+            raise ValueError(f"n differs: {known}; add_sample_group of the estimator appends rows in all its parts")
+        return next(iter(known.values()), None)
 
     def read(
         self,
@@ -159,7 +166,6 @@ class BatchReader:
         values: Mapping[str, Tensor],
         depositing: bool,
         facts: Mapping[str, int],
-        identity: Callable[[], Mapping[str, Any]],
         least: int = 1,
         more: int = 0,
     ) -> Batch:
@@ -170,7 +176,6 @@ class BatchReader:
             values: further tensors of the call, ``(b, ...)`` each; the first one sets the device and dtype of the call.
             depositing: the call deposits, so that rows may move to the features' device.
             facts: integers that must be equal on all ranks.
-            identity: function that returns the configuration, which must be equal on all ranks like the sample groups.
             least: least number of distinct samples in the global batch, 1 or 2.
             more: number of further candidates of this rank.
         """
@@ -180,7 +185,6 @@ class BatchReader:
         with self.handshake.guard():
             self.ranks.check_alive()
             self.async_checks.poll()
-            self.groups.check()
             if several:  # the exchange needs the keys on the host: wait for an index on a device
                 keys = {name: key.cpu() for name, key in keys.items()}
             there = _on(keys, device)
@@ -188,10 +192,9 @@ class BatchReader:
             rows, bad = self._in_range(keys, there, known)
             host_rows = rows if bad is None and rows.device.type == "cpu" else self._on_host(keys)
             fetch = None if self.prefetcher is None else self.prefetcher.find(host_rows)
-            own = None if self.table is None else self._fetch_own(rows, host_rows, fetch, depositing)
+            own = self._fetch_own(rows, host_rows, fetch, depositing)
         if several:
             facts = {"width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize, **facts}
-            facts["configuration"] = self._fingerprint(identity)
             shapes = {name: f"{value.dtype} {[*value.shape[1:]]}" for name, value in values.items()}
             facts["values"] = fingerprint(shapes)
         agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, more)
@@ -199,8 +202,8 @@ class BatchReader:
             there = _on(agreed.keys, device)
             known = {name: survey(key) for name, key in agreed.keys.items()}
             rows, host_rows = self._stack(there), self._on_host(agreed.keys)
-        block, everyone = self._gather(agreed, host_rows, fetch, own, values)
-        batch = self._batch(agreed, there, everyone, rows, host_rows, block, bad, like, known["index"], depositing)
+        blocks, everyone = self._gather(agreed, host_rows, fetch, own, values)
+        batch = self._batch(agreed, there, everyone, rows, host_rows, blocks, bad, like, known["index"], depositing)
         if least == 2:
             batch.bad = either(batch.bad, self.async_checks.two_samples(agreed.keys, known))
         batch.alike = any(found is not None and found.low == found.high for found in known.values())
@@ -214,39 +217,35 @@ class BatchReader:
         keys, known = {"index": index}, survey(index)
         there = _on(keys, like.device)
         rows, bad = self.agree(lambda: self._in_range(keys, there, {"index": known}))
-        block = None
-        if self.table is not None and self.table.sharded:
+        blocks = self._fetch_own(rows, index[:, None], None, False)
+        if self.sharded:
             indices = self.ranks.gather_objects(index.cpu())  # ranks may pass different indices
-            found = self.table.fetch_sharded(torch.cat(indices), like.device)
-            block = found.split([len(other) for other in indices])[self.ranks.rank]
-        elif self.table is not None:
-            block = self._fetch_own(rows, index[:, None], None, False)
+            found = self._fetch_shards(torch.cat(indices), like.device, {})
+            lengths = [len(other) for other in indices]
+            blocks |= {name: block.split(lengths)[self.ranks.rank] for name, block in found.items()}
         alone = Agreement(keys, [len(index)], slice(0, len(index)))
         host_rows = self._on_host(keys)
-        return self._batch(alone, there, dict(values or {}), rows, host_rows, block, bad, like, known, False)
+        return self._batch(alone, there, dict(values or {}), rows, host_rows, blocks, bad, like, known, False)
 
     def prefetch(self, keys: Mapping[str, Tensor]) -> None:
         """Start to read the rows of a future batch; ``keys`` as in :meth:`read`."""
         for name in self.row_keys:
             if name in keys:
-                check_range(name, keys[name], self.groups.n)  # an index on a device is checked at the call of its batch
+                check_range(name, keys[name], self.n)  # an index on a device is checked at the call of its batch
         rows = self._on_host(keys)
         if self.prefetcher is not None and rows is not None:
             self.prefetcher.start(rows, self._device)
 
+    def forget_prefetched(self) -> None:
+        """Drop prefetched rows."""
+        if self.prefetcher is not None:
+            self.prefetcher.drop_all()
+
     def agree(self, action: Callable[[], Any]) -> Any:
         """Run an action; on shards, raise on all ranks if it raises on one, since a collective read follows."""
-        return self.ranks.agree(action) if self.table is not None and self.table.sharded else action()
+        return self.ranks.agree(action) if self.sharded else action()
 
     # -- inside ------------------------------------------------------------------------------------------------
-
-    def _fingerprint(self, identity: Callable[[], Mapping[str, Any]]) -> int:
-        # Computed again only after a change of a sample group, which replaces the list `checked`.
-        if self._described is not self.groups.checked:
-            values = [{k: v for k, v in g.items() if not isinstance(v, Tensor)} for g in self.groups.checked]
-            self._crc = fingerprint({**identity(), "sample_groups": values})
-            self._described = self.groups.checked
-        return self._crc
 
     def _in_range(
         self, keys: Mapping[str, Tensor], there: Mapping[str, Tensor], known: Mapping[str, Survey | None]
@@ -256,7 +255,7 @@ class BatchReader:
         An index on the CPU raises if it is out of range; without an index on a device the flag is ``None``.
         """
         bad: Tensor | None = None
-        n = self.groups.n
+        n = self.n
         for name in self.row_keys if n is not None else ():
             flag = check_range(name, keys[name], n, known[name]) if name in keys else None
             bad = bad if flag is None else either(bad, flag.to(there[name].device))
@@ -268,7 +267,7 @@ class BatchReader:
 
     def _stack(self, keys: Mapping[str, Tensor]) -> Tensor:
         """Return row numbers ``(b, R)``; a copy if the commit needs them, since the caller may overwrite the keys."""
-        if self.table is None and "index2" not in keys:
+        if not self.tables and "index2" not in keys:
             return keys["index"].unsqueeze(1)
         return torch.stack([keys[name] for name in self.row_keys if name in keys], dim=1)
 
@@ -280,46 +279,60 @@ class BatchReader:
     def _refuse_index(self, bad: int) -> None:
         if bad:
             raise IndexError(
-                f"an index of an earlier call was outside n={self.groups.n} (its loss was NaN); {INDEX_REMEDY}. On the "
+                f"an index of an earlier call was outside n={self.n} (its loss was NaN); {INDEX_REMEDY}. On the "
                 f"CPU it is refused at once"
             )
 
     def _fetch_own(
         self, rows: Tensor, host_rows: Tensor | None, fetch: Fetch | None, depositing: bool
-    ) -> Tensor | None:
-        """Return the rows of this rank's samples, one line per sample; ``None`` on shards, which need all indices."""
-        assert self.table is not None
-        self.table.rows.ready()
-        if depositing:
-            self.table.store.to(rows.device)
-        if self.table.sharded:
-            return None
-        if fetch is not None:
-            block = fetch.claim().take(rows.device)
-        else:
-            block = self.table.rows.fetch(rows.flatten(), None if host_rows is None else host_rows.flatten())
-        return accelerator.to_device(block, rows.device).view(len(rows), rows.shape[1] * block.shape[1])
+    ) -> dict[str, Tensor]:
+        """Return the rows of this rank's samples by table, one line per sample; without shards, which need all."""
+        own: dict[str, Tensor] = {}
+        for name, table in self.tables.items():
+            table.rows.ready()
+            if depositing:
+                table.store.to(rows.device)
+            if table.sharded:
+                continue
+            ticket = None if fetch is None else fetch.claim(name)
+            if ticket is not None:
+                block = ticket.take(rows.device)
+            else:
+                block = table.rows.fetch(rows.flatten(), None if host_rows is None else host_rows.flatten())
+            own[name] = accelerator.to_device(block, rows.device).view(len(rows), rows.shape[1] * block.shape[1])
+        return own
+
+    def _fetch_shards(self, rows: Tensor, device: torch.device, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the rows ``(R,)``, given on the CPU, of all sharded tables, by one all-reduce. Collective."""
+        shares = {n: table.share(rows, device, mine.get(n)) for n, table in self.tables.items() if table.sharded}
+        if len(shares) == 1:
+            return {name: self.ranks.sum_bits(share) for name, share in shares.items()}
+        together = self.ranks.sum_bits(torch.cat([*shares.values()], dim=1))
+        parts = together.split([share.shape[1] for share in shares.values()], dim=1)
+        return {name: part.contiguous() for name, part in zip(shares, parts, strict=True)}
 
     def _gather(
         self,
         agreed: Agreement,
         host_rows: Tensor | None,
         fetch: Fetch | None,
-        own: Tensor | None,
+        own: Mapping[str, Tensor],
         values: Mapping[str, Tensor],
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the rows of the global batch and the values of all ranks. Collective."""
-        block: Tensor | None = None
-        if own is None and self.table is not None:
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the rows of the global batch by table, and the values of all ranks. Collective."""
+        blocks: dict[str, Tensor] = {}
+        if self.sharded:
             assert host_rows is not None  # with several ranks all keys are on the CPU
-            mine = None
-            if fetch is not None and agreed.prefetched:
-                mine = accelerator.to_device(fetch.claim().take(), self._device)
-            block = self.table.fetch_sharded(host_rows.flatten(), self._device, mine)
+            mine: dict[str, Tensor] = {}
+            for name, table in self.tables.items() if fetch is not None and agreed.prefetched else ():
+                ticket = fetch.claim(name) if table.sharded and fetch is not None else None
+                if ticket is not None:
+                    mine[name] = accelerator.to_device(ticket.take(), self._device)
+            blocks = self._fetch_shards(host_rows.flatten(), self._device, mine)
         # One message for the features and the rows.
-        everyone = self.ranks.gather([*values.values()] if own is None else [*values.values(), own], agreed.sizes)
-        block = block if own is None else everyone.pop()
-        return block, dict(zip(values, everyone, strict=True))
+        everyone = self.ranks.gather([*values.values(), *own.values()], agreed.sizes)
+        blocks |= zip(own, everyone[len(values) :], strict=True)
+        return blocks, dict(zip(values, everyone, strict=False))
 
     def _batch(
         self,
@@ -328,41 +341,26 @@ class BatchReader:
         values: dict[str, Tensor],
         rows: Tensor,
         host_rows: Tensor | None,
-        block: Tensor | None,
+        blocks: Mapping[str, Tensor],
         bad: Tensor | None,
         like: Tensor,
         known: Survey | None,
         depositing: bool,
     ) -> Batch:
-        dtype = working_dtype(like.dtype, self.dtype)
-        columns: dict[str, Tensor] = {}
-        if self.table is not None and block is not None:
-            block = block.view(-1, 2 * self.table.layout.words)
-            columns = self.table.unpack(rows, block, dtype)
+        dtype, tables = working_dtype(like.dtype, self.dtype), {}
+        for name, table in self.tables.items():
+            block = blocks[name].view(-1, 2 * table.layout.words)
+            columns = table.unpack(rows, block, dtype)
+            tables[name] = Rows(columns, columns.pop(COUNT), block)
+        for name, column, key in self._initial:  # samples that were never visited have the value of a hyper-parameter
+            value, read = Hyper(self._groups[name], rows, dtype)(key), tables[name]
+            if isinstance(value, Tensor):
+                read.columns[column] = torch.where(read.unseen, value, read.columns[column])
+            else:
+                read.columns[column] = read.columns[column].masked_fill(read.unseen, value)
         distinct = len(keys) == 1 and known is not None and known.distinct
         sizes, more, own = agreed.sizes, agreed.more, agreed.own
-        batch = Batch(keys, values, sizes, more, own, rows, host_rows, columns, block, distinct, bad, dtype, depositing)
-        if columns:
-            self._show_unseen(batch)
-        return batch
-
-    def _show_unseen(self, batch: Batch) -> None:
-        """Set the values of columns that their part has never visited: zero, or a hyper-parameter."""
-        columns = batch.columns
-        partial = set() if self.table is None else self.table.partial
-        for own in self._columns.values() if partial else ():
-            first = own[0]
-            if first.name in partial:
-                blank = columns[first.name] == first.blank
-                columns[first.name] = columns[first.name].masked_fill(blank, 0)
-                batch.blank |= dict.fromkeys((column.name for column in own), blank)
-        for role, name, initial in self._initial:
-            value = self.groups.hyper(role, batch.rows, batch.dtype)(initial)
-            unseen = batch.unseen(name)
-            if isinstance(value, Tensor):
-                columns[name] = torch.where(unseen, value, columns[name])
-            else:
-                columns[name] = columns[name].masked_fill(unseen, value)
+        return Batch(keys, values, sizes, more, own, rows, host_rows, tables, distinct, bad, dtype, depositing)
 
 
 def _on(keys: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -1,156 +1,163 @@
-"""Functions that build, check and load the ``state_dict`` of an estimator or of a part."""
+"""Functions that build, check, load and convert the ``state_dict`` of an estimator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from compopt.batch import COUNT
 from compopt.checks import values
 from compopt.checks.context import warn
-from compopt.estimator.engine import Engine
 
-FORMAT_VERSION = 1
-KEYS = ("version", "config", "sample_groups", "rows", "extra", "t")
+if TYPE_CHECKING:
+    from compopt.estimator.base import Estimator
+
+FORMAT_VERSION = 2
+KEYS = ("version", "config", "t")  # of every state; an object also has LEAF, a container PARTS
+LEAF, PARTS = ("sample_groups", "rows", "state"), ("parts",)
+OLD_KEYS = ("version", "config", "sample_groups", "rows", "extra", "t")  # of version 1
 
 
-def config(engine: Engine, roles: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return the configuration that a checkpoint and its reader must share, of all parts or of some roles."""
-    parts = {role: engine.parts[role] for role in roles or engine.parts}
-    own = engine.columns()
-    columns = {column.name: [column.width, str(column.dtype)] for role in parts for column in own[role]}
-    structures = {role: part.structure() for role, part in parts.items()}
+def is_container(est: Estimator) -> bool:
+    """Return whether the state of an estimator is that of its parts."""
+    return "" not in est._objects()
+
+
+def config(est: Estimator) -> dict[str, Any]:
+    """Return the configuration that a checkpoint and its reader must share, as a tree."""
+    if is_container(est):
+        objects = est._objects()
+        return {
+            "mode": est._opened().mode,
+            "method": {name: type(each).__name__ for name, each in objects.items()},
+            "options": est.structure(),
+            "parts": {name: config(each) for name, each in objects.items()},
+        }
+    form, columns = est._opened(), est._columns()
     return {
-        "mode": engine.mode,
-        "method": {role: type(part).__name__ for role, part in parts.items()},
-        "dtype": str(engine.dtype),
-        "n": [group.get("n") for group in engine.groups.saved()],
+        "mode": form.mode,
+        "method": type(est).__name__,
+        "dtype": str(form.dtype),
+        "n": [group.get("n") for group in est._groups],
         # before the columns, which follow from them: a load names the first entry that differs
-        "options": {**engine.options, **{role: structure for role, structure in structures.items() if structure}},
-        "columns": {**columns, **({COUNT: [engine.width, "torch.int32"]} if columns else {})},
+        "options": est.structure(),
+        "columns": {c.name: [c.width, str(c.dtype)] for c in columns}
+        | ({COUNT: [form.width, "torch.int32"]} if columns else {}),
     }
 
 
-def compare(engine: Engine, given: Mapping[str, Any]) -> None:
-    """Raise if the configuration of a checkpoint differs; the message has both values."""
-    values.mapping("config", given)
-    _compare("", config(engine), given)
+def about(est: Estimator) -> dict[str, Any]:
+    """Return the state without tensors, as a tree; what a manifest contains."""
+    own = {"config": config(est), "t": est.t}
+    if is_container(est):
+        del own["config"]["parts"]  # the parts contain their own
+        return {**own, "parts": {name: about(each) for name, each in est._objects().items()}}
+    notes = {"notes": dict(est.notes)} if est.notes else {}
+    return {**own, "sample_groups": [dict(group) for group in est._groups], **notes}
 
 
-def state_dict(engine: Engine) -> dict[str, Any]:
-    """Return the whole state."""
-    return {**rest(engine), "rows": {} if engine.table is None else engine.table.state_dict()}
+def state_dict(est: Estimator) -> dict[str, Any]:
+    """Return the whole state; the hooks of parts run."""
+    state = {"version": FORMAT_VERSION, **about(est)}
+    if is_container(est):
+        return {**state, "parts": {name: each.state_dict() for name, each in est._objects().items()}}
+    own = est.saved_state()
+    rows = {} if est._table is None else est._table.state_dict()
+    return {**state, "rows": rows, "state": own, **({"entries": sorted(own)} if est.state_grows else {})}
 
 
-def rest(engine: Engine) -> dict[str, Any]:
-    """Return the state without the rows."""
-    extra = {role: part.saved_state() for role, part in engine.parts.items()}
-    entries = {role: sorted(extra[role]) for role, part in engine.parts.items() if part.state_grows}
-    return {
-        "version": FORMAT_VERSION,
-        "config": config(engine),
-        "sample_groups": engine.groups.saved(),
-        "extra": extra,
-        **({"entries": entries} if entries else {}),
-        "t": engine.t,
-    }
-
-
-def flat(extra: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return state that is not rows on the CPU, with keys ``role.name``."""
-    return {f"{role}.{name}": value.detach().cpu() for role, own in extra.items() for name, value in own.items()}
-
-
-def by_role(engine: Engine, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return tensors with keys ``role.name`` by role and name, the inverse of :func:`flat`."""
-    found: dict[str, dict[str, Tensor]] = {role: {} for role in engine.parts}
-    for key, value in tensors.items():
-        role, _, name = key.partition(".")
-        if role not in found:
-            raise ValueError(f"the checkpoint has {key!r}, which this estimator has not; load another one")
-        found[role][name] = value
-    return found
-
-
-def of_parts(engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what belongs to the parts of this engine in a state, or in a manifest, of 0.3.
-
-    Estimators of 0.3 kept scores as a third part, with columns in their rows. A :class:`~compopt.ScoreKeeper` takes
-    these, and an estimator the others, with a warning. ``spare_negatives`` of a policy was named ``spare_extra``.
-    """
-    config = values.mapping("config", state["config"])
-    options = config.get("options")
-    if isinstance(options, Mapping) and "spare_extra" in (pairs := str(options.get("pairs"))):
-        config = {**config, "options": {**options, "pairs": pairs.replace("spare_extra", "spare_negatives")}}
-        state = {**state, "config": config}
-    method = config.get("method")
-    if not isinstance(method, Mapping) or "scores" not in method or list(method) == list(engine.parts):
-        return state
-    if "scores" not in engine.parts:
-        warn(
-            "the checkpoint has scores, which are rows of a keeper now: attach a compopt.ScoreKeeper(n) to the "
-            "estimator, and pass the checkpoint to keeper.load_state_dict() or compopt.load(keeper, directory)"
-        )
-    columns = {column.name for own in engine.columns().values() for column in own}
-    columns |= {COUNT} if columns else set()
-    keys = {name for names in engine.groups.names.values() for name in names.values()}
-    keys |= set() if engine.groups.n is None else {"n"}
-
-    def own(what: str, entries: Any, names: Collection[str]) -> dict[str, Any]:
-        return {name: value for name, value in values.mapping(what, entries).items() if name in names}
-
-    config = {
-        **config,
-        "method": own("method", method, engine.parts),
-        "options": own("options", config.get("options"), {*engine.options, *engine.parts}),
-        "columns": own("columns", config.get("columns"), columns),
-        "n": config.get("n") if "n" in keys else [None],
-    }
-    groups = [own("sample_groups", group, keys) for group in state["sample_groups"]]
-    kept = {"rows": columns, "extra": engine.parts}  # a manifest has neither
-    parts = {key: own(key, state[key], names) for key, names in kept.items() if key in state}
-    return {**state, "config": config, "sample_groups": groups, **parts}
-
-
-def check_all(engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a whole state for :func:`load`; refuse one that it cannot load."""
-    _check_keys(state)
-    state = of_parts(engine, state)
-    check(engine, state)
-    rows, table = state["rows"], engine.table
-    values.mapping("rows", rows)
-    if table is not None:
-        table.check_state(rows)
-    elif rows:
-        raise ValueError(f"the checkpoint has the columns {sorted(rows)}, this estimator keeps nothing per sample")
-    engine.groups.checked_as(state["sample_groups"])
+def checked(est: Estimator, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a whole state for :func:`load`; refuse one that cannot be loaded."""
+    state = current(est, state)
+    values.entries("state_dict", state, PARTS if is_container(est) else LEAF)
+    check_about(est, state)
+    if is_container(est):
+        parts = {name: each._checked_state(state["parts"][name]) for name, each in est._objects().items()}
+        return {**state, "parts": parts}
+    values.mapping("rows", state["rows"])
+    if est._table is not None:
+        est._table.check_state(state["rows"])
+    elif state["rows"]:
+        raise ValueError(f"the checkpoint has the columns {sorted(state['rows'])}, this estimator has no rows")
+    check_tensors(est, state)
     return state
 
 
-def load(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Load a whole state that :func:`check_all` has accepted; see :meth:`Estimator.load_state_dict`."""
-    engine.groups.replace(state["sample_groups"])
-    fill(engine, state, lambda: None if engine.table is None else engine.table.load_state_dict(state["rows"]))
-
-
-def check(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Refuse the state of another estimator; the rows are not checked here."""
-    _check_keys(state)
-    compare(engine, state["config"])
+def check_about(est: Estimator, state: Mapping[str, Any]) -> None:
+    """Refuse the state, or the manifest, of another estimator; tensors are not checked here."""
+    _compare_configs(est, state["config"])
     commits(state["t"])
-    _check_extra(engine, state, engine.parts)
+    if not is_container(est):
+        values.mapping("notes", state.get("notes", {}))
+        check_groups(est, state["sample_groups"])
+        est.check_load(state)
+        return
+    values.entries("state_dict", state, PARTS)
+    parts, own = values.mapping("parts", state["parts"]), est._objects()
+    if parts.keys() != own.keys():
+        raise ValueError(f"parts must be those of this estimator, {[*own]}, the checkpoint has {[*parts]}")
 
 
-def fill(engine: Engine, state: Mapping[str, Any], load_rows: Callable[[], None]) -> None:
-    """Load checked state into an estimator; its groups have already been replaced."""
-    engine.forget_prefetched()
+def check_groups(est: Estimator, given: Any) -> None:
+    """Refuse sample groups that cannot replace those of an object."""
+    own = est._groups
+    if not isinstance(given, list | tuple) or not all(isinstance(group, Mapping) for group in given):
+        raise ValueError(f"sample_groups must be {len(own)} mappings, the checkpoint has {given!r}")
+    if len(given) != len(own):
+        raise ValueError(f"sample_groups must be {len(own)} mappings, the checkpoint has {given!r}")
+    for number, (group, other) in enumerate(zip(own, given, strict=True)):
+        if set(group) != set(other):
+            raise ValueError(
+                f"sample group {number} must have {sorted(group)}, the checkpoint has {sorted(other)}; build "
+                f"the estimator as the one that was saved"
+            )
+        group.completed(other)
+
+
+def check_tensors(est: Estimator, state: Mapping[str, Any]) -> None:
+    """Check state that is not rows: its entries, and its tensors by :meth:`Estimator.check_state`."""
+    values.mapping("state", state["state"])
+    # torch.distributed.checkpoint loads only entries that exist before the load; an optimizer without steps has none.
+    given = sorted(state["state"])
+    if state.get("entries", given) != given:
+        raise ValueError(
+            f"the checkpoint has the entries {state['entries']} of the {type(est).__name__}, {given} were read; with "
+            f"torch.distributed.checkpoint save and load compopt.integrations.dcp.Stateful(est)"
+        )
+    est.check_state(state["state"])
+
+
+def load(est: Estimator, state: Mapping[str, Any]) -> None:
+    """Load a whole state that :func:`checked` has accepted."""
+    if is_container(est):
+        for name, each in est._objects().items():
+            each._load_checked(state["parts"][name])
+        finish(est, state)
+        return
+    table = est._table
+    fill(est, state, lambda: None if table is None else table.load_state_dict(state["rows"]))
+
+
+def fill(est: Estimator, state: Mapping[str, Any], load_rows: Callable[[], None]) -> None:
+    """Load checked state into one object; ``load_rows`` overwrites its rows."""
+    est._reading().forget_prefetched()
+    for own, group in zip(est._groups, state["sample_groups"], strict=True):
+        own.update(group)
     load_rows()
-    for role, part in engine.parts.items():
-        part.take_state(state["extra"][role])
-    engine.t, engine.committed = commits(state["t"]), 0
-    engine.discard()
+    est.take_state(state["state"])
+    est.notes = dict(state.get("notes", {}))
+    finish(est, state)
+
+
+def finish(est: Estimator, state: Mapping[str, Any]) -> None:
+    """Set the number of commits, and drop what is pending."""
+    est._reading().forget_prefetched()
+    est.t, est._committed = commits(state["t"]), 0
+    est.discard()
 
 
 def commits(t: Any) -> int:
@@ -158,113 +165,117 @@ def commits(t: Any) -> int:
     return values.integer("t", t, 0, values.MOST)
 
 
-def part_state_dict(engine: Engine, role: str) -> dict[str, Any]:
-    """Return the state of one part."""
-    part, columns, rows = engine.parts[role], engine.columns()[role], {}
-    if columns and engine.table is not None:
-        rows = engine.table.state_dict([*(column.name for column in columns), COUNT])
-        first = columns[0]
-        blank = rows[first.name] == first.blank  # samples that only other parts have visited
-        rows[COUNT].masked_fill_(blank, 0)
-        rows[first.name].masked_fill_(blank, 0)
+# -- version 0.3 ---------------------------------------------------------------------------------------------------
+
+
+def current(est: Estimator, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state, or a manifest, in the present form; refuse a newer one."""
+    values.entries("state_dict", state, KEYS)
+    version = values.integer("version", state["version"], 1, values.MOST)
+    if version > FORMAT_VERSION:
+        raise ValueError(f"version {version} is newer than this library understands ({FORMAT_VERSION}); update compopt")
+    return of_0_3(est, state) if version == 1 else state
+
+
+def of_0_3(est: Estimator, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state, or a manifest, of 0.3 in the present form.
+
+    All parts had one table: columns are split by part, and each part gets the visits. A sample that a part had not
+    visited had a mark in the part's first column, and gets no visits in that part.
+    """
+    old = values.mapping("config", state["config"])
+    method = old.get("method") if isinstance(old.get("method"), Mapping) else {}
+    options = dict(values.mapping("options", old.get("options", {})))
+    groups = state.get("sample_groups")
+    groups = groups if isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups) else []
+
+    def part(each: Estimator, role: str) -> dict[str, Any]:
+        names = {c.name for c in each._columns()}
+        columns = values.mapping("columns", old.get("columns", {}))
+        sized = isinstance(old.get("n"), list) and each.n is not None
+        own = {
+            "mode": old.get("mode"),
+            "method": method.get(role),
+            "dtype": old.get("dtype"),
+            "n": old.get("n") if sized else [None],
+            "options": options.get(role, {}),
+            "columns": {n: c for n, c in columns.items() if n in names or (names and n == COUNT)},
+        }
+        keys = {key: (f"{role}.{key}", key) for key in ("n", *each.defaults)}
+        found: dict[str, Any] = {
+            "version": FORMAT_VERSION,
+            "config": own,
+            "t": state["t"],
+            "sample_groups": [
+                {key: group[old_key] for key, both in keys.items() for old_key in both if old_key in group}
+                for group in groups
+            ],
+        }
+        taus = values.mapping("meaning", state.get("meaning", {})).get("tau") or []
+        if len(set(taus)) == 1:
+            found["notes"] = {"tau": taus[0]}
+        if "rows" in state:
+            rows = values.mapping("rows", state["rows"])
+            found["rows"] = split_rows(each, {n: x for n, x in rows.items() if n in names or (names and n == COUNT)})
+        if "extra" in state:
+            found["state"] = values.mapping("extra", state["extra"]).get(role)
+            if role in state.get("entries", {}):
+                found["entries"] = state["entries"][role]
+        return found
+
+    if not is_container(est):
+        return part(est, old_role(est, method))
+    objects = est._objects()
+    if "scores" in method:
+        warn(
+            "the checkpoint has scores, which are rows of a keeper now: attach a compopt.ScoreKeeper(n) to the "
+            "estimator, and pass the checkpoint to keeper.load_state_dict() or compopt.load(keeper, directory)"
+        )
+    kept = {key: value for key, value in options.items() if key not in (*method, "scores")}
+    if "pairs" in kept:  # named spare_extra before
+        kept["pairs"] = str(kept["pairs"]).replace("spare_extra", "spare_negatives")
+    own = {"mode": old.get("mode"), "method": {k: v for k, v in method.items() if k != "scores"}, "options": kept}
     return {
         "version": FORMAT_VERSION,
-        "config": config(engine, [role]),
-        "sample_groups": [dict(group) for group in engine.groups.of_part(role)],
-        "rows": rows,
-        "extra": {role: part.saved_state()},
-        "meaning": part.meaning(),
-        "t": engine.t,
+        "config": own,
+        "t": state["t"],
+        "parts": {name: part(each, name) for name, each in objects.items()},
     }
 
 
-def check_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
-    """Refuse the state of one part that :func:`load_part` cannot load."""
-    _check_keys(state)
-    _compare_part(engine, role, state)
-    _check_extra(engine, state, [role])
-    values.mapping("rows", state["rows"])
-    own = [column.name for column in engine.columns()[role]]
-    if engine.table is not None and own:
-        engine.table.check_state(state["rows"], [*own, COUNT])
-    engine.parts[role].check_meaning(state)
+def old_role(est: Estimator, method: Any) -> str:
+    """Return the name of an object's part in a state of 0.3."""
+    kinds = method if isinstance(method, Mapping) else {}
+    return next((role for role, kind in kinds.items() if kind == type(est).__name__), next(iter(kinds), ""))
 
 
-def load_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
-    """Load the state of one part that :func:`check_part` has accepted."""
-    columns, table = engine.columns(), engine.table
-    own = [column.name for column in columns[role]]
-    if table is not None and own:
-        engine.forget_prefetched()
-
-        def adapt(at: Tensor, block: Mapping[str, Tensor], loaded: Tensor, before: Tensor) -> None:
-            for each, part in engine.parts.items():
-                hyper = engine.groups.hyper(each, at[:, None], engine.dtype)
-                part.adapt_rows({**block, "visits": block[COUNT], COUNT: loaded if each == role else before}, hyper)
-
-        others = [own[0].name for other, own in columns.items() if own and other != role]
-        table.load_part(state["rows"], own[0], others, adapt)
-    engine.parts[role].take_state(state["extra"][role])
-    engine.discard()
+def split_rows(est: Estimator, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the columns of one object from rows of 0.3, without the marks of samples that it has not visited."""
+    columns, rows = est._columns(), dict(rows)
+    if not columns or any(not isinstance(rows.get(name), Tensor) for name in (columns[0].name, COUNT)):
+        return rows
+    first = columns[0]
+    blank = -math.inf if first.dtype.is_floating_point else torch.iinfo(first.dtype).min
+    unvisited = rows[first.name] == blank
+    if rows[COUNT].shape == unvisited.shape and unvisited.any():
+        rows |= {name: rows[name].masked_fill(unvisited, 0) for name in (first.name, COUNT)}
+    return rows
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------------------------
 
 
-def _check_keys(state: Mapping[str, Any]) -> None:
-    """Refuse an object that ``state_dict()`` did not return, or a newer format version."""
-    values.entries("state_dict", state, KEYS)
-    if values.integer("version", state["version"], 1, values.MOST) > FORMAT_VERSION:
-        raise ValueError(
-            f"version {state['version']} is newer than this library understands ({FORMAT_VERSION}); update compopt"
-        )
-
-
-def _check_extra(engine: Engine, state: Mapping[str, Any], roles: Iterable[str]) -> None:
-    """Check state that is not rows: its roles, its entries, and the tensors by :meth:`Component.check_state`."""
-    extra, entries, roles = state["extra"], state.get("entries", {}), list(roles)
-    values.mapping("extra", extra)
-    values.mapping("entries", entries)
-    for role in extra:
-        if role not in roles:
-            raise ValueError(f"the checkpoint has state of a {role!r}, which this estimator has not; it has {roles}")
-    for role in roles:
-        if role not in extra:
-            raise ValueError(f"the checkpoint has no state of the {role}; it has that of {sorted(extra)}")
-        values.mapping(f"extra of the {role}", extra[role])
-        # torch.distributed.checkpoint loads only entries that exist before the load; an optimizer without steps has
-        # none.
-        given = sorted(extra[role])
-        if entries.get(role, given) != given:
-            raise ValueError(
-                f"the checkpoint has the entries {entries[role]} of the {role}, {given} were read; with "
-                f"torch.distributed.checkpoint save and load compopt.integrations.dcp.Stateful(est)"
-            )
-        engine.parts[role].check_state(extra[role])
-
-
-def _compare_part(engine: Engine, role: str, state: Mapping[str, Any]) -> None:
-    """Refuse the state of another kind of part, or of a whole estimator."""
-    needed, given, groups = config(engine, [role]), state["config"], state["sample_groups"]
-    values.mapping("config", given)
-    values.mapping("options", given.get("options", {}))
-    if not isinstance(given.get("method"), Mapping) or list(given["method"]) != [role]:
-        raise ValueError(
-            f"the state must be that of one {role}, such as est.{role}.state_dict(); it has {given.get('method')}"
-        )
-    alone = given.get("mode") == "single"  # saved by a part that was used alone, with one value per sample
-    for key in ("method", *(() if alone else ("mode",)), "n", "dtype", "columns"):
-        _compare(key, needed[key], given.get(key))
-    _compare(f"options.{role}", needed["options"].get(role), given.get("options", {}).get(role))
-    if not isinstance(groups, list) or not values.equal(
-        needed["n"], [isinstance(group, Mapping) and group.get("n") for group in groups]
-    ):
-        raise ValueError(f"sample_groups must be mappings with n of {needed['n']}, the checkpoint has {groups!r}")
-    values.mapping("meaning", state.get("meaning", {}))
+def _compare_configs(est: Estimator, given: Any) -> None:
+    """Raise at the first entry that differs; the message has both values."""
+    given, expected = values.mapping("config", given), config(est)
+    expected.pop("parts", None)
+    if not is_container(est) and "single" in (given.get("mode"), expected["mode"]):  # used alone, or in a container
+        expected.pop("mode")
+        given = {key: value for key, value in given.items() if key != "mode"}
+    _compare("", expected, given)
 
 
 def _compare(where: str, expected: Any, given: Any) -> None:
-    """Raise at the first entry that differs; the message has both values."""
     if isinstance(expected, Mapping) and isinstance(given, Mapping):
         for key in {**expected, **given}:
             _compare(f"{where}.{key}" if where else str(key), expected.get(key), given.get(key))

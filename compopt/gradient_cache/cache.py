@@ -127,17 +127,17 @@ def gradient_cache(
     """
     if not isinstance(est, ContrastiveEstimator):
         raise TypeError(f"est must be a contrastive estimator, got {type(est).__name__}")
-    with est._engine.handshake.guard():  # an error in the arguments is reported to the other ranks
+    with est._handshake.guard():  # an error in the arguments is reported to the other ranks
         checks.one_of("batch_norm", batch_norm, ("refuse", "update_once"))
         checks.flag("reduce", reduce)
         _check_list(model, batch, index)
         given, positions = split_negatives(negatives)
         towers = new_towers(model, batch, micro_batch_size, encode, batch_norm == "update_once")
     with doing("compopt.gradient_cache()", est.t):
-        _pad(est._engine.ranks, towers)
+        _pad(est._ranks, towers)
     # Where every pass gathers parameters, the other ranks wait in a pass, and a message would wait for them.
     alone = any(_gathers(wrapper) for tower in towers for wrapper in tower.wrappers)
-    with NOTHING if alone else est._engine.handshake.guard():
+    with NOTHING if alone else est._handshake.guard():
         outputs = [output for tower in towers for output in tower.encode_all()]
         z1, z2, further, tau = _arguments(outputs, given, tau)
         _check_samples(towers[0], z1)

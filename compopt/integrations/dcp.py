@@ -22,8 +22,8 @@ from compopt.checks import values
 from compopt.distributed.collectives import doing
 from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator
-from compopt.estimator.engine import Engine
 from compopt.stores import table as tables
+from compopt.stores.table import RowTable
 
 try:
     from torch.distributed.tensor import DTensor, Shard
@@ -49,7 +49,6 @@ class Stateful:
         est: the estimator. The adapter itself has no state.
 
     Raises:
-        RuntimeError: ``est`` is a part of another estimator.
         ValueError: in ``dcp.load``, see :meth:`load_state_dict`.
 
     Communicates: each method is collective.
@@ -73,15 +72,15 @@ class Stateful:
             ``"rest"``: bytes.
         """
         est = self.est
-        engine = est._engine
         est._begin_saving()
-        with doing("state_dict()", est.t), engine.copying():
-            about = states.rest(engine)
-            parts = {} if engine.table is None else engine.table.state_dict(own=_share(engine))
-        extra = states.flat(about.pop("extra"))
+        with doing("state_dict()", est.t), est._copying():
+            about = states.about(est)
+            tensors = {_key(name, key): x for name, each in est._objects().items() for key, x in each.saved_state().items()}
+            parts = {name: table.state_dict(own=_share(est)) for name, table in _tables(est).items()}
+        rows = _flat(parts)
         with doing("state_dict()", est.t):
-            about |= {"data_fingerprint": est.data_fingerprint, "checksums": _checksums(est, parts)}
-        return {"rows": _distributed(est, parts), "rest": _packed(about, extra)}
+            about |= {"data_fingerprint": est.data_fingerprint, "checksums": _checksums(est, rows)}
+        return {"rows": _distributed(est, rows), "rest": _packed(about, tensors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state; discard pending deposits; ``load_state_dict`` post-hooks run. Collective.
@@ -94,46 +93,66 @@ class Stateful:
                 are not those that were saved (the message has their column).
         """
         est = self.est
-        engine = est._engine
-        with doing("load_state_dict()", est.t), engine.writing():
-            state, parts = engine.ranks.agree(lambda: _checked(est, state_dict))
+        with doing("load_state_dict()", est.t), est._writing():
+            state, parts = est._ranks.agree(lambda: _checked(est, state_dict))
             found = _checksums(est, parts)
-            engine.ranks.agree(lambda: _check_rows(est, state["checksums"], found, parts))
-            engine.groups.replace(state["sample_groups"])
-            states.fill(engine, state, lambda: _load_shares(engine, parts))
+            est._ranks.agree(lambda: _check_rows(est, state["checksums"], found, parts))
+            for name, each in est._objects().items():
+                own, rows = state["parts"][name] if name else state, _of(name, parts)
+                states.fill(each, own, lambda each=each, rows=rows: _load_shares(each, rows))
+            states.finish(est, state)
         est._run("load_state_dict_post")
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
-def _share(engine: Engine, rank: int | None = None) -> range:
+def _key(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _flat(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return tensors with the keys ``object.name``."""
+    return {_key(name, key): value for name, own in parts.items() for key, value in own.items()}
+
+
+def _of(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of one object, the inverse of :func:`_flat`."""
+    prefix = _key(name, "")
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def _tables(est: Estimator) -> dict[str, RowTable]:
+    return {name: each._table for name, each in est._objects().items() if each._table is not None}
+
+
+def _share(est: Estimator, rank: int | None = None) -> range:
     """Return the rows of a rank (default: this rank) in the division of DTensor's ``Shard(0)``."""
-    n, ranks = engine.groups.n or 0, engine.ranks
+    n, ranks = est.n or 0, est._ranks
     each, rank = -(-n // ranks.size), ranks.rank if rank is None else rank
     return range(min(n, rank * each), min(n, (rank + 1) * each))
 
 
-def _load_shares(engine: Engine, own: Mapping[str, Tensor]) -> None:
-    """Overwrite all rows with the shares of all ranks, ``(share, D)`` on each rank. Collective."""
-    if engine.table is None:
+def _load_shares(est: Estimator, own: Mapping[str, Tensor]) -> None:
+    """Overwrite all rows of an object with the shares of all ranks, ``(share, D)`` on each rank. Collective."""
+    if est._table is None:
         return
-    shares = [_share(engine, rank) for rank in range(engine.ranks.size)]
+    ranks = est._ranks
+    shares = [_share(est, rank) for rank in range(ranks.size)]
 
     def parts() -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         # in each round every rank sends the next block of its share, so that the work is balanced
         for block in tables.blocks(range(len(shares[0]))):
             at = slice(block.start, block.stop)
             rows = [tables.numbers(share[at]) for share in shares]
-            everyone = engine.ranks.gather([value[at] for value in own.values()], [len(part) for part in rows])
+            everyone = ranks.gather([value[at] for value in own.values()], [len(part) for part in rows])
             yield torch.cat(rows), dict(zip(own, everyone, strict=True))
 
-    engine.table.load(parts())
-    engine.table.agree_partial()
+    est._table.load(parts())
 
 
 def _distributed(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    ranks = est._engine.ranks
+    ranks = est._ranks
     if ranks.size == 1:
         return dict(parts)
     assert ranks.group is not None
@@ -147,10 +166,9 @@ def _distributed(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, Tenso
 
 def _checksums(est: Estimator, parts: Mapping[str, Tensor]) -> dict[str, int]:
     """Return a checksum per column of values and rows, independent of the number of ranks. Collective."""
-    engine = est._engine
     if not parts:
         return {}
-    everyone = engine.ranks.gather_objects([_checksum(part, _share(engine).start).item() for part in parts.values()])
+    everyone = est._ranks.gather_objects([_checksum(part, _share(est).start).item() for part in parts.values()])
     sums = torch.tensor(everyone, dtype=torch.int64, device="cpu").sum(0)  # modulo 2^64
     return dict(zip(parts, sums.tolist(), strict=True))
 
@@ -185,7 +203,7 @@ def _checked(est: Estimator, state_dict: Mapping[str, Any]) -> tuple[dict[str, A
 
     values.entries("state_dict", state_dict, ("rows", "rest"))
     values.mapping("rows", state_dict["rows"])
-    packed, engine = state_dict["rest"], est._engine
+    packed = state_dict["rest"]
     if not isinstance(packed, bytes) or packed[:8] != f"{zlib.crc32(packed[8:]):08x}".encode():
         raise ValueError(
             "'rest' of the estimator's state is damaged: its checksum does not fit; load another checkpoint"
@@ -195,12 +213,22 @@ def _checked(est: Estimator, state_dict: Mapping[str, Any]) -> tuple[dict[str, A
     header = json.loads(content[8 : 8 + size])
     state: dict[str, Any] = json.loads(header["__metadata__"]["about"])
     loading.check_data(est, "the checkpoint", state["data_fingerprint"])
+    state["version"] = states.FORMAT_VERSION
+    states.check_about(est, state)
     with torch.device("cpu"):
-        state |= {"rows": {}, "extra": states.by_role(engine, from_bytes(content))}
-    states.check(engine, state)
+        tensors = from_bytes(content)
+    for name, each in est._objects().items():
+        own = state["parts"][name] if name else state
+        own["state"] = _of(name, tensors)
+        states.check_about(each, own)
+        states.check_tensors(each, own)
     parts = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in state_dict["rows"].items()}
-    columns, count = () if engine.table is None else engine.table.layout.columns, len(_share(engine))
-    expected = {c.name: torch.empty(count, c.width, dtype=c.dtype, device="meta") for c in columns}
+    count = len(_share(est))
+    expected = {
+        _key(name, c.name): torch.empty(count, c.width, dtype=c.dtype, device="meta")
+        for name, table in _tables(est).items()
+        for c in table.layout.columns
+    }
     values.tensors("the rows", parts, expected)
     return state, parts
 
@@ -213,7 +241,6 @@ def _check_rows(est: Estimator, saved: Mapping[str, int], found: Mapping[str, in
                 f"column {name!r} is damaged: its checksum is {found[name]}, the checkpoint says {saved.get(name)}; "
                 f"load another checkpoint"
             )
-    table = est._engine.table
-    if table is not None:
-        own = _share(est._engine)
-        table.check_values(parts, len(own), own.start)
+    share = _share(est)
+    for name, table in _tables(est).items():
+        table.check_values(_of(name, parts), len(share), share.start)

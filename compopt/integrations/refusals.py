@@ -12,7 +12,7 @@ from compopt.estimator.base import Estimator
 
 def refuse_ranks(est: Estimator, ranks: int, where: str) -> None:
     """Raise if the estimator was built before the process group: each rank would store rows of its own."""
-    if ranks > 1 and est._engine.ranks.group is None:
+    if ranks > 1 and est._ranks.group is None:
         raise ValueError(
             f"{ranks} processes train, and the estimator was built before their process group: each would train on "
             f"its own samples alone; build it {where}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +16,8 @@ from compopt import functional as F
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
 from compopt.checks.inputs import check_values
-from compopt.estimator.component import Component, Setting
-from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups, as_groups
+from compopt.estimator.base import Estimator, Form
+from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.kernel.features import reaches_others, with_gradients, working_dtype
 from compopt.losses.compositional import DOMAINS, Domain, outer, through
@@ -36,7 +36,7 @@ CHECKS: dict[str, Callable[[str, Any], object]] = {
 }
 
 
-class CompositionalLoss(Component):
+class CompositionalLoss(Estimator, ABC):
     r"""Base class of losses ``1/n sum_i f(u_i)``, where ``u_i`` is the moving average of an inner function ``g_i``.
 
     Each loss is an :class:`~compopt.Estimator`: a call deposits new averages, ``step()`` or ``attach(optimizer)``
@@ -47,7 +47,7 @@ class CompositionalLoss(Component):
     Args:
         n: number of samples with rows, or a list of sample groups; ``None``: no rows.
         hyper: hyper-parameters that groups may override, ``gamma`` among them.
-        process_group, offload, offload_dir, shard, dtype: placement, see :class:`~compopt.estimator.Component`.
+        process_group, offload, offload_dir, shard, dtype: placement, see :class:`~compopt.Estimator`.
 
     State, per sample: ``log_u`` (in nats), or ``u`` (``width`` values) with ``domain = "linear"``; number of visits.
 
@@ -60,23 +60,21 @@ class CompositionalLoss(Component):
             committed.
     """
 
-    role = "loss"
     domain: Domain = "log"
     width = 1
     checked_by = CHECKS
     numbers: tuple[str, ...] = ()  # names of state entries that are one number for all samples
 
-    @takes_options(Component, PlacementOptions)
+    @takes_options(Estimator, PlacementOptions)
     def __init__(self, n: GroupSpec | None, hyper: Mapping[str, Any], **placement: Unpack[PlacementOptions]) -> None:
         super().__init__(None if n is None else as_groups(n), hyper, **placement)
 
-    def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        super().joined(groups, setting)
+    def setup(self, form: Form) -> None:
         # float64, since each number is averaged at every step
         self.state = {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in self.numbers}
 
     def check(self, group: Mapping[str, Any]) -> None:
-        for name in self.own_defaults.keys() & self.checked_by.keys():  # a subclass checks its own
+        for name in group.keys() & self.checked_by.keys():  # a subclass checks its own
             self.checked_by[name](name, group[name])
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
@@ -95,7 +93,8 @@ class CompositionalLoss(Component):
         """Return the loss, its derivative with respect to inner values, and proposals for the rows."""
         name, _ = DOMAINS[self.domain]
         average = F.moving_average if self.domain == "log" else F.linear_average
-        u = average(batch.columns[name], inner, hyper("gamma"), batch.unseen(name))
+        read = batch.of()
+        u = average(read.columns[name], inner, hyper("gamma"), read.unseen)
         value, slope = self.weights(u, batch, hyper)
         return value, slope * (inner - u).exp() if self.domain == "log" else slope, {name: u}
 
@@ -115,20 +114,20 @@ class CompositionalLoss(Component):
 
     def _compose(self, index: Tensor, given: Sequence[Tensor], values: Mapping[str, Tensor]) -> Tensor:
         """Return the loss of ``given``: a tensor with an entry per sample, and optionally one for other samples."""
-        ranks, ready = self._engine.ranks, [x.detach().to(working_dtype(x.dtype)) for x in given]
+        ranks, ready = self._ranks, [x.detach().to(working_dtype(x.dtype)) for x in given]
         batch = self._read({"index": index}, {"given": ready[0], **values}, more=sum(map(len, ready[1:])))
         if not len(batch.rows):
             raise ValueError(
                 f"the batch has no sample that {type(self).__name__} is a mean over, on any rank (no positive, or no "
                 f"relevant item): skip it, or draw batches with some in each"
             )
-        hyper = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)
+        hyper = self._hyper(batch)
         everyone = [batch.values["given"], *(ranks.gather(ready[1:], batch.more) if ready[1:] else ())]
         leaves = [x.detach().to(batch.dtype).requires_grad_(torch.is_grad_enabled()) for x in everyone]
-        with self._engine.undone_on_error():
+        with self._undone_on_error():
             numbers = [*everyone, *(value for name, value in batch.values.items() if name != "given")]
             bad = torch.cat([number.flatten() for number in numbers]).isfinite().logical_not_().sum()
-            self._engine.async_checks.watch(bad, _warn_scores)
+            self._async_checks.watch(bad, _warn_scores)
             batch.bad = bad > 0 if batch.bad is None else batch.bad | (bad > 0)
             inner = self.inner(leaves, batch, hyper)
             value, slope, proposals = self.estimate(inner.detach(), batch, hyper)
@@ -141,7 +140,7 @@ class CompositionalLoss(Component):
         self, batch: Batch, value: Tensor, inner: Tensor, slope: Tensor, leaves: list[Tensor], given: Sequence[Tensor]
     ) -> Tensor:
         """Return the value as a node of the graph of ``given``, and of parameters inside ``inner`` and ``outer``."""
-        pairs, ranks = through(value), self._engine.ranks
+        pairs, ranks = through(value), self._ranks
         if reaches_others(inner, *leaves):
             pairs.append((inner, slope))
         if torch.is_grad_enabled() and any(x.requires_grad for x in given):
@@ -215,14 +214,14 @@ class RobustLoss(CompositionalLoss):
 
     numbers = TOTAL
 
-    @takes_options(Component, PlacementOptions)
+    @takes_options(Estimator, PlacementOptions)
     def __init__(
         self, n: GroupSpec | None = None, gamma: float = 0.9, tau: float = 1.0, **placement: Unpack[PlacementOptions]
     ) -> None:
         super().__init__(n, {"gamma": gamma, "tau": tau}, **placement)
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
-        return super().columns(directions, dtype) if self.own_groups else []
+        return super().columns(directions, dtype) if self.n else []
 
     @outside_of_graphs
     def __call__(self, losses: Tensor, index: Tensor | None = None) -> Tensor:
@@ -235,7 +234,7 @@ class RobustLoss(CompositionalLoss):
         Raises:
             TypeError, ValueError, IndexError: wrong types or shapes, or a task outside ``0 .. n - 1``.
         """
-        with self._engine.handshake.guard():
+        with self._handshake.guard():
             check_scores("losses", losses, 1)
             index = self._index(index, len(losses))
         return self._compose(index, [losses], {})
@@ -247,7 +246,7 @@ class RobustLoss(CompositionalLoss):
         return (hyper("tau") * u)[:, 0]
 
     def estimate(self, inner: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        if self.own_groups:
+        if self.n:
             return super().estimate(inner, batch, hyper)
         tau, log_v = hyper("tau"), self._total(log_mean_exp(inner, 0), batch, hyper)
         return tau * log_v, tau * (inner - log_v).exp() / len(inner), {}

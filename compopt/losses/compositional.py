@@ -16,7 +16,7 @@ from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_derivatives
 from compopt.checks.inputs import check_values, check_vector
 from compopt.distributed.handshake import fingerprint
-from compopt.estimator.component import Component
+from compopt.estimator.base import Estimator
 from compopt.estimator.groups import GroupSpec, as_groups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
@@ -29,7 +29,7 @@ Domain = Literal["log", "linear"]
 DOMAINS = {"log": ("log_u", "log_mean_exp"), "linear": ("u", "mean")}
 
 
-class InnerAverage(Component):
+class InnerAverage(Estimator):
     r"""Moving averages ``u_i`` of inner values of any sign, one or several per sample.
 
     .. math::
@@ -44,7 +44,7 @@ class InnerAverage(Component):
         width: number of values per sample, ``k``, for inner functions with values in ``R^k``.
         domain: ``"linear"`` stores ``u_i``; ``"log"`` stores ``log u_i``, for positive values outside the range of
             the rows' dtype.
-        process_group, offload, offload_dir, shard, dtype: see :class:`~compopt.estimator.Component`.
+        process_group, offload, offload_dir, shard, dtype: see :class:`~compopt.Estimator`.
 
     State, per sample: ``u``, or ``log_u`` in nats with ``domain="log"``, ``width`` values; number of visits. The first
     visit sets the value itself.
@@ -66,9 +66,7 @@ class InnerAverage(Component):
         [0.0, 0.5]
     """
 
-    role = "average"
-
-    @takes_options(Component, PlacementOptions)
+    @takes_options(Estimator, PlacementOptions)
     def __init__(
         self,
         n: GroupSpec,
@@ -133,12 +131,12 @@ class InnerAverage(Component):
             NeurIPS 2022 (MSVR); the journal version, Solving Finite-sum Coupled Compositional Optimization via
             Multi-block-Single-probe Estimator, eq. 4 and section 3.2.
         """
-        with self._engine.handshake.guard():
+        with self._handshake.guard():
             refuse_derivatives(("value", value))
             inner = _inner("value", value, self.width)
         batch = _read(self, inner, index, previous, beta)
         average = self._average(batch.values["inner"], batch, beta)
-        with self._engine.undone_on_error():
+        with self._undone_on_error():
             if batch.depositing:
                 self._deposit(batch, {DOMAINS[self.domain][0]: average})
             return batch.nan_if_bad(average)[batch.own].view(value.shape)
@@ -146,13 +144,13 @@ class InnerAverage(Component):
     def _average(self, inner: Tensor, batch: Batch, beta: float | None = None) -> Tensor:
         """Return updated averages of the batch over all ranks, ``(B, k)``, without depositing them."""
         name, inner = DOMAINS[self.domain][0], inner.to(batch.dtype)
-        gamma = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)("gamma")
+        gamma, read = self._hyper(batch)("gamma"), batch.of()
         if self.domain == "log":
-            return F.moving_average(batch.columns[name], inner, gamma, batch.unseen(name))
+            return F.moving_average(read.columns[name], inner, gamma, read.unseen)
         change: Scalar = 0.0
         if "previous" in batch.values:
             change = (1 - gamma if beta is None else beta) * (inner - batch.values["previous"].to(batch.dtype))
-        return F.linear_average(batch.columns[name], inner, gamma, batch.unseen(name), change)
+        return F.linear_average(read.columns[name], inner, gamma, read.unseen, change)
 
 
 def compositional_loss(
@@ -232,7 +230,7 @@ def compositional_loss(
         )
     domain, width = _form(estimator)
     logs = domain == "log"
-    with estimator._engine.handshake.guard():
+    with estimator._handshake.guard():
         refuse_derivatives(("g", g))
         inner = _inner("g", g, width)
         if logs and inner.device.type == "cpu" and bool((inner <= 0).any()):
@@ -247,7 +245,7 @@ def compositional_loss(
         if isinstance(estimator, InnerAverage)
         else estimator._average(inner, batch)
     )
-    with estimator._engine.undone_on_error():
+    with estimator._undone_on_error():
         u = batch.nan_if_bad(average.exp() if logs else average).view(-1, *g.shape[1:])
         given = [batch.values[str(k)].detach().requires_grad_(x.requires_grad) for k, x in enumerate(args)]
         value, slopes = outer(f, u, *given)
@@ -285,7 +283,7 @@ def _read(
     args: Sequence[Tensor] = (),
 ) -> Batch:
     """Return the batch over all ranks: ``inner``, ``previous`` if given, and ``args`` as ``0``, ``1``, ..."""
-    with estimator._engine.handshake.guard():
+    with estimator._handshake.guard():
         values, keys = {"inner": inner}, {"index": check_vector("index", index, len(inner))}
         if beta is not None:
             checks.non_negative("beta", beta)

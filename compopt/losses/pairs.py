@@ -13,7 +13,7 @@ from compopt import functional as F
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs
 from compopt.checks.inputs import check_vector
-from compopt.estimator.component import Component
+from compopt.estimator.base import Estimator
 from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.losses.base import CHECKS, TOTAL, CompositionalLoss, alike, check_scores, log_mean_exp
@@ -43,7 +43,7 @@ class PairLoss(CompositionalLoss):
                 needs them.
             IndexError: the index of a positive is outside ``0 .. n - 1``.
         """
-        with self._engine.handshake.guard():
+        with self._handshake.guard():
             check_scores("scores", scores, 1)
             labels = alike("labels", labels, scores).cpu()
             if bool(labels.isnan().any()):
@@ -104,7 +104,7 @@ class AveragePrecisionLoss(PairLoss):
     width = 2
     checked_by = CHECKS | {"margin": checks.positive}  # a positive's own pair keeps the denominator above 0
 
-    @takes_options(Component, PlacementOptions)
+    @takes_options(Estimator, PlacementOptions)
     def __init__(
         self, n: GroupSpec, gamma: float = 0.9, margin: float = 1.0, **placement: Unpack[PlacementOptions]
     ) -> None:
@@ -148,7 +148,7 @@ class PartialAUCLoss(PairLoss):
         True
     """
 
-    @takes_options(Component, PlacementOptions)
+    @takes_options(Estimator, PlacementOptions)
     def __init__(
         self,
         n: GroupSpec,
@@ -198,7 +198,7 @@ class TwoWayPartialAUCLoss(PartialAUCLoss):
 
     numbers = TOTAL
 
-    @takes_options(Component, PlacementOptions)
+    @takes_options(Estimator, PlacementOptions)
     def __init__(
         self,
         n: GroupSpec,
@@ -254,7 +254,7 @@ class CVaRPartialAUCLoss(PairLoss):
         [-2.2, 2.2, 0.0]
     """
 
-    @takes_options(Component, PlacementOptions)
+    @takes_options(Estimator, PlacementOptions)
     def __init__(
         self,
         n: GroupSpec,
@@ -270,10 +270,10 @@ class CVaRPartialAUCLoss(PairLoss):
 
     def inner(self, given: Sequence[Tensor], batch: Batch, hyper: Hyper) -> Tensor:
         # the excess of each pair: estimate() needs both its mean and the share that is above 0
-        return (self.pairs(given, hyper) - batch.columns["threshold"]).relu()
+        return (self.pairs(given, hyper) - batch.of().columns["threshold"]).relu()
 
     def estimate(self, inner: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        threshold, weight = batch.columns["threshold"], 1 / (hyper("max_fpr") * inner.shape[1])
+        threshold, weight = batch.of().columns["threshold"], 1 / (hyper("max_fpr") * inner.shape[1])
         share = (inner > 0).sum(1, keepdim=True) + 0 * inner.sum(1, keepdim=True)  # NaN if a loss is NaN
         value = (threshold + weight * inner.sum(1, keepdim=True)).mean()
         slope = torch.zeros_like(inner) + weight / len(inner)
@@ -318,7 +318,7 @@ class TwoWayCVaRPartialAUCLoss(CVaRPartialAUCLoss):
 
     numbers = ("threshold",)
 
-    @takes_options(Component, PlacementOptions)
+    @takes_options(Estimator, PlacementOptions)
     def __init__(
         self,
         n: GroupSpec,
@@ -337,9 +337,9 @@ class TwoWayCVaRPartialAUCLoss(CVaRPartialAUCLoss):
 
     def estimate(self, inner: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         _, slope, proposals = super().estimate(inner, batch, hyper)
-        old, outermost = batch.columns["threshold"], hyper.of_first_group()
+        old, outermost = batch.of().columns["threshold"], hyper.of_first_group()
         g = old + inner.mean(1, keepdim=True) / hyper("max_fpr")
-        u = F.linear_average(batch.columns["u"], g, hyper("gamma"), batch.unseen("u"))
+        u = F.linear_average(batch.of().columns["u"], g, hyper("gamma"), batch.of().unseen)
         state, share = self.working_state(batch.depositing)["threshold"], 1 - outermost("min_tpr")
         hard = (u > state).to(u.dtype)  # other positives change neither the model nor their thresholds
         if batch.depositing:

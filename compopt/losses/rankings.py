@@ -12,7 +12,7 @@ from compopt import checks
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs
 from compopt.checks.inputs import check_vector
-from compopt.estimator.component import Component
+from compopt.estimator.base import Estimator
 from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.kernel.features import working_dtype
@@ -45,7 +45,7 @@ class ListLoss(CompositionalLoss):
         Raises:
             TypeError, ValueError, IndexError: wrong types or shapes, or a number outside ``0 .. n - 1``.
         """
-        with self._engine.handshake.guard():
+        with self._handshake.guard():
             check_scores("scores", scores, 2)
             relevance, index = (alike(k, v, scores) for k, v in (("relevance", relevance), ("index", index)))
             dtype = working_dtype(scores.dtype, self.dtype)
@@ -61,7 +61,7 @@ class ListLoss(CompositionalLoss):
                 )
             at = query.to(scores.device), item.to(scores.device)
             values = {"items": every.to(scores.device, dtype)[at[0]], **self.gains(relevance, at)}
-            hyper = self._engine.groups.hyper(self.role, pair.to(scores.device)[:, None], dtype)
+            hyper = Hyper(self._groups, pair.to(scores.device)[:, None], dtype)
             scores = scores.to(dtype)  # differences in half precision would be inexact or overflow
             excess = scores[at[0]] - scores[at][:, None]
             # a surrogate may be finite at an infinite score
@@ -117,7 +117,7 @@ class NDCGLoss(ListLoss):
     domain: Domain = "linear"
     checked_by = CHECKS | {"margin": checks.positive}  # an item's own pair keeps the logarithm above 0
 
-    @takes_options(Component, PlacementOptions)
+    @takes_options(Estimator, PlacementOptions)
     def __init__(
         self, n: GroupSpec, gamma: float = 0.9, margin: float = 1.0, **placement: Unpack[PlacementOptions]
     ) -> None:
@@ -170,7 +170,7 @@ class ListwiseLoss(ListLoss):
         True
     """
 
-    @takes_options(Component, PlacementOptions)
+    @takes_options(Estimator, PlacementOptions)
     def __init__(self, n: GroupSpec, gamma: float = 0.9, **placement: Unpack[PlacementOptions]) -> None:
         super().__init__(n, {"gamma": gamma}, **placement)
 

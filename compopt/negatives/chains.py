@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compopt import rng
 from compopt.distributed.ranks import Ranks
-from compopt.estimator.component import Call
+from compopt.estimator.parts import Call
 from compopt.functional import Scalar
 from compopt.kernel.features import Encoder
 from compopt.kernel.pairs import SampledPairs, pull_positives, scale_of
@@ -135,7 +135,7 @@ class Chains(SampledPairs):
         # directions that walk together; in unimodal mode one chain walks through view 1, then view 2 ...
         side_by_side = 1 if call.unimodal else self._directions
         self._together = [slice(v, v + side_by_side) for v in range(0, self._directions, side_by_side)]
-        self._seen = call.batch.seen("chain")[own].expand(-1, self._directions)
+        self._seen = (call.count > 0)[own].expand(-1, self._directions)
         self._kept: list[tuple[slice, list[Walk]]] = []
         self._totals = self._scale.new_zeros(6, *self._scale.shape)
         self.inside, self.away, self._dot, self.squares, self.accepted, self.proposed = self._totals.unbind()

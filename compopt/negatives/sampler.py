@@ -14,8 +14,8 @@ from compopt import accelerator, checks, rng
 from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_derivatives
 from compopt.checks.inputs import check_pool, check_values
-from compopt.estimator.component import Call, Estimate, Normalizer, Setting
-from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.estimator.groups import GroupSpec, Hyper
+from compopt.estimator.parts import Call, Estimate, Normalizer
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
 from compopt.kernel.features import Encode, Encoder, zero_or_nan
@@ -74,7 +74,7 @@ class MCMCNegativeSampler(Normalizer):
             those samples (bimodal: a pair of them), with a graph; called at most once per call. The attribute
             ``encode`` may be set at any time. It is neither pickled nor part of a checkpoint.
         process_group, offload, offload_dir, shard, dtype: placement when used alone, see
-            :class:`~compopt.estimator.Component`.
+            :class:`~compopt.Estimator`.
 
     Hyper-parameters: ``burn_in``, which may differ between sample groups.
 
@@ -181,9 +181,9 @@ class MCMCNegativeSampler(Normalizer):
                 'labels= cannot be combined with proposals="dataset", which does not know those of the samples that it '
                 'draws; use proposals="pool"'
             )
-        if (self._groups.n or 0) > MOST_SAMPLES:
+        if (self.n or 0) > MOST_SAMPLES:
             raise ValueError(
-                f'proposals="dataset" draws from at most 2^31 samples, got n={self._groups.n}; use proposals="pool"'
+                f'proposals="dataset" draws from at most 2^31 samples, got n={self.n}; use proposals="pool"'
             )
 
     def check_negatives(self) -> None:
@@ -197,10 +197,6 @@ class MCMCNegativeSampler(Normalizer):
 
     def shared_options(self) -> dict[str, Any]:
         return {"draws": self.draws, "seed": int(self.state["seed"])}
-
-    def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        super().joined(groups, setting)
-        self._ranks, self._groups = setting.ranks, groups
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         # with one direction, or alone, candidates may be any samples, also such without rows
@@ -239,7 +235,7 @@ class MCMCNegativeSampler(Normalizer):
         if self.proposals == "dataset" and call.encoder is not None:  # a diagnostic has no encoder, and needs no chains
             views = len(call.batch.features) if call.unimodal else 1
             negatives = views * (len(call.batch.features[0]) - 1)
-            return DatasetChains(call, self._ranks, burn_in, seed, self._groups.n or 0, self.draws or negatives)
+            return DatasetChains(call, self._ranks, burn_in, seed, self.n or 0, self.draws or negatives)
         return Chains(call, self._ranks, burn_in, seed, self.proposals == "sweep")
 
     def _gather(self, call: Call, chains: Chains) -> tuple[Tensor, Tensor, Tensor, dict[str, Callable[[], Tensor]]]:
@@ -303,31 +299,30 @@ class MCMCNegativeSampler(Normalizer):
         refuse_derivatives()
         if self.proposals == "dataset":
             raise ValueError('sample() walks over the pool that it is given; build the sampler with proposals="pool"')
-        engine = self._engine
-        with engine.handshake.guard():
+        with self._handshake.guard():
             scores = check_values("scores", scores, "(B, M)", 2)
             keys = {"index": self._index(index, len(scores))}
             names = accelerator.to_device(check_pool(candidates, scores), scores.device)
         batch = self._read(keys, {"scores": scores[:, :1]})
-        hyper = engine.groups.hyper(self.role, batch.rows, batch.dtype)
-        with engine.undone_on_error(), torch.no_grad():
+        hyper = self._hyper(batch)
+        with self._undone_on_error(), torch.no_grad():
             weights, sample, score = self._walk(scores.to(batch.dtype), names, batch, hyper)
-            sample, score = engine.ranks.gather([sample, score], batch.sizes)
+            sample, score = self._ranks.gather([sample, score], batch.sizes)
             if batch.depositing:
                 self._deposit(batch, {"chain": sample, "score": score})
             return batch.nan_if_bad(weights)
 
     def _walk(self, scores: Tensor, names: Tensor, batch: Batch, hyper: Hyper) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights ``(b, M)``, and current positions and scores of this rank's chains, ``(b, 1)`` each."""
-        own, engine = batch.own, self._engine
-        pool, stored = Pool(len(names), scores), batch.columns["chain"][own][:, 0]
-        seen = batch.seen("chain")[own][:, 0]
+        own, read = batch.own, batch.of()
+        pool, stored = Pool(len(names), scores), read.columns["chain"][own][:, 0]
+        seen = read.count[own][:, 0] > 0
         column, found = Samples(names).find(stored)
         excluded = found & (scores.gather(1, column[:, None])[:, 0] == -torch.inf)
         slot = torch.where(seen & ~excluded, torch.where(found, column, pool.width), pool.width + 1)
-        outside = batch.columns["score"][own].to(scores.dtype).T
+        outside = read.columns["score"][own].to(scores.dtype).T
         by_slot = torch.cat([scores.T, outside, torch.full_like(outside, -torch.inf)])
-        counters = (int(self.state["seed"]), engine.t, engine.pending)
+        counters = (int(self.state["seed"]), self.t, self.pending)
         positions = torch.arange(own.start, own.stop, device=scores.device)
         streams = rng.streams(counters, positions, range(1))
         given = hyper("burn_in")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compopt import checks
-from compopt.estimator.component import Call, Estimate, Normalizer
+from compopt.estimator.parts import Call, Estimate, Normalizer
 from compopt.functional import add_positive
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from compopt import accelerator, checks
 from compopt.batch import Batch
 from compopt.checks.context import warn
-from compopt.estimator.component import Call, Estimate, Normalizer, Setting
-from compopt.estimator.groups import Hyper, SampleGroups
+from compopt.estimator.base import Form
+from compopt.estimator.groups import Hyper
+from compopt.estimator.parts import Call, Estimate, Normalizer
 from compopt.functional import Scalar, add_positive, all_finite
 from compopt.kernel.block import exp_
 from compopt.kernel.pairs import MAX_UNSHIFTED_SCALE, is_uniform, scale_of
@@ -108,6 +109,7 @@ class MemoryNormalizer(Normalizer):
     """
 
     _warned = False  # of a second call without an index
+    _normalized, _views = True, False  # facts of the composition
 
     def __init__(self, dim: int, length: int = 128, momentum: bool = False, candidates: int | None = None) -> None:
         self.dim, self.length = checks.count("dim", dim), checks.count("length", length)
@@ -144,8 +146,10 @@ class MemoryNormalizer(Normalizer):
             )
 
     def structure(self) -> dict[str, Any]:
-        # earlier checkpoints have no entry for momentum
-        return {"dim": self.dim, "length": self.length, **({"momentum": True} if self.momentum else {})}
+        # earlier checkpoints have no entry for what is not usual
+        unusual = {"momentum": True} if self.momentum else {}
+        unusual |= {} if self._normalized else {"normalize": False}
+        return {"dim": self.dim, "length": self.length, **unusual}
 
     def shared_options(self) -> dict[str, Any]:
         return {"candidates": self.candidates}
@@ -153,26 +157,12 @@ class MemoryNormalizer(Normalizer):
     def described(self) -> dict[str, Any]:
         return {**self.structure(), **({} if self.candidates is None else self.shared_options())}
 
-    def meaning(self) -> dict[str, Any]:
-        return {"normalize": self._normalized}
-
-    def check_meaning(self, state: Mapping[str, Any]) -> None:
-        given = state.get("meaning", {}).get("normalize", self._normalized)
-        if given is not self._normalized:
-            raise ValueError(
-                f"normalize differs: the queue is of features with normalize={given}, this estimator has "
-                f"normalize={self._normalized}; build it with that value"
-            )
-
-    def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        super().joined(groups, setting)
-        self._normalized = setting.normalize
-        self._views, self._directions = setting.mode == "unimodal", setting.directions
-        policy: PairPolicy = getattr(setting.owner, "pairs", None) or NO_POLICY
-        self._within = policy.within
+    def setup(self, form: Form) -> None:
+        self._normalized, self._within = form.normalize, form.within
+        self._views, self._directions = form.mode == "unimodal", form.directions
         kept = len(KEYS) + self._within
         self.state = {
-            "queue": torch.zeros(setting.directions, self.length, self.dim, dtype=setting.dtype, device="cpu"),
+            "queue": torch.zeros(form.directions, self.length, self.dim, dtype=form.dtype, device="cpu"),
             "keys": torch.full((kept, self.length), UNKNOWN, device="cpu"),
             "kept": torch.zeros(self.length, dtype=torch.bool, device="cpu"),
         }

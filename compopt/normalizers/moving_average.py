@@ -11,11 +11,11 @@ from typing_extensions import Unpack
 
 from compopt import checks
 from compopt import functional as F
-from compopt.batch import COUNT, Batch
-from compopt.checks.context import outside_of_graphs, refuse_derivatives
+from compopt.batch import Batch
+from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
 from compopt.checks.inputs import check_values, check_vector
 from compopt.checks.values import equal
-from compopt.estimator.component import Call, Estimate, Normalizer
+from compopt.estimator.parts import Call, Estimate, Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
@@ -58,7 +58,7 @@ class MovingAverageEstimator(Normalizer):
         reference: ``"none"`` (SogCLR eq. 9) or ``"positive"`` (iSogCLR eq. 11-12, NeuCLIP eq. 3, FastCLIP).
         eps: added to ``g`` at every visit, including the first.
         process_group, offload, offload_dir, shard, dtype: placement when used alone, see
-            :class:`~compopt.estimator.Component`.
+            :class:`~compopt.Estimator`.
 
     Hyper-parameters, which may differ between sample groups: ``gamma``, ``reference``, ``eps``.
 
@@ -92,6 +92,8 @@ class MovingAverageEstimator(Normalizer):
         >>> u.step()
     """
 
+    _tau: float | None = None  # temperature of the last call, if it is a number
+
     @takes_options(Normalizer, PlacementOptions)
     def __init__(
         self,
@@ -108,24 +110,14 @@ class MovingAverageEstimator(Normalizer):
         checks.non_negative("eps", group["eps"])
         checks.one_of("reference", group["reference"], REFERENCES)
 
-    def meaning(self) -> dict[str, Any]:
-        temperature = getattr(self.owner, "temperature", None)
-        return {} if temperature is None else {"tau": temperature.constants()}
-
-    def check_meaning(self, state: Mapping[str, Any]) -> None:
-        own = [group["reference"] for group in self.sample_groups]
-        given = [group.get("reference") for group in state["sample_groups"]]
+    def check_load(self, state: Mapping[str, Any]) -> None:
+        own = [group["reference"] for group in self._groups]
+        given = [group.get("reference") for group in state["sample_groups"] if isinstance(group, Mapping)]
         if not equal(own, given):
             raise ValueError(
                 f"reference differs: the rows are of {given}, this estimator has {own}, whose log_u is another "
                 f"quantity; build it with reference={given[0]!r}"
             )
-        temperature = getattr(self.owner, "temperature", None)
-        if temperature is not None and "tau" in state.get("meaning", {}):
-            given_tau = state["meaning"]["tau"]
-            for tau in () if given_tau is None else given_tau:
-                checks.positive("tau of the checkpoint", tau)
-            temperature.check_same(given_tau, state["rows"][COUNT])
 
     def check_pairs(self, policy: PairPolicy) -> None:
         """Accept every policy."""
@@ -135,13 +127,14 @@ class MovingAverageEstimator(Normalizer):
 
     def estimate(self, call: Call) -> Estimate:
         pairs, hyper = call.pairs, call.hyper
+        self._note_temperature(call.tau)
         inside = hyper.choose("reference", REFERENCES)
         shift = None if isinstance(inside, float) and inside == 0 else inside * pairs.positive / call.tau
         log_g = pairs.log_ghat if shift is None else pairs.log_ghat + shift
         if call.unimodal:
             log_g = F.mean_of_views(pairs.of_other_view(log_g))
         log_g = F.add_eps(log_g, hyper("eps"))
-        log_u = F.moving_average(call.rows["log_u"], log_g, hyper("gamma"), first=call.unseen("log_u"))
+        log_u = F.moving_average(call.rows["log_u"], log_g, hyper("gamma"), first=call.unseen)
         alpha = log_u if shift is None else log_u - shift
         # the positive has weight 1 if s_ii is in the outer function (SogCLR, eq. 10), sum_j w_ij if it is in h_ij
         positive_weight: Scalar | None
@@ -150,6 +143,19 @@ class MovingAverageEstimator(Normalizer):
         else:
             positive_weight = torch.where(inside > 0, 1.0, pairs.sum_weights(alpha.expand_as(pairs.positive)))
         return Estimate(alpha, proposals={"log_u": log_u}, positive_weight=positive_weight)
+
+    def _note_temperature(self, tau: float | Tensor) -> None:
+        """Save the temperature of the averages, and warn if rows were loaded that were averaged at another one."""
+        loaded, fixed = self.notes.get("tau"), tau if isinstance(tau, float) else None
+        if loaded is not None and loaded != self._tau and (fixed is None or abs(loaded - fixed) > 0.01 * fixed):
+            warn(
+                f"the loaded rows were averaged at tau={loaded:.6g}, this call has "
+                f"{'one per sample' if fixed is None else f'tau={fixed:.6g}'}, for which log u means something else; "
+                f"the averages follow within a few visits"
+            )
+        if fixed != self._tau or loaded != fixed:
+            self._tau = fixed
+            self.notes = {} if fixed is None else {"tau": fixed}
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
@@ -181,19 +187,19 @@ class MovingAverageEstimator(Normalizer):
 
         Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
         """
-        with self._engine.handshake.guard():
+        with self._handshake.guard():
             refuse_derivatives(("log_g", log_g))
             values = {"log_g": check_values("log_g", log_g, "(B,)", 1)[:, None]}
             keys = {"index": check_vector("index", index, len(log_g))}
         batch = self._read(keys, values)
         log_u = self._average(batch.values["log_g"], batch)
-        with self._engine.undone_on_error():
+        with self._undone_on_error():
             if batch.depositing:
                 self._deposit(batch, {"log_u": log_u})
             return batch.nan_if_bad(log_u)[batch.own].view(log_g.shape)
 
     def _average(self, log_g: Tensor, batch: Batch) -> Tensor:
         """Return updated averages of the batch over all ranks, ``(B, 1)``, without depositing them."""
-        hyper = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)
+        hyper, read = self._hyper(batch), batch.of()
         log_g = F.add_eps(log_g.to(batch.dtype), hyper("eps"))
-        return F.moving_average(batch.columns["log_u"], log_g, hyper("gamma"), batch.unseen("log_u"))
+        return F.moving_average(read.columns["log_u"], log_g, hyper("gamma"), read.unseen)

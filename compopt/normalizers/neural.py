@@ -20,9 +20,10 @@ from compopt.checks.context import outside_of_graphs, refuse_derivatives
 from compopt.checks.inputs import check_tau, check_values
 from compopt.distributed.handshake import tau_facts
 from compopt.distributed.ranks import Ranks
-from compopt.estimator.component import Call, Estimate, Normalizer, Setting
-from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.estimator.base import Form
+from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
+from compopt.estimator.parts import Call, Estimate, Normalizer
 from compopt.normalizers.network import (
     PREFIX,
     WINDOW,
@@ -78,7 +79,7 @@ class NeuralNormalizer(Normalizer):
         seed: seed of the first prototypes of a network that is used alone.
         n: number of samples or sample groups; not needed, since nothing is kept per sample.
         process_group, offload, offload_dir, shard, dtype: placement when used alone, see
-            :class:`~compopt.estimator.Component`.
+            :class:`~compopt.Estimator`.
 
     Hyper-parameters: ``lr``, ``updates`` and ``restart_every`` (the values of the first sample group), and ``eps``.
 
@@ -170,21 +171,20 @@ class NeuralNormalizer(Normalizer):
     def shared_options(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer.options}
 
-    def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        super().joined(groups, setting)
-        ranks, shared = setting.ranks, setting.mode == "unimodal"
+    def setup(self, form: Form) -> None:
+        ranks, shared = form.ranks, form.mode == "unimodal"
         if self.prototypes < ranks.size:
             raise ValueError(
                 f"prototypes={self.prototypes} cannot be split over {ranks.size} ranks; give at least one to each"
             )
-        self.layout = AnchorLayout(shared, setting.directions, setting.dtype, setting.normalize, ranks)
-        self.state = empty_ring(self.layout.networks, self.prototypes, self.dim, self.part, setting.dtype)
+        self.layout = AnchorLayout(shared, form.directions, form.dtype, form.normalize, ranks)
+        self.state = empty_ring(self.layout.networks, self.prototypes, self.dim, self.part, form.dtype)
         self.state["prototypes"] = self.state["queue"].clone()
-        if setting.owner is None:  # used before any features: uniform on the sphere, equal for any number of ranks
+        if form.mode == "single":  # used before any features: uniform on the sphere, equal for any number of ranks
             generator = torch.Generator().manual_seed(self.seed)
             shape = (self.layout.networks, self.prototypes, self.dim)
             drawn = torch.randn(shape, dtype=torch.float64, generator=generator, device="cpu")
-            seeded = ranks.own(torch_functional.normalize(drawn, dim=2), dim=1).to(setting.dtype)
+            seeded = ranks.own(torch_functional.normalize(drawn, dim=2), dim=1).to(form.dtype)
             self.state |= {"prototypes": seeded, "queue": seeded.clone()}
             self.state["queue_active"].fill_(True)
 
@@ -360,13 +360,12 @@ class NeuralNormalizer(Normalizer):
         batch, tau = self._gather(anchors, tau, log_g, candidates)
         if not len(batch.rows):
             raise ValueError("anchors are empty, of every rank; skip such a batch")
-        engine = self._engine
-        with engine.undone_on_error(), torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
+        with self._undone_on_error(), torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
             log_g = batch.values["log_g"][:, None]
-            hyper = engine.groups.hyper(self.role, batch.rows, batch.dtype)
+            hyper = self._hyper(batch)
             zero, weight = torch.zeros_like(log_g), 1 / len(log_g)
             observed = NetworkBatch(self.layout, batch.features, zero, tau, hyper("eps"), log_g, weight)
-            prediction = self._learn(observed, hyper.of_first_group(), engine.t, batch.depositing)
+            prediction = self._learn(observed, hyper.of_first_group(), self.t, batch.depositing)
             if batch.depositing:
                 self._deposit(batch, {})
             return prediction.bounded[:, 0][batch.own]
@@ -387,7 +386,7 @@ class NeuralNormalizer(Normalizer):
         with torch.no_grad():
             batch, tau = self._gather(anchors, tau)
         with torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
-            z, eps = batch.values["z1"], self._engine.groups.hyper(self.role, batch.rows, batch.dtype)("eps")
+            z, eps = batch.values["z1"], self._hyper(batch)("eps")
             zero = z.new_zeros(len(z), 1, dtype=batch.dtype)
             asked = NetworkBatch(self.layout, (z, z), zero, tau, eps)
             return Prediction(asked, self._state_on(z.device, self.state)).alpha[:, 0][batch.own]
@@ -397,8 +396,7 @@ class NeuralNormalizer(Normalizer):
     ) -> tuple[Batch, float | Tensor]:
         """Check the arguments and gather those of all ranks; the temperatures are a number or ``(B, 1)``."""
         refuse_derivatives()
-        engine = self._engine
-        with engine.handshake.guard():
+        with self._handshake.guard():
             anchors = self._features("anchors", anchors, "(B, dim)")
             values = {"z1": anchors}
             if log_g is not None:
@@ -415,7 +413,7 @@ class NeuralNormalizer(Normalizer):
             keys = {"index": self._index(None, len(anchors))}
         facts = {"negatives": int(candidates is not None), **tau_facts(tau)}
         batch = self._read(keys, values, facts, more=len(others))
-        (batch.values["z2"],) = engine.ranks.gather([others], batch.more) if max(batch.more) else (others,)
+        (batch.values["z2"],) = self._ranks.gather([others], batch.more) if max(batch.more) else (others,)
         return batch, batch.values.get("tau", tau)
 
     def _features(self, name: str, value: Any, shape: str) -> Tensor:

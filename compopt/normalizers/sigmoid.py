@@ -13,8 +13,8 @@ from torch.nn.functional import logsigmoid, softplus
 from compopt import checks
 from compopt.batch import Batch
 from compopt.distributed.ranks import Ranks
-from compopt.estimator.component import Call, Estimate, Normalizer, Setting
-from compopt.estimator.groups import Hyper, SampleGroups
+from compopt.estimator.groups import Hyper
+from compopt.estimator.parts import Call, Estimate, Normalizer, Temperature
 from compopt.functional import Scalar
 from compopt.kernel.block import same_sample
 from compopt.kernel.pairs import Pairs, SampledPairs, effective_number, pull_positives, scale_of
@@ -186,7 +186,7 @@ class SigmoidNormalizer(Normalizer):
         return {} if self.bias is None else {"bias": f"{self.bias.item():.6g} (learned)"}
 
     def check(self, group: Mapping[str, Any]) -> None:
-        if "bias" in self.own_defaults:
+        if "bias" in group:
             checks.number("bias", group["bias"])
 
     def check_negatives(self) -> None:
@@ -199,18 +199,12 @@ class SigmoidNormalizer(Normalizer):
                 f"pass labels= for duplicates"
             )
 
-    def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        temperature = getattr(setting.owner, "temperature", None)
-        if temperature is not None and temperature.learns:  # checked before this object joins the estimator
+    def check_temperature(self, temperature: Temperature) -> None:
+        if temperature.learns:
             raise ValueError(
                 f"{type(temperature).__name__} bounds the divergence of weights that a normalizer divides, and a "
                 f"sigmoid per pair has none; take FixedTemperature(learn=True)"
             )
-        super().joined(groups, setting)
-        self._ranks = setting.ranks
-
-    def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
-        return []
 
     def estimate(self, call: Call) -> Estimate:
         call.pairs.release()  # SigmoidPairs computes the gradients

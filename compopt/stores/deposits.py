@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compopt.batch import COUNT, Batch
+from compopt.batch import COUNT, Batch, Rows
 from compopt.functional import all_finite
 from compopt.rng import below, scramble_, streams
 from compopt.stores.layout import RowLayout
@@ -35,30 +35,29 @@ class Deposit:
     host_rows: Tensor | None = None
 
     @classmethod
-    def of(cls, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None) -> Deposit:
+    def of(cls, batch: Batch, read: Rows, proposals: Mapping[str, Tensor], valid: Tensor | None) -> Deposit:
         """Return the deposit of one call with ``(B, D)`` values; ``valid`` is ``(B, D)`` or ``(B, 1)``."""
-        assert batch.block is not None
+        assert read.block is not None
         if batch.rows.shape[1] == 2:  # index2: each direction writes a row of its own
             proposals = {name: value.repeat_interleave(2, dim=0) for name, value in proposals.items()}
             own = torch.eye(2, dtype=torch.bool, device=batch.rows.device).repeat(len(batch.rows), 1)
             valid = own if valid is None else own & valid.repeat_interleave(2, dim=0)
         if batch.bad is not None:  # mask a bad batch on the device, so that the host does not wait for the flag
-            valid = torch.ones_like(batch.count, dtype=torch.bool) if valid is None else valid
+            valid = torch.ones_like(read.count, dtype=torch.bool) if valid is None else valid
             valid = valid & ~batch.bad
         # Detached and without a reference to the batch, so that graph and features can be freed before the commit.
         values = {name: value.detach() for name, value in proposals.items()}
         host_rows = None if batch.host_rows is None else batch.host_rows.flatten()
-        return cls(batch.rows.flatten(), batch.block, values, valid, batch.distinct, host_rows)
+        return cls(batch.rows.flatten(), read.block, values, valid, batch.distinct, host_rows)
 
 
-def merge(deposits: Sequence[Deposit], layout: RowLayout, partial: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def merge(deposits: Sequence[Deposit], layout: RowLayout) -> tuple[Tensor, Tensor, Tensor]:
     """Merge all deposits of a window to ``(rows, old, new)``, ready to scatter.
 
     A row with several proposals is set to their mean (``log_mean_exp`` for logarithms; see :attr:`Column.reduce`), and
     its count increases by one. A row with a proposal that is not finite keeps its old values. The reduction is a sort
     and a segmented sum, without atomics or host synchronisation, and bitwise reproducible. A row that occurs several
-    times is returned several times with the same values. ``partial``: some rows contain the mark
-    :attr:`Column.blank`.
+    times is returned several times with the same values.
     """
     rows, old = _cat([d.rows for d in deposits]), _cat([d.old for d in deposits])
     # From here on, each position is one occurrence of a row: of several calls, or of several samples of a batch.
@@ -83,10 +82,8 @@ def merge(deposits: Sequence[Deposit], layout: RowLayout, partial: bool = False)
     layout.write(new, proposals)[COUNT].add_(1 if valid is None else valid)  # once per row: `old` has the count before
     # One value that is not finite keeps the whole row unchanged, since the columns of a row must be consistent. The
     # packed row is checked, because a proposal can overflow in the stored dtype.
-    read = layout.floats(old) if partial else []
-    for number, values in enumerate(layout.floats(new)):
-        # An unchanged value is finite or a mark; any other value that is not finite was proposed.
-        finite = (values.isfinite() | (values == read[number])).all(dim=1) if partial else all_finite(values, dim=1)
+    for values in layout.floats(new):
+        finite = all_finite(values, dim=1)
         kept = finite if kept is None else kept & finite
     return rows, old, new if kept is None else torch.where(kept[:, None], new, old)
 

@@ -6,8 +6,7 @@ copied bitwise, independently of the columns' dtypes, so that integers, NaN, -0.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,22 +39,16 @@ class Column:
     initial: str | None = None
     positions: bool = False
 
-    @property
-    def blank(self) -> float | int:
-        """Mark in a part's first column of a sample that other parts have visited, but not this one; never proposed."""
-        return -math.inf if self.dtype.is_floating_point else torch.iinfo(self.dtype).min
-
 
 class RowLayout:
     """Offsets of the columns in a row; wider types come first, so that every column is aligned.
 
     Args:
         columns: columns of a row.
-        firsts: names of the first columns of the parts, which may contain the mark :attr:`Column.blank`.
     """
 
-    def __init__(self, columns: Sequence[Column], firsts: Collection[str] = ()) -> None:
-        self.columns, self.firsts = tuple(columns), frozenset(firsts)
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self.columns = tuple(columns)
         self.dtypes = {column.dtype for column in columns}
         self.offsets: dict[str, int] = {}  # in bytes
         self.spans: list[tuple[torch.dtype, int, int]] = []  # runs of adjacent floating-point columns of one dtype
@@ -116,8 +109,6 @@ class RowLayout:
                 continue
             if never is not None:
                 outside &= (value != 0) | ~(never if never.shape == value.shape else never.any(dim=1, keepdim=True))
-            if column.name in self.firsts:
-                outside &= value != column.blank
             for row in outside.any(dim=1).nonzero().flatten()[:1].tolist():
                 raise ValueError(
                     f"column {column.name!r} of the checkpoint must be {values.described(column.dtype, *allowed)}, row "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -20,18 +21,22 @@ MOST = 4
 
 
 class Fetch(NamedTuple):
-    """Read of one batch in flight: a number, equal on all ranks, this rank's rows ``(b, R)`` on the CPU, and a ticket.
+    """Reads of one batch in flight, of one or more tables.
 
-    On shards the ticket is a future, which is ready after the ranks have exchanged their row numbers.
+    Attributes:
+        number: number of the batch, equal on all ranks.
+        rows: this rank's rows, ``(b, R)``, on the CPU.
+        tickets: by table, a ticket; on shards a future, which is ready after the ranks have exchanged row numbers.
     """
 
     number: int
     rows: Tensor
-    ticket: Ticket | Future[Ticket]
+    tickets: dict[str, Ticket | Future[dict[str, Ticket]]]
 
-    def claim(self) -> Ticket:
-        """Return the ticket; on shards, wait for the exchange of row numbers."""
-        return self.ticket if isinstance(self.ticket, Ticket) else self.ticket.result()
+    def claim(self, name: str) -> Ticket | None:
+        """Return the ticket of a table, if it is read ahead; on shards, wait for the exchange of row numbers."""
+        ticket = self.tickets.get(name)
+        return ticket.result()[name] if isinstance(ticket, Future) else ticket
 
 
 class Prefetcher:
@@ -41,10 +46,15 @@ class Prefetcher:
     row numbers in a background thread over a separate process group, and each rank reads the rows that it holds. All
     ranks must then prefetch the same batches in the same order. If torch cannot form the group, shards are not
     prefetched.
+
+    Args:
+        tables: by name, the tables in host memory or on the disk.
     """
 
-    def __init__(self, rows: WriteBehind, table: RowTable, ranks: Ranks) -> None:
-        self._rows, self._table, self._ranks = rows, table, ranks
+    def __init__(self, tables: Mapping[str, RowTable], ranks: Ranks) -> None:
+        self._whole = {name: table for name, table in tables.items() if not table.sharded}
+        self._shards = {name: table for name, table in tables.items() if table.sharded}
+        self._ranks = ranks
         self._under_way: deque[Fetch] = deque()
         self._started, self._first = 0, 1  # batches with a number below `_first` are dropped
         # Held while a read starts and while batches are dropped: an exchange that ends after `drop_all`, which precedes
@@ -55,34 +65,36 @@ class Prefetcher:
 
     def start(self, rows: Tensor, device: torch.device) -> None:
         """Start to read rows ``(b, R)``, given on the CPU, for a later call on ``device``."""
-        if self._table.sharded and self._thread is None:  # form the group at the first use, on all ranks
+        if self._shards and self._thread is None:  # form the group at the first use, on all ranks
             with doing(PREFETCH):
                 self._ranks.barrier()  # detects ranks with another offload=, which make a call instead of a prefetch
                 self._group = self._ranks.new_host_group()
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="compopt-prefetch")
-        if self._table.sharded and self._group is None:
-            return
         self._started += 1
-        ticket: Ticket | Future[Ticket]
-        if self._thread is None:
-            ticket = self._rows.prefetch(rows.flatten(), device)
-        else:
-            ticket = self._thread.submit(self._exchange, self._started, rows.flatten(), device)
-        self._under_way.append(Fetch(self._started, rows, ticket))
-        self._drop_before(self._started - MOST + 1)
+        tickets: dict[str, Ticket | Future[dict[str, Ticket]]] = {}
+        for name, table in self._whole.items():
+            tickets[name] = _writer(table).prefetch(rows.flatten(), device)
+        if self._thread is not None and self._group is not None:
+            exchange = self._thread.submit(self._exchange, self._started, rows.flatten(), device)
+            tickets |= dict.fromkeys(self._shards, exchange)
+        if tickets:
+            self._under_way.append(Fetch(self._started, rows, tickets))
+            self._drop_before(self._started - MOST + 1)
 
-    def _exchange(self, number: int, rows: Tensor, device: torch.device) -> Ticket:
+    def _exchange(self, number: int, rows: Tensor, device: torch.device) -> dict[str, Ticket]:
         """Exchange the row numbers of the global batch, and start to read the local ones; runs in the thread."""
         sizes = self._tell(torch.tensor(len(rows), device="cpu")).tolist()
         message = torch.zeros(max(sizes), dtype=torch.int64, device="cpu")
         message[: len(rows)] = rows
         gathered = self._tell(message)
         everyone = torch.cat([gathered[rank, :size] for rank, size in enumerate(sizes)])
-        local = self._table.local(everyone[self._table.owned(everyone)])
         with self._issuing:
             if number < self._first:
                 raise CancelledError
-            return self._rows.prefetch(local, device)
+            return {
+                name: _writer(table).prefetch(table.local(everyone[table.owned(everyone)]), device)
+                for name, table in self._shards.items()
+            }
 
     def _tell(self, message: Tensor) -> Tensor:
         return tell(message, self._group, self._ranks.size, PREFETCH)
@@ -104,3 +116,8 @@ class Prefetcher:
             self._first = max(self._first, number)
         while self._under_way and self._under_way[0].number < number:
             self._under_way.popleft()
+
+
+def _writer(table: RowTable) -> WriteBehind:
+    assert isinstance(table.rows, WriteBehind)
+    return table.rows

@@ -1,9 +1,9 @@
-"""Table of the rows of one estimator: placement, layout, reading and committing."""
+"""Table of the rows of one object: placement, layout, reading and committing."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator, checks
-from compopt.batch import COUNT, Batch
+from compopt.batch import COUNT, Batch, Rows
 from compopt.checks import values
 from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import ProcessGroup, Ranks
@@ -22,7 +22,6 @@ from compopt.stores.snapshot import Snapshot
 
 # Rows copied at a time, so that copying a large table needs little additional memory.
 BLOCK_ROWS = 1 << 20
-Adapt = Callable[[Tensor, Mapping[str, Tensor], Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,13 @@ class Placement:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "process_group": None}  # process groups cannot leave their process
 
-    def open(self, n: int, words: int, ranks: Ranks) -> RowStore | WriteBehind:
+    def open(self, n: int, words: int, ranks: Ranks, name: str) -> RowStore | WriteBehind:
         """Create the ``n`` rows of this process; collective for ``"disk"``, where each rank has its own file."""
         if (directory := self.offload_dir) is None:
             store = RowStore(n, words, on_host=self.offload == "cpu")
             return store if self.offload is None else WriteBehind(store)
-        name = "rows" if ranks.size == 1 else f"rows-{ranks.rank:05d}-of-{ranks.size:05d}"
+        name = f"{name}-rows" if name else "rows"
+        name = name if ranks.size == 1 else f"{name}-{ranks.rank:05d}-of-{ranks.size:05d}"
         with doing("the construction of an estimator"):
             return ranks.agree(lambda: WriteBehind(DiskStore(directory, name, n, words)))
 
@@ -80,7 +80,7 @@ def numbers(rows: range) -> Tensor:
 
 
 class RowTable:
-    """Table with one row per sample, which contains the columns of all components.
+    """Table with one row per sample, which contains the columns of one object.
 
     With ``shard=True`` rows are distributed cyclically over the K ranks: row ``g`` is local row ``g // K`` of rank
     ``g % K``. This balances any ``n`` and any sample group, and appending rows moves no existing row.
@@ -90,21 +90,17 @@ class RowTable:
         n: number of rows on all ranks together.
         placement: location of the rows.
         ranks: the ranks of the estimator.
-        firsts: names of the first columns of the parts; only these may contain :attr:`Column.blank`.
+        name: beginning of the name of a file on the disk.
 
     Attributes:
         first, stride: this process holds the rows ``first, first + stride, ...``.
-        partial: names of the first columns that contain the mark :attr:`Column.blank` in some row.
     """
 
-    def __init__(
-        self, columns: Sequence[Column], n: int, placement: Placement, ranks: Ranks, firsts: Collection[str] = ()
-    ) -> None:
-        self.layout, self.n, self._ranks = RowLayout(columns, firsts), n, ranks
+    def __init__(self, columns: Sequence[Column], n: int, placement: Placement, ranks: Ranks, name: str = "") -> None:
+        self.layout, self.n, self._ranks = RowLayout(columns), n, ranks
         self.first, self.stride = (ranks.rank, ranks.size) if placement.shard else (0, 1)
-        self.rows = placement.open(self._before(n, self.first), self.layout.words, ranks)
+        self.rows = placement.open(self._before(n, self.first), self.layout.words, ranks, name)
         self._deposits: list[Deposit] = []
-        self.partial: set[str] = set()
 
     @property
     def sharded(self) -> bool:
@@ -156,17 +152,18 @@ class RowTable:
         """Convert numbers of rows that this process holds to row numbers of its store."""
         return rows // self.stride
 
-    def fetch_sharded(self, rows: Tensor, device: torch.device, mine: Tensor | None = None) -> Tensor:
-        """Collect rows ``(R,)``, given on the CPU, from their owners, bitwise by one all-reduce. Collective.
+    def share(self, rows: Tensor, device: torch.device, mine: Tensor | None = None) -> Tensor:
+        """Return a block of rows ``(R,)``, given on the CPU, with zeros for the rows of other processes.
 
-        ``mine`` is the block of the rows that this process holds, on ``device``, if it has already been read.
+        The sum of the bits over all ranks is the block of all rows. ``mine`` is the block of the rows that this process
+        holds, on ``device``, if it has already been read.
         """
         owned, block = self.owned(rows), self.layout.zeros(len(rows), device)
         if mine is None:
             local = self.local(rows[owned])
             mine = self.rows.fetch(accelerator.to_device(local, device), local)
         block[accelerator.to_device(owned, device)] = mine
-        return self._ranks.sum_bits(block)
+        return block
 
     def unpack(self, rows: Tensor, block: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return columns ``(B, D)`` of a block ``(B * R, 2 * words)`` in the working dtype (integers as stored).
@@ -182,15 +179,15 @@ class RowTable:
             name: v.to(dtype) if v.is_floating_point() and v.dtype != dtype else v for name, v in views.items()
         }
 
-    def deposit(self, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None) -> None:
+    def deposit(self, batch: Batch, read: Rows, proposals: Mapping[str, Tensor], valid: Tensor | None) -> None:
         """Keep the proposals of one call, ``(B, D)`` each, until :meth:`commit` or :meth:`discard`."""
-        self._deposits.append(Deposit.of(batch, proposals, valid))
+        self._deposits.append(Deposit.of(batch, read, proposals, valid))
 
     def commit(self, found_inf: Tensor | None) -> None:
         """Write the deposited proposals, unless ``found_inf`` (on the device) is positive."""
         if not self._deposits:
             return
-        rows, old, new = merge(self._deposits, self.layout, bool(self.partial))
+        rows, old, new = merge(self._deposits, self.layout)
         if found_inf is not None:
             new = torch.where(found_inf.to(new.device) > 0, old, new)
         if self.sharded:
@@ -209,8 +206,8 @@ class RowTable:
         other = (rows % self.stride != self.first).to(torch.uint8)
         return torch.argsort(other, stable=True)[:count]
 
-    def state_dict(self, names: Collection[str] | None = None, own: range | None = None) -> dict[str, Tensor]:
-        """Copy every column (or those in ``names``) of all rows, ``(n, D)``, or of the rows ``own``.
+    def state_dict(self, own: range | None = None) -> dict[str, Tensor]:
+        """Copy every column of all rows, ``(n, D)``, or of the rows ``own``.
 
         The copy is on the store's device; on shards, and with ``own``, on the CPU. Collective on shards.
         """
@@ -218,11 +215,11 @@ class RowTable:
             self._ranks.barrier()
         store, rows = self.at_rest(), range(self.n) if own is None else own
         device = store.device if own is None and not self.sharded else torch.device("cpu")
-        columns = [c for c in self.layout.columns if names is None or c.name in names]
+        columns = self.layout.columns
         full = {c.name: torch.empty(len(rows), c.width, dtype=c.dtype, device=device) for c in columns}
         for part in blocks(range(self.n) if self.sharded else rows):  # on shards all ranks take part in every block
             if self.sharded:
-                block = self.fetch_sharded(numbers(part), store.device)
+                block = self._ranks.sum_bits(self.share(numbers(part), store.device))
             else:
                 block = store.block(part.start, part.stop)
             first, last = max(part.start, rows.start), min(part.stop, rows.stop)
@@ -232,9 +229,9 @@ class RowTable:
                     column[first - rows.start : last - rows.start].copy_(views[name])
         return full
 
-    def check_state(self, columns: Mapping[str, Tensor], names: Collection[str] | None = None) -> None:
-        """Refuse columns ``(n, width)`` that cannot be loaded; all columns, or those in ``names``, are required."""
-        own = {c.name: c for c in self.layout.columns if names is None or c.name in names}
+    def check_state(self, columns: Mapping[str, Tensor]) -> None:
+        """Refuse columns ``(n, width)`` that cannot be loaded; all columns are required."""
+        own = {c.name: c for c in self.layout.columns}
         for name in {**columns, **own}:
             if name not in own:
                 raise ValueError(f"the checkpoint has a column {name!r}, which this estimator has not; it has {[*own]}")
@@ -264,10 +261,8 @@ class RowTable:
         This process writes only the rows that it holds.
         """
         store = self.at_rest()
-        self.partial.clear()
         with torch.inference_mode(False), store.overwriting():  # inference tensors cannot be written outside
             for rows, columns in parts:
-                self.find_partial(columns)  # also in the rows of other ranks
                 if self.sharded:
                     mine = self.owned(rows)
                     rows, columns = rows[mine], {name: value[mine] for name, value in columns.items()}
@@ -279,44 +274,3 @@ class RowTable:
         """Overwrite all rows that this process holds with those of ``columns``, ``(n, D)`` each."""
         parts = ((at, slice(at.start, at.stop)) for at in blocks(range(self.n)))
         self.load((numbers(at), {k: v.detach()[cut].cpu() for k, v in columns.items()}) for at, cut in parts)
-
-    def load_part(self, columns: Mapping[str, Tensor], first: str, others: Collection[str], adapt: Adapt) -> None:
-        """Overwrite the columns of one part in all rows that this process holds; collective on shards.
-
-        Args:
-            columns: columns of the part, with its own visits as ``count``, ``(n, D)`` each.
-            first: name of the part's first column.
-            others: names of the first columns of the other parts.
-            adapt: function that adapts the rows in place to their new visits; arguments: row numbers ``(R,)``, all
-                columns, the loaded visits, and the previous visits.
-        """
-        store = self.at_rest()
-        with torch.inference_mode(False):
-            for part in blocks(range(store.n)):
-                block, at = store.block(part.start, part.stop), numbers(part).to(store.device)
-                rows = at * self.stride + self.first
-                own = {name: value.detach()[rows.to(value.device)].to(store.device) for name, value in columns.items()}
-                visits = own.pop(COUNT)
-                views = self.layout.unpack(block)
-                before = views[COUNT].clone()
-                views[COUNT].copy_(torch.maximum(before, visits))
-                for name, value in own.items():
-                    views[name].copy_(torch.where(visits > 0, value, 0))
-                adapt(rows, views, visits, before)
-                views[first].masked_fill_((visits == 0) & (before > 0), self.layout[first].blank)
-                for name in others:
-                    views[name].masked_fill_((before == 0) & (visits > 0), self.layout[name].blank)
-                self.find_partial(views)
-                store.scatter(at, block)
-        self.agree_partial()
-
-    def find_partial(self, columns: Mapping[str, Tensor]) -> None:
-        """Add the columns that contain the mark :attr:`Column.blank` to :attr:`partial`."""
-        for name in self.layout.firsts & set(columns):
-            if bool((columns[name] == self.layout[name].blank).any()):
-                self.partial.add(name)
-
-    def agree_partial(self) -> None:
-        """Form the union of :attr:`partial` over all ranks, which read each other's rows. Collective on shards."""
-        if self.sharded:
-            self.partial = set().union(*self._ranks.gather_objects(self.partial))

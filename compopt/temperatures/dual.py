@@ -12,13 +12,13 @@ from typing_extensions import Unpack
 
 from compopt import accelerator, checks
 from compopt import functional as F
-from compopt.batch import COUNT, Batch
+from compopt.batch import Rows
 from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
 from compopt.checks.inputs import check_values
-from compopt.estimator.component import Call, Setting, Temperature, other_temperature
-from compopt.estimator.groups import GroupSpec, Hyper, SampleGroups
+from compopt.estimator.base import Form
+from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
-from compopt.estimator.state_dict import part_state_dict
+from compopt.estimator.parts import Call, Temperature
 from compopt.stores.layout import Column
 
 # tau_init, tau_min (the paper's tau_0) and rho: iSogCLR, sections 6.1 and 6.2. tau_max and max_grad: its authors' code
@@ -98,7 +98,7 @@ class TemperatureDual(Temperature):
         lr_switch: a pair ``(at, factor)``, for ``mode="global"``: while ``tau <= at`` the step size is ``factor lr``.
             FastCLIP's authors use ``(0.03, 1/3)``. It is not saved in checkpoints.
         process_group, offload, offload_dir, shard, dtype: placement when used alone, see
-            :class:`~compopt.estimator.Component`.
+            :class:`~compopt.Estimator`.
 
     Hyper-parameters: ``rho``, ``lr``, ``tau_init``, ``tau_min``, ``tau_max``, ``max_grad``, ``beta``, ``betas``; they
     may differ between sample groups.
@@ -208,12 +208,11 @@ class TemperatureDual(Temperature):
             group["tau_init"] = min(max(group["tau_init"], group["tau_min"]), group["tau_max"])
         self.check(group)
 
-    def joined(self, groups: SampleGroups, setting: Setting) -> None:
-        super().joined(groups, setting)
+    def setup(self, form: Form) -> None:
         if self.mode == "individual":
             return
         # float64, since steps may be far below the resolution of tau in float32
-        start = {**dict.fromkeys((*self._names, "updates"), 0.0), "tau": groups.groups[0]["tau_init"]}
+        start = {**dict.fromkeys((*self._names, "updates"), 0.0), "tau": self._groups[0]["tau_init"]}
         self.state = {name: torch.tensor(x, dtype=torch.float64, device="cpu") for name, x in start.items()}
 
     @property
@@ -225,24 +224,11 @@ class TemperatureDual(Temperature):
         """
         if self.mode != "global":
             raise AttributeError("individual temperatures are rows: est.read(index)['tau']")
-        if self._owner is None:
-            _ = self._facts  # creates the state when used alone
+        self._opened()  # creates the state
         return self.state["tau"].clone()
 
     def constants(self) -> list[float] | None:
-        return [float(self.tau)] * len(self.sample_groups) if self.mode == "global" else None
-
-    def check_same(self, given: Sequence[float] | None, visits: Tensor) -> None:
-        if self.mode == "global":
-            return super().check_same(given, visits)
-        starts = [group["tau_init"] for group in self.sample_groups]
-        if given == starts:  # every temperature starts at the value with which the rows were averaged
-            return
-        if given is not None:
-            raise other_temperature(given, f"tau_init={', '.join(map(str, starts))}")
-        met = part_state_dict(self._facts, self._role or self.role)["rows"][COUNT].to(visits.device) > 0
-        if bool(((visits > 0) & ~met).any()):
-            super().check_same(given, visits)
+        return [float(self.tau)] * len(self._groups) if self.mode == "global" else None
 
     @property
     def learns(self) -> bool:
@@ -281,7 +267,7 @@ class TemperatureDual(Temperature):
     def look_at_negatives(self, least: int) -> None:
         if self._warned:
             return
-        largest, limit = max(group.get("rho") or 0.0 for group in self.sample_groups), math.log(least)
+        largest, limit = max(group.get("rho") or 0.0 for group in self._groups), math.log(least)
         if largest >= limit:
             self._warned = True
             warn(
@@ -295,29 +281,11 @@ class TemperatureDual(Temperature):
             return {}
         if call.unimodal:
             gradient = gradient.mean(dim=1, keepdim=True)
-        return self._moved_rows(call.batch, call.hyper, gradient)
+        return self._moved_rows(call.read, call.hyper, gradient)
 
-    def _moved_rows(self, batch: Batch, hyper: Hyper, gradient: Tensor) -> dict[str, Tensor]:
-        new, steps = batch.blank.get("tau"), None
-        if self.optimizer == "adam":
-            steps = batch.count.to(gradient.dtype) + 1
-            if new is not None:  # the sample was visited before by other parts, but not by this one
-                steps = steps.masked_fill(new, 1)
-        moved = self._move(hyper, batch.columns, [f"tau_{name}" for name in self._moments], gradient, steps)
-        if steps is not None and new is not None:  # stored as if all visits of the sample had been steps
-            self._rescale(moved, hyper, steps, batch.count + 1)
-        return moved
-
-    def _rescale(self, rows: Mapping[str, Tensor], hyper: Hyper, steps: Tensor, visits: Tensor) -> None:
-        """Scale moments of Adam, in place, so that the bias correction for ``visits`` equals that for ``steps``."""
-        for name, item in (("tau_exp_avg", 0), ("tau_exp_avg_sq", 1)):
-            beta, dtype = hyper("betas", item), rows[name].dtype
-            rows[name].mul_((1 - beta ** visits.to(dtype)) / (1 - beta ** steps.to(dtype)))
-
-    def adapt_rows(self, rows: Mapping[str, Tensor], hyper: Hyper) -> None:
-        if self.optimizer == "adam" and self.mode == "individual":
-            steps = rows[COUNT].clamp(min=1)
-            self._rescale(rows, hyper, steps, torch.where(rows[COUNT] > 0, rows["visits"], steps))
+    def _moved_rows(self, read: Rows, hyper: Hyper, gradient: Tensor) -> dict[str, Tensor]:
+        steps = read.count.to(gradient.dtype) + 1 if self.optimizer == "adam" else None
+        return self._move(hyper, read.columns, [f"tau_{name}" for name in self._moments], gradient, steps)
 
     def _moved_state(self, hyper: Hyper, gradient: Tensor) -> dict[str, Tensor]:
         state, mean = self.working_state(True), gradient.mean(dtype=accelerator.widest(gradient.device))
@@ -382,25 +350,24 @@ class TemperatureDual(Temperature):
         Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
         """
         refuse_derivatives()
-        engine = self._engine
-        with engine.handshake.guard():
+        with self._handshake.guard():
             column = isinstance(gradient, Tensor) and gradient.dim() == 2
             flat = check_values("gradient", gradient.squeeze(1) if column else gradient, "(B,) or (B, 1)", 1)
             keys = {"index": self._index(index, len(flat))}
         batch = self._read(keys, {"gradient": flat})
-        hyper = engine.groups.hyper(self.role, batch.rows, batch.dtype)
+        hyper = self._hyper(batch)
         wanted = batch.values["gradient"].to(batch.dtype)[:, None]
         wanted = torch.where(wanted.isfinite(), wanted, torch.nan)
         if self.mode == "global" and not len(wanted):
             raise ValueError("gradient is empty, of every rank; skip such a batch: a global dual takes its mean")
-        with engine.undone_on_error():
+        with self._undone_on_error():
             if self.mode == "global":
                 moved = self._moved_state(hyper, wanted)
                 if batch.depositing:
                     self.deposit_state(**moved)
                     self._deposit(batch, {})
                 return moved["tau"].clone()
-            moved = self._moved_rows(batch, hyper, wanted)
+            moved = self._moved_rows(batch.of(), hyper, wanted)
             if batch.depositing:
                 self._deposit(batch, moved)
             return batch.nan_if_bad(moved["tau"])[batch.own].view(gradient.shape)
@@ -421,4 +388,4 @@ class TemperatureDual(Temperature):
         if index is None:
             raise TypeError("index is None; individual temperatures need data-set positions")
         tau = self.read(index)["tau"]
-        return tau[:, 0] if self._owner is None else tau
+        return tau[:, 0] if self._opened().mode == "single" else tau

@@ -12,8 +12,8 @@ from torch import Tensor
 from compopt import checks
 from compopt.checks import values
 from compopt.checks.inputs import check_tau
-from compopt.estimator.component import Temperature
 from compopt.estimator.groups import Hyper
+from compopt.estimator.parts import Temperature
 
 LEARNED_TAU_MIN = 0.01  # CLIP caps its scale at 100
 
@@ -91,7 +91,7 @@ class FixedTemperature(Temperature):
             values.bounded(type(self).__name__, {"tau of log_inverse": tau}, {"tau of log_inverse": ""})
 
     def check(self, group: Mapping[str, Any]) -> None:
-        if "tau" in self.own_defaults:
+        if "tau" in group:
             checks.positive("tau", group["tau"])
 
     def _shared(self) -> Tensor | None:
@@ -108,7 +108,7 @@ class FixedTemperature(Temperature):
 
     def constants(self) -> list[float] | None:
         shared = self._shared()
-        return [float(group["tau"]) if shared is None else shared.item() for group in self.sample_groups]
+        return [float(group["tau"]) if shared is None else shared.item() for group in self._groups]
 
 
 class _LowerBound(torch.autograd.Function):

@@ -1,0 +1,136 @@
+"""Estimator that holds other estimators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from compopt import checks
+from compopt.batch import Batch
+from compopt.estimator.base import Estimator, Form, check_dtype
+from compopt.estimator.groups import Groups, GroupView, SampleGroup, as_groups
+
+
+class Container(Estimator):
+    """Estimator whose methods apply to its parts, each of which owns its groups, its rows and its other state.
+
+    The container itself keeps the number of its commits and of its pending calls. One part may be held by two
+    containers, as a module may be shared; a step of either commits the part.
+
+    Args:
+        parts: the parts, by name. A commit commits them in this order.
+        form: mode, width, dtype and placement; a part keeps a dtype or a placement of its own.
+        sample_groups: one mapping per data set, which overrides hyper-parameters of the parts.
+
+    Raises:
+        ValueError: parts of different sizes; a part with rows of another form; an unknown key.
+    """
+
+    def __init__(self, parts: Mapping[str, Estimator], form: Form, sample_groups: Groups | None = None) -> None:
+        super().__init__(None, {})
+        self._placement, self._dtype = form.placement, check_dtype(form.dtype)
+        self._parts = dict(parts)
+        self._names = self._named()
+        before = {name: [dict(group) for group in part._groups] for name, part in parts.items()}
+        try:
+            self._set_groups(sample_groups)
+            for name, part in parts.items():
+                part._join(replace(form, folder=name))
+        except BaseException:
+            for name, part in parts.items():  # a refused composition leaves its parts as they were
+                part._groups[:] = [SampleGroup(group, part._completed) for group in before[name]]
+            raise
+        self._form = form
+
+    def _opened(self) -> Form:
+        assert self._form is not None
+        return self._form
+
+    def _objects(self) -> dict[str, Estimator]:
+        return self._parts
+
+    def _tree(self) -> tuple[Estimator, ...]:
+        return (*self._parts.values(), self)
+
+    # -- groups ------------------------------------------------------------------------------------------------
+
+    def _named(self) -> dict[str, tuple[str, str]]:
+        """Return, by key of the container, the name of the part and its key; keys that two parts share are prefixed."""
+        every = [key for part in self._parts.values() for key in part.defaults]
+        return {
+            f"{name}.{key}" if every.count(key) > 1 else key: (name, key)
+            for name, part in self._parts.items()
+            for key in part.defaults
+        }
+
+    def _set_groups(self, given: Groups | None) -> None:
+        """Give parts without a size the size of the others, and set the given hyper-parameters."""
+        sizes = {name: [group["n"] for group in part._groups] for name, part in self._parts.items() if part.n}
+        if not sizes and given is not None:
+            sizes = {"sample_groups": [group["n"] for group in given]}
+        first, wanted = next(iter(sizes.items()), ("", []))
+        for name, size in sizes.items():
+            if size != wanted:
+                raise ValueError(f"n differs: {first} has {wanted}, {name} has {size}; give both the same n")
+        if given is not None and [group["n"] for group in given] != wanted:
+            sizes = {"sample_groups": [group["n"] for group in given]}
+            raise ValueError(f"n differs: {first} has {wanted}, {sizes}; give both the same n")
+        for part in self._parts.values():
+            if wanted and part.n is None:
+                (group,) = part._groups
+                part._groups[:] = [SampleGroup({"n": n, **group}, part._completed) for n in wanted]
+        for number, group in enumerate(given or ()):
+            self._view(number).update({key: value for key, value in group.items() if key != "n"})
+
+    def _view(self, number: int) -> GroupView:
+        groups = {name: part._groups[number] for name, part in self._parts.items()}
+        places = {key: (groups[name], own) for key, (name, own) in self._names.items()}
+        sized = next((group for group in groups.values() if "n" in group), None)
+        return GroupView(places if sized is None else {"n": (sized, "n"), **places})
+
+    @property
+    def sample_groups(self) -> list[Any]:
+        """List of one view per data set, with ``n`` and the hyper-parameters of all parts; edits are written through.
+
+        A key that two parts share is prefixed with the name of its part (``temperature.lr``).
+        """
+        return [self._view(number) for number in range(min(len(part._groups) for part in self._parts.values()))]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Values of the hyper-parameters that a group leaves out (``None``: the default of the mode)."""
+        return {key: self._parts[name].defaults[own] for key, (name, own) in self._names.items()}
+
+    @property
+    def n(self) -> int | None:
+        """Number of samples in all groups; ``None`` without sizes."""
+        return next((n for part in self._parts.values() if (n := part.n) is not None), None)
+
+    def _new_groups(self, group: Mapping[str, Any]) -> list[tuple[Estimator, dict[str, Any]]]:
+        if self.n is None:
+            raise ValueError("this estimator keeps no rows and has no n; there is nothing to add")
+        (given,) = as_groups([group])
+        checks.known_keys(f"sample group {len(self.sample_groups)}", given, {"n", *self._names})
+        new: dict[str, dict[str, Any]] = {name: {"n": given["n"]} for name in self._parts}
+        for key, (name, own) in self._names.items():
+            if key in given:
+                new[name][own] = given[key]
+        return [pair for name, part in self._parts.items() for pair in part._new_groups(new[name])]
+
+    # -- a call ------------------------------------------------------------------------------------------------
+
+    def _deposit_parts(
+        self, batch: Batch, proposals: Mapping[str, Mapping[str, Tensor]], valid: Tensor | None
+    ) -> None:
+        """Deposit the proposals of a call, by the name of the part."""
+        kept = [part._deposit_rows(batch, batch.of(name), proposals[name], valid) for name, part in self._parts.items()]
+        if any(kept) or self._hooks["call"]:
+            self.pending += 1
+            self._attachments.pending(self.pending)
+
+    def _described(self) -> dict[str, Any]:
+        kinds = {name: type(part).__name__ for name, part in self._parts.items()}
+        return {**kinds, **{key: value for part in self._parts.values() for key, value in part.described().items()}}
