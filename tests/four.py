@@ -59,6 +59,5 @@ def call(obj, x, index):
 def state(obj):
     """Return all committed state in one float64 vector."""
     found = obj.state_dict()
-    (extra,) = found["extra"].values()
-    entries = {**found["rows"], **extra, "t": torch.tensor(found["t"])}
+    entries = {**found["rows"], **found["state"], "t": torch.tensor(found["t"])}
     return torch.cat([entries[name].cpu().double().flatten() for name in sorted(entries)])

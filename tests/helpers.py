@@ -154,9 +154,30 @@ def snapshot(est, n) -> dict[str, Tensor]:
     tau = getattr(getattr(est, "temperature", None), "tau", None)
     if isinstance(tau, Tensor):
         state["global_tau"] = tau.detach().clone()
-    for role, extra in est.state_dict()["extra"].items():
-        state.update({f"{role}.{name}": value for name, value in extra.items()})
+    for name, own in leaves(est.state_dict()).items():
+        state.update({f"{name}.{key}": value for key, value in own["state"].items()})
     return state
+
+
+def leaves(state: dict) -> dict[str, dict]:
+    """Return the states of the objects in a state, by name; ``""`` for an object that is used alone."""
+    return state.get("parts") or {"": state}
+
+
+def rows_of(state: dict) -> dict[str, Tensor]:
+    """Return the columns of all objects in a state, with the visits of the first object that has rows."""
+    found: dict[str, Tensor] = {}
+    for own in leaves(state).values():
+        found = {**own["rows"], **found}
+    return found
+
+
+def tensors_of(state: dict) -> dict[str, Tensor]:
+    """Return all tensors of a state by name."""
+    found = {}
+    for name, own in leaves(state).items():
+        found |= {f"{name}.{key}": value for kind in ("rows", "state") for key, value in own[kind].items()}
+    return found
 
 
 def bits(x: Tensor) -> bytes:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import compopt
+from tests.helpers import rows_of, tensors_of
 from compopt import PairPolicy
 from compopt.estimator.reader import AsyncChecks
 from tests import four
@@ -77,12 +78,12 @@ def test_a_fault_is_not_looked_for_before_it_has_arrived():
 def test_a_bad_index_on_the_device_is_heard_of_at_a_later_call():
     est = compopt.SogCLREstimator(N)
     train(est, DEVICE, range(1))
-    before = est.state_dict()["rows"]
+    before = rows_of(est.state_dict())
     z1, z2, index = batch(1, DEVICE)
     index[3] = N + 5
     assert torch.isnan(est(z1, z2, index.to(DEVICE)))
     est.step()
-    for column, value in est.state_dict()["rows"].items():
+    for column, value in rows_of(est.state_dict()).items():
         assert torch.equal(value, before[column])
     synchronize()
     with pytest.raises(IndexError, match="earlier call"):
@@ -111,7 +112,7 @@ def test_repeats_on_the_device_have_the_same_bits_every_time():
         z1, z2, index = batch(0, DEVICE)
         est(z1, z2, (index % 7).to(DEVICE))
         est.step()
-        return est.state_dict()["rows"]
+        return rows_of(est.state_dict())
 
     first, second = run(), run()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -181,9 +182,8 @@ def test_a_batch_of_one_label_waits_for_nobody_and_changes_nothing(name, where):
     assert not any(value.count_nonzero() for value in found)
     known = where == "host" and name != "memory"
     assert est.t == t + (0 if known else 2)
-    after = est.state_dict()
-    states = [(before["rows"], after["rows"]), *((old, after["extra"][role]) for role, old in before["extra"].items())]
-    changed = {key for old, new in states for key in old if not torch.equal(old[key], new[key].to(old[key].device))}
+    old, after = tensors_of(before), tensors_of(est.state_dict())
+    changed = {key.partition(".")[2] for key in old if not torch.equal(old[key], after[key].to(old[key].device))}
     assert changed <= (set() if known else {"queue_place", "optimizer.prototypes.step"})
 
 
@@ -199,6 +199,6 @@ def test_a_memory_on_the_device_replaces_the_samples_of_a_window():
             for _ in range(2):
                 there(z1, z2, place).backward()
             there.step()
-    one, other = (est.state_dict()["extra"]["normalizer"] for est in (here, there))
+    one, other = (est.normalizer.state_dict()["state"] for est in (here, there))
     assert all(torch.equal(one[name], other[name].cpu()) for name in ("keys", "kept"))
     same([[one["queue"]]], [[other["queue"]]])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import compopt
 from compopt.estimator import Column, Estimator
 from tests.devices import DEVICE
-from tests.helpers import assert_same_bits, bits, generator, near
+from tests.helpers import assert_same_bits, bits, generator, near, tensors_of
 from tests.pool import the_pool
 from tests.reference import AloneAverage, AloneChains, AloneDual, AloneGlobalDual, AloneNetwork
 from tests.test_ranks import own_part
@@ -200,9 +200,7 @@ def part_of(d, own):
 
 def state(u):
     """Return all committed state by name."""
-    saved = u.state_dict()
-    extra = {f"{role}.{name}": value for role, own in saved["extra"].items() for name, value in own.items()}
-    return {**saved["rows"], **extra}
+    return tensors_of(u.state_dict())
 
 
 def train(u, kind, batches, window=1):
@@ -636,10 +634,10 @@ def loaded_in_another_order(group):
     u = BY_NAME["network"].make(process_group=group)
     train(u, BY_NAME["network"], data()[:2])
     saved = u.state_dict()
-    entries = saved["extra"]["normalizer"]
+    entries = saved["state"]
     order = sorted(entries, reverse=bool(dist.get_rank(group)))
     u.load_state_dict({**saved, "extra": {"normalizer": {name: entries[name] for name in order}}})
-    return all(torch.equal(value, entries[name]) for name, value in u.state_dict()["extra"]["normalizer"].items())
+    return all(torch.equal(value, entries[name]) for name, value in u.normalizer.state_dict()["state"].items())
 
 
 @pytest.mark.distributed

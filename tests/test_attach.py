@@ -512,14 +512,27 @@ def test_rows_are_loaded_after_the_optimizer_has_accepted_its_state():
     assert est.t == 0 and commits(est) == 0
 
 
+def of_part(change):
+    """Return a function that changes the state of the normalizer, or that of an object that is used alone."""
+
+    def changed(entry):
+        if "parts" not in entry:
+            return change(entry)
+        return {**entry, "parts": {**entry["parts"], "normalizer": change(entry["parts"]["normalizer"])}}
+
+    return changed
+
+
 SPOILED = {
     "no dict": lambda entry: 3,
-    "a key": lambda entry: {key: value for key, value in entry.items() if key != "rows"},
+    "a key": of_part(lambda entry: {key: value for key, value in entry.items() if key != "rows"}),
     "a version": lambda entry: {**entry, "version": 99},
     "commits": lambda entry: {**entry, "t": -1},
-    "a group": lambda entry: {**entry, "sample_groups": [{**group, "n": 99} for group in entry["sample_groups"]]},
-    "a column": lambda entry: {**entry, "rows": {**entry["rows"], "more": torch.zeros(N, 2)}},
-    "a tensor": lambda entry: {**entry, "extra": {role: {"more": torch.ones(1)} for role in entry["extra"]}},
+    "a group": of_part(
+        lambda entry: {**entry, "sample_groups": [{**group, "n": 99} for group in entry["sample_groups"]]}
+    ),
+    "a column": of_part(lambda entry: {**entry, "rows": {**entry["rows"], "more": torch.zeros(N, 2)}}),
+    "a tensor": of_part(lambda entry: {**entry, "state": {"more": torch.ones(1)}}),
 }
 
 
@@ -547,7 +560,7 @@ def test_an_optimizer_that_refuses_its_state_keeps_no_rows():
     _, optimizer, est = setting()
     est.attach(optimizer, checkpoint=True)
     saved = optimizer.state_dict()
-    column = weakref.ref(saved["compopt"]["rows"]["log_u"])
+    column = weakref.ref(saved["compopt"]["parts"]["normalizer"]["rows"]["log_u"])
     with pytest.raises(ValueError, match="parameter group"):
         optimizer.load_state_dict({**saved, "param_groups": saved["param_groups"] * 2})
     del saved

@@ -85,10 +85,10 @@ def started(est, z1, z2, tau, seed, t=0):
     s, p = targets(z1, z2, tau)
     generator = torch.Generator().manual_seed(seed)
     chain = torch.stack([torch.multinomial(p[d], 1, generator=generator)[:, 0] for d in (0, 1)], dim=1)
-    state = {**est.state_dict(), "t": t}
+    state = {**est.normalizer.state_dict(), "t": t}
     score = torch.stack([s[d].gather(1, chain[:, d : d + 1])[:, 0] for d in (0, 1)], dim=1)
     state["rows"] = {"chain": chain, "score": score, "count": torch.ones_like(state["rows"]["count"])}
-    est.load_state_dict(state)
+    est.normalizer.load_state_dict(state)
     return est
 
 
@@ -126,14 +126,14 @@ def test_proposals_from_the_data_set_move_a_chain_as_the_kernel_s_power_does(dra
     est = compopt.EMC2Estimator(n, draws - 1, tau, proposals="dataset", draws=draws, seed=4, **options)
     negatives = torch.arange(1, n)
     similarity = z2[negatives] @ z1[0]
-    start, state = similarity.argmin(), est.state_dict()
+    start, state = similarity.argmin(), est.normalizer.state_dict()
     chain = negatives[start].expand(n, 1)
     state["rows"] = {
         "chain": chain,
         "score": torch.zeros(n, 1).double(),
         "count": torch.ones_like(state["rows"]["count"]),
     }
-    est.load_state_dict(state)
+    est.normalizer.load_state_dict(state)
     index, bank = torch.tensor([0] * count + [1]), z2.clone().requires_grad_()
     call(est, z1[index], z2[index], index, encode=lambda samples: (z1[samples], bank[samples])).backward()
     found = (bank.grad @ z1[0])[negatives] * len(index)  # only the last proposal is counted: one visit per anchor

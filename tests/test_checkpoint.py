@@ -9,7 +9,7 @@ from torch import Tensor
 import compopt
 from compopt.stores import table
 from tests.database import STATEFUL
-from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot, through_a_file, train
+from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot, tensors_of, through_a_file, train
 
 N = 13
 
@@ -154,9 +154,8 @@ def test_loading_copies(name):
     state = est.state_dict()
     with torch.inference_mode():  # tensors made here could not be changed outside
         other.load_state_dict(state)
-    for part in (state["rows"], *state["extra"].values()):
-        for value in part.values():
-            value.fill_(1)
+    for value in tensors_of(state).values():
+        value.fill_(1)
     assert_same_bits(snapshot(est, N), snapshot(other, N))
     more = batches(N, 2, seed=85, dtype=torch.float32)
     assert train(est, more) == train(other, more)
@@ -190,8 +189,9 @@ def put(value, place=0):
     return change
 
 
-ROWS, MEMORY, NETWORK = ("rows",), ("extra", "normalizer"), ("extra", "normalizer")
-DUAL = ("extra", "temperature")
+OF = ("parts", "normalizer")
+ROWS, MEMORY, NETWORK = (*OF, "rows"), (*OF, "state"), (*OF, "state")
+DUAL, TAUS = ("parts", "temperature", "state"), ("parts", "temperature", "rows")
 IMPOSSIBLE = {
     # rows without values, or of another type
     "rows on the meta device": ("fastclip", at((*ROWS, "log_u"), lambda x: x.to("meta")), ValueError, "'log_u'.*meta"),
@@ -203,8 +203,8 @@ IMPOSSIBLE = {
     "NaN rows": ("fastclip", at((*ROWS, "log_u"), put(math.nan, 7)), ValueError, "'log_u'.*finite, row 3 has.*nan"),
     "a negative count": ("fastclip", at((*ROWS, "count"), put(-1)), ValueError, "'count'.*>= 0, row 0 has"),
     "a chain outside": ("emc2", at((*ROWS, "chain"), put(10**12, 4)), ValueError, "'chain'.*<= 12, row 2.*10{12}"),
-    "tau = 0 in a row": ("isogclr", at((*ROWS, "tau"), put(0.0)), ValueError, "'tau'.*finite and > 0, row 0"),
-    "a negative mean of squares": ("isogclr", at((*ROWS, "tau_exp_avg_sq"), put(-1e-3)), ValueError, "exp_avg_sq"),
+    "tau = 0 in a row": ("isogclr", at((*TAUS, "tau"), put(0.0)), ValueError, "'tau'.*finite and > 0, row 0"),
+    "a negative mean of squares": ("isogclr", at((*TAUS, "tau_exp_avg_sq"), put(-1e-3)), ValueError, "exp_avg_sq"),
     # state that is not rows: type, dtype, layout
     "keys of float32": ("memory", at((*MEMORY, "keys"), Tensor.float), ValueError, "keys.*float32.*int64"),
     "a queue of integers": ("memory", at((*MEMORY, "queue"), Tensor.int), ValueError, "queue.*int32.*float32"),
@@ -225,15 +225,19 @@ IMPOSSIBLE = {
     "a learned tau of NaN": ("learned", at((*DUAL, "log_inverse"), put(math.nan)), ValueError, "log_inverse"),
     "own state that is no tensor": ("own", at((*DUAL, "calls"), int), TypeError, "calls.*Counter.*int"),
     # other entries
-    "a role that is None": ("memory", at(MEMORY, lambda x: None), TypeError, "normalizer.*dict"),
-    "an unknown role": ("memory", at(("extra", "other"), lambda x: {}), ValueError, "'other'"),
+    "state that is None": ("memory", at(MEMORY, lambda x: None), TypeError, "state.*dict"),
+    "an unknown part": ("memory", at(("parts", "other"), lambda x: {}), ValueError, "'other'"),
     "t of 2^70": ("fastclip", at(("t",), lambda t: 2**70), ValueError, f"t of.*{2**70}"),
     "t below 0": ("fastclip", at(("t",), lambda t: -1), ValueError, "t of.*-1"),
     "version 0": ("fastclip", at(("version",), lambda v: 0), ValueError, "version.*0"),
-    "entries that are a list": ("neuclip", at(("entries",), lambda v: []), TypeError, "entries.*list"),
+    "entries that are none": ("neuclip", at((*OF, "entries"), lambda v: []), ValueError, "has the entries"),
     **{
         f"{key} is None": ("fastclip", at((key,), lambda x: None), (TypeError, ValueError), f"{key}.*None")
-        for key in ("version", "config", "sample_groups", "rows", "extra", "t")
+        for key in ("version", "config", "parts", "t")
+    },
+    **{
+        f"{key} of a part is None": ("fastclip", at((*OF, key), lambda x: None), (TypeError, ValueError), f"{key}.*None")
+        for key in ("version", "config", "sample_groups", "rows", "state", "t")
     },
 }
 KEEPERS["isogclr"] = lambda: compopt.ISogCLREstimator(N, rho=0.4, tau_init=0.2, optimizer="adam")
@@ -263,7 +267,7 @@ def test_state_that_was_just_made_loads():
 @pytest.mark.parametrize("value", [math.nan, -1.0])
 def test_rows_that_were_never_visited_are_checked_as_well(value):
     state = compopt.ISogCLREstimator(N).state_dict()
-    state["rows"]["tau"][5] = value
+    state["parts"]["temperature"]["rows"]["tau"][5] = value
     with pytest.raises(ValueError, match="'tau'.*row 5"):
         compopt.ISogCLREstimator(N).load_state_dict(state)
 
@@ -273,6 +277,6 @@ def test_rows_are_checked_in_blocks(monkeypatch):
     est = kept("fastclip")
     state = est.state_dict()
     est.load_state_dict(state)
-    state["rows"]["log_u"][11, 1] = math.nan
+    state["parts"]["normalizer"]["rows"]["log_u"][11, 1] = math.nan
     with pytest.raises(ValueError, match="row 11 has"):
         est.load_state_dict(state)

@@ -273,7 +273,7 @@ def mean_gradient(est, kind):
     if kind == "individual":
         return est.read(torch.arange(BATCH))["tau_exp_avg"].mean()
     if kind == "global":
-        return est.state_dict()["extra"]["temperature"]["exp_avg"]
+        return est.temperature.state_dict()["state"]["exp_avg"]
     if kind == "learned":
         return est.temperature.log_inverse.grad / -TAU
     return est.temperature.tensor.grad

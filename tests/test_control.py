@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import compopt
 from compopt.samplers import OrderedBatchSampler
-from tests.helpers import features, generator
+from tests.helpers import features, generator, rows_of
 from tests.pool import the_pool
 
 pytestmark = pytest.mark.distributed
@@ -70,7 +70,7 @@ def one_rank_alone(group, folder, operation):
     second = outcome(lambda: OPERATIONS[name](est, folder) if alone else other())
     call(est, 3)
     compopt.save(est, folder)
-    return said, second, est.t, {name: value.double().sum() for name, value in est.state_dict()["rows"].items()}
+    return said, second, est.t, {name: value.double().sum() for name, value in rows_of(est.state_dict()).items()}
 
 
 @pytest.mark.parametrize(

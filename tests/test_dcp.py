@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import compopt
 from compopt.stores import table
 from tests.database import BY_NAME, MODES
-from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
+from tests.helpers import assert_same_bits, batches, bits, leaves, make, rows_of, run, snapshot
 from tests.pool import the_pool
 
 if torch.__version__ < (2, 5):
@@ -65,7 +65,7 @@ def test_every_kind_of_state_goes_on_bit_for_bit(name, mode, tmp_path):
 
 
 def names(est):
-    return {role: set(state) for role, state in est.state_dict()["extra"].items()}
+    return {name: set(own["state"]) for name, own in leaves(est.state_dict()).items()}
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -90,9 +90,14 @@ def test_rows_are_columns_in_the_format_of_dcp(tmp_path):
     """Other tools can read the rows: one tensor per column, in the order of the rows."""
     est = trained()
     dcp.save({"compopt": Stateful(est)}, checkpoint_id=tmp_path)
-    columns = {f"compopt.rows.{name}": torch.zeros_like(value) for name, value in est.state_dict()["rows"].items()}
+    rows = {
+        f"compopt.rows.{name}.{column}": value
+        for name, own in leaves(est.state_dict()).items()
+        for column, value in own["rows"].items()
+    }
+    columns = {name: torch.zeros_like(value) for name, value in rows.items()}
     dcp.load(columns, checkpoint_id=tmp_path)
-    assert_same_bits({f"compopt.rows.{k}": v for k, v in est.state_dict()["rows"].items()}, columns)
+    assert_same_bits(rows, columns)
 
 
 # refused checkpoints ------------------------------------------------------------------------------
@@ -138,13 +143,13 @@ def test_rows_of_other_data(tmp_path):
 def test_a_flipped_bit_of_a_column(name, bit, tmp_path):
     est = trained()
     dcp.save({"compopt": Stateful(est)}, checkpoint_id=tmp_path)
-    column = bits(est.state_dict()["rows"][name])
+    column = bits(rows_of(est.state_dict())[name])
     (file,) = tmp_path.glob("*.distcp")
     content = bytearray(file.read_bytes())
     at = content.index(column) + 8 * (bit % N)  # in some row
     content[at + bit // 8] ^= 1 << bit % 8
     file.write_bytes(content)
-    refused(trained(seed=4), tmp_path, f"column '{name}' is damaged")
+    refused(trained(seed=4), tmp_path, rf"column '\w+\.{name}' is damaged")
 
 
 def test_a_flipped_bit_of_the_rest(tmp_path):
@@ -160,9 +165,10 @@ def test_two_rows_that_changed_places():
     """Raise for a column with two permuted rows: each value is correct but in the wrong row."""
     est, other = trained(), trained(seed=4)
     state, before = Stateful(est).state_dict(), snapshot(other, N)
-    a, b = torch.nonzero(state["rows"]["count"].amax(1))[:2, 0].tolist()
-    state["rows"]["log_u"][[a, b]] = state["rows"]["log_u"][[b, a]]
-    with pytest.raises(ValueError, match="'log_u' is damaged"):
+    a, b = torch.nonzero(state["rows"]["normalizer.count"].amax(1))[:2, 0].tolist()
+    column = state["rows"]["normalizer.log_u"]
+    column[[a, b]] = column[[b, a]]
+    with pytest.raises(ValueError, match="'normalizer.log_u' is damaged"):
         Stateful(other).load_state_dict(state)
     assert_same_bits(before, snapshot(other, N))
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import compopt
 from tests import four
 from tests.database import BY_NAME, DATABASE, MODES
-from tests.helpers import assert_same_bits, batches, features, make, run, snapshot
+from tests.helpers import assert_same_bits, batches, features, make, rows_of, run, snapshot, tensors_of
 from tests.pool import the_pool
 from tests.samplers import both
 from tests.test_shard_batches import batches_of, rows
@@ -61,7 +61,7 @@ def life(info, mode, folder):
     est.train()
     trace += run(est, *DATA[3])
     est.step()
-    state = {**snapshot(est, N), **est.state_dict()["rows"], **est.metrics}
+    state = {**snapshot(est, N), **rows_of(est.state_dict()), **est.metrics}
     counters = {name: value.float() for name, value in state.items() if name.endswith(".step")}  # from torch.optim
     return dict(enumerate(trace)), {**state, **counters}
 
@@ -173,7 +173,7 @@ def on_ranks(group, folder, context):
                 est.add_sample_group({"n": 3})
                 est.read(DATA[0][2])
         states = [est.state_dict() for est in estimators]
-    return [{**state["rows"], **state["extra"]["normalizer"]} for state in states]
+    return [tensors_of(state) for state in states]
 
 
 @pytest.mark.distributed

@@ -69,11 +69,11 @@ def test_state_dict_hooks_may_edit_or_replace_the_dict():
 
 def test_load_state_dict_hooks_run_before_and_after_and_may_translate():
     old, est, log = trained(1).state_dict(), compopt.SogCLREstimator(N, tau=0.1), []
-    old["renamed_rows"] = old.pop("rows")
+    old["renamed"] = old.pop("parts")
 
     def translate(who, state):
         log.append(visits(who))
-        return {**state, "rows": state["renamed_rows"]}
+        return {**state, "parts": state["renamed"]}
 
     est.register_load_state_dict_pre_hook(translate)
     est.register_load_state_dict_post_hook(lambda who: log.append(visits(who)))

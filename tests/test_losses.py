@@ -207,7 +207,7 @@ def hostile(name):
 def committed(loss):
     """Return all tensors of the state."""
     state = loss.state_dict()
-    return [*state["rows"].values(), *state["extra"]["loss"].values()]
+    return [*state["rows"].values(), *state["state"].values()]
 
 
 @pytest.mark.filterwarnings("ignore:.*NaN, infinite or too large to compare.*:UserWarning")
@@ -298,8 +298,8 @@ def test_numbers_that_no_run_writes_are_refused(kind):
         return
     state, before = loss.state_dict(), whole(loss)
     numbers = getattr(loss, "numbers", ())
-    bad = [("extra", "loss", name, value) for name in numbers for value in (torch.nan, -torch.inf)]
-    bad += [("extra", "loss", "updates", -1.0)] if "updates" in numbers else []
+    bad = [("state", name, None, value) for name in numbers for value in (torch.nan, -torch.inf)]
+    bad += [("state", "updates", None, -1.0)] if "updates" in numbers else []
     bad += [("rows", name, None, torch.nan) for name in state["rows"] if name != "count"]
     assert bad or not loss.numbers
     for part, name, entry, value in bad:

@@ -118,13 +118,13 @@ def test_an_anchor_without_a_visit_pulls_its_positive_only():
     z = torch.eye(n, 6, dtype=torch.float64)
     z2 = normalize(z + 0.1, dim=1)
     est = compopt.EMC2Estimator(n, tau=tau, dtype=torch.float64, normalize=False)
-    state = est.state_dict()
+    state = est.normalizer.state_dict()
     state["rows"] = {
         "chain": torch.tensor([[5, 5]]).repeat(n, 1),
         "score": torch.full((n, 2), 0.99, dtype=torch.float64),
         "count": torch.ones(n, 2, dtype=torch.int32),
     }
-    est.load_state_dict(state)
+    est.normalizer.load_state_dict(state)
     index = torch.tensor([0, 1, 2])
     _, g1, g2 = run(est, z[index], z2[index], index)
     assert est.metrics["unused_anchors"] == 1 and est.metrics["acceptance_rate"] < 0.5
@@ -265,9 +265,9 @@ def test_bad_calls():
         "floating": lambda i: (torch.zeros(len(i), 3, dtype=torch.int64),) * 2,
     }
     est = compopt.EMC2Estimator(10, tau=0.01)
-    state = est.state_dict()
+    state = est.normalizer.state_dict()
     rows = {"chain": torch.full((10, 2), 9), "score": torch.ones(10, 2), "count": torch.ones(10, 2, dtype=torch.int32)}
-    est.load_state_dict({**state, "rows": rows})  # every chain at a sample outside the batch
+    est.normalizer.load_state_dict({**state, "rows": rows})  # every chain at a sample outside the batch
     for message, encode in wrong.items():
         with pytest.raises((TypeError, ValueError), match=message):
             call(est, z1, z2, index, encode=encode)

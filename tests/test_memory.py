@@ -40,7 +40,7 @@ def test_before_the_first_commit_it_is_dcl(mode):
 
 def test_the_oldest_leave_first():
     est = filled(build(length=20))
-    assert est.state_dict()["extra"]["normalizer"]["keys"][0].tolist() == list(range(4, 24))
+    assert est.normalizer.state_dict()["state"]["keys"][0].tolist() == list(range(4, 24))
 
 
 def queue_share(est, index, **options):
@@ -108,7 +108,7 @@ def test_the_error_of_what_the_memory_holds():
     z = features(30, D, seed=7)
     assert compopt.diagnostics.normalizer_error(est, *z).isnan()
     filled(est, batches=3)
-    queues, unit, alpha = est.state_dict()["extra"]["normalizer"]["queue"], [F.normalize(side) for side in z], []
+    queues, unit, alpha = est.normalizer.state_dict()["state"]["queue"], [F.normalize(side) for side in z], []
     for queue, a, b in zip(queues, unit, unit[::-1], strict=True):
         h = (a @ (queue + b.mean(0)).T - (a * b).sum(1, keepdim=True)) / 0.5
         h[torch.arange(24), torch.arange(24)] = -torch.inf  # slot i is sample i
@@ -136,7 +136,7 @@ def test_a_bad_batch_is_not_kept(where):
         est.step()
         est(*features(8, D, seed=2), torch.arange(8))  # warns about the last call
     est.discard()
-    assert est.state_dict()["extra"]["normalizer"]["kept"].sum() == 8
+    assert est.normalizer.state_dict()["state"]["kept"].sum() == 8
 
 
 def test_the_radius_is_compared_with_all_candidates(recwarn):
@@ -154,7 +154,7 @@ def test_effective_negatives_count_the_memory(mode, size):
     est = filled(build(mode))
     z1, z2 = (F.normalize(z) for z in features(size, D, seed=9))
     run(est, z1, z2, torch.arange(size) + 1000)
-    queue = est.state_dict()["extra"]["normalizer"]["queue"]
+    queue = est.normalizer.state_dict()["state"]["queue"]
     if mode == "unimodal":
         views = torch.cat([z1, z2])
         past = (queue + views.mean(0)).flatten(0, 1)
@@ -186,7 +186,7 @@ def test_a_bad_sample_that_is_in_no_pair_is_not_kept():
             est.step()
             loss = est(*features(8, D, seed=2), torch.arange(8))
         assert loss.isfinite()
-        assert est.state_dict()["extra"]["normalizer"]["kept"].sum() == 0
+        assert est.normalizer.state_dict()["state"]["kept"].sum() == 0
 
 
 def test_the_queue_of_features_that_are_not_normalised_is_refused_by_an_estimator_that_normalises():
@@ -239,7 +239,7 @@ def test_a_second_evaluation_is_the_first_one(mode, evaluations):
             found = run(often, *batch)
             assert all(bits(a) == bits(b) for a, b in zip(found, wanted, strict=True))
         once.step(), often.step()
-    one, other = (est.state_dict()["extra"]["normalizer"] for est in (once, often))
+    one, other = (est.normalizer.state_dict()["state"] for est in (once, often))
     assert one["keys"][0].unique().numel() == 20 and all(bits(one[name]) == bits(other[name]) for name in one)
 
 
@@ -278,7 +278,7 @@ def in_windows(group, mode, keyed):
             given = {name: value[own] for name, value in given.items()} if keyed else {}
             trace.append(run(est, *(side[own] for side in z), index[own], **given))
         est.step()
-    return trace, est.state_dict()["extra"]["normalizer"]
+    return trace, est.normalizer.state_dict()["state"]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -341,7 +341,7 @@ def test_a_bad_evaluation_keeps_the_features_of_the_good_one():
     other = build()
     run(other, *z, index)
     other.step()
-    one, two = (e.state_dict()["extra"]["normalizer"] for e in (est, other))
+    one, two = (e.normalizer.state_dict()["state"] for e in (est, other))
     assert all(bits(one[name]) == bits(two[name]) for name in one)
 
 

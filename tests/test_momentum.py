@@ -204,7 +204,7 @@ def test_a_bad_feature_makes_the_loss_nan_and_enters_no_memory(where, kind):
         est = build(kind)
         if not first:
             trained(est, 1)
-        kept = est.state_dict()["extra"]["normalizer"]["kept"].sum()
+        kept = est.normalizer.state_dict()["state"]["kept"].sum()
         z, k, index = batch(4)
         given = {"z1": z[0], "z2": z[1], "k1": k[0], "k2": k[1]}
         given[where][2, 0] = torch.nan
@@ -212,7 +212,7 @@ def test_a_bad_feature_makes_the_loss_nan_and_enters_no_memory(where, kind):
             loss = est(z[0], z[1], index, keys=k)
         assert loss.isnan()
         est.step()
-        assert est.state_dict()["extra"]["normalizer"]["kept"].sum() == kept
+        assert est.normalizer.state_dict()["state"]["kept"].sum() == kept
 
 
 def test_half_precision_is_computed_in_float32():

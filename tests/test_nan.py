@@ -14,7 +14,7 @@ from compopt import losses
 from compopt.estimator.attach import Attachments
 from tests import four, test_losses
 from tests.database import BY_NAME, DATABASE, GLOBAL, MODES, STATEFUL
-from tests.helpers import assert_same_bits, batches, bits, call, run, snapshot, warmed
+from tests.helpers import assert_same_bits, batches, bits, call, run, snapshot, tensors_of, warmed
 from tests.pool import the_pool
 
 N = 20
@@ -303,8 +303,7 @@ def test_a_save_refuses_what_no_load_accepts(tmp_path, blocking):
 def saved(obj):
     """Return all tensors of the state, and the counters, by name."""
     state = obj.state_dict()
-    extra = {f"{role}.{name}": value for role, own in state["extra"].items() for name, value in own.items()}
-    return {**state["rows"], **extra, "t": torch.tensor([obj.t, obj.pending])}
+    return {**tensors_of(state), "t": torch.tensor([obj.t, obj.pending])}
 
 
 @pytest.mark.covering()

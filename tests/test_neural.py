@@ -30,7 +30,7 @@ def batch(seed, size=4, dtype=torch.float64):
 
 
 def extra(est):
-    return est.state_dict()["extra"]["normalizer"]
+    return est.normalizer.state_dict()["state"]
 
 
 # loads ---------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def test_negative_sums_of_squares_are_refused():
             if not name.startswith("optimizer."):
                 continue
             state, before = est.state_dict(), whole(est)
-            state["extra"]["normalizer"][name] = torch.full_like(value, -1)
+            state["parts"]["normalizer"]["state"][name] = torch.full_like(value, -1)
             if name.rpartition(".")[2] in SUMS:
                 sums.add(name.rpartition(".")[2])
                 with pytest.raises(ValueError, match=f"{name} of NeuralNormalizer must be .*>= 0, got -1"):
@@ -68,7 +68,7 @@ def test_negative_sums_of_squares_are_refused():
                 assert whole(est) == before, kind
             elif name.rpartition(".")[2] in ("exp_avg", "prev", "ax"):
                 est.load_state_dict(state)
-                state["extra"]["normalizer"][name] = value
+                state["parts"]["normalizer"]["state"][name] = value
                 est.load_state_dict(state)
     assert sums == SUMS - {"max_exp_avg_sq"}
 
@@ -111,7 +111,7 @@ def queues(group, mode, evaluations):
                 z1, z2 = (side[index[own] - 7 * step] for side in z)
                 run(est, z1, z2, index[own], **({"index2": index[own]} if again and mode == "bimodal" else {}))
         est.step()
-    state = est.state_dict()["extra"]["normalizer"]
+    state = est.normalizer.state_dict()["state"]
     return state["queue"], state["queue_place"], state["queue_active"]
 
 
@@ -215,7 +215,7 @@ def test_a_state_that_does_not_fit_the_optimizer_is_refused():
     state = est.state_dict()
     with pytest.raises(ValueError, match=r"optimizer differs.*Adagrad.*Adam"):
         network(optimizer=torch.optim.Adam).load_state_dict(state)
-    del state["extra"]["normalizer"]["optimizer.prototypes.sum"]
+    del state["parts"]["normalizer"]["state"]["optimizer.prototypes.sum"]
     with pytest.raises(ValueError, match="entries"):
         network().load_state_dict(state)
 
@@ -360,7 +360,7 @@ def test_a_dual_follows_it_too(kind, mode):
     est.step()
     want = derivatives(z1, z2, tau, weights, rho=0.7)[2]
     if kind == "global":
-        near(est.state_dict()["extra"]["temperature"]["exp_avg"], want, 1e-10)
+        near(est.temperature.state_dict()["state"]["exp_avg"], want, 1e-10)
     else:
         want = 12 * want if mode == "bimodal" else 6 * want.sum(1, keepdim=True)  # of an anchor; of a sample's views
         near(est.read(index + 8)["tau_exp_avg"], want, 1e-10)
@@ -472,7 +472,7 @@ def test_a_queue_with_features_of_which_none_is_in_use_is_refused():
     run(est, *batch(0))
     est.step()
     state, before = est.state_dict(), whole(est)
-    state["extra"]["normalizer"]["queue_active"].fill_(False)
+    state["parts"]["normalizer"]["state"]["queue_active"].fill_(False)
     with pytest.raises(ValueError, match="queue_active must be True for a slot"):
         est.load_state_dict(state)
     assert whole(est) == before

@@ -347,7 +347,7 @@ def test_a_memory_of_several_data_sets_resumes_bit_for_bit():
         for a, b in zip(*(run(e, z1, z2, index, within=key) for e in (est, resumed)), strict=True):
             assert torch.equal(a, b)
         est.step(), resumed.step()
-    assert est.state_dict()["extra"]["normalizer"]["keys"].shape == (4, 9)
+    assert est.normalizer.state_dict()["state"]["keys"].shape == (4, 9)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import compopt
 from tests.database import BY_NAME, DATABASE, MODES
-from tests.helpers import assert_same_bits, batches, bits, make, run, snapshot
+from tests.helpers import assert_same_bits, batches, bits, make, rows_of, run, snapshot
 from tests.pool import the_pool
 
 N = 13
@@ -169,7 +169,7 @@ def on_ranks(group, name, mode, data, placement, prefetch, window):
     parts = [(z1[own], z2[own], index[own]) for z1, z2, index in data]
     train(est, parts, prefetch, window)
     state = snapshot(est, N)
-    full = est.state_dict()["rows"]
+    full = rows_of(est.state_dict())
     assert all(len(column) == N for column in full.values())
     est._engine.table.rows.settle()
     return state, est._engine.table.store.n
@@ -233,7 +233,7 @@ def different_reads(group):
     est.step()
     rank = dist.get_rank(group)
     asked = torch.arange(N)[rank : rank + 1 + 2 * rank]
-    return torch.equal(est.state_dict()["rows"]["log_u"][asked], est.read(asked)["log_u"])
+    return torch.equal(rows_of(est.state_dict())["log_u"][asked], est.read(asked)["log_u"])
 
 
 @pytest.mark.distributed

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import compopt
 from compopt.stores import DiskStore, table
-from tests.helpers import asked, assert_same_bits, batches, bits, run, snapshot
+from tests.helpers import asked, assert_same_bits, batches, bits, rows_of, run, snapshot
 from tests.pool import the_pool
 from tests.test_placements import own_part
 
@@ -57,7 +57,7 @@ def run_all(group, folder):
         near, far = compopt.SogCLREstimator(N, process_group=group), on_disk(group, folder)
         assert far.split and not near.split
         train(near, group, 3), train(far, group, 3)
-        assert_same_bits(far.state_dict()["rows"], near.state_dict()["rows"])
+        assert_same_bits(rows_of(far.state_dict()), rows_of(near.state_dict()))
         compopt.save(far, f"{folder}/c")
         loaded = compopt.SogCLREstimator(N, process_group=group)
         compopt.load(loaded, f"{folder}/c")

@@ -9,7 +9,7 @@ import torch
 
 import compopt
 from tests import four
-from tests.helpers import features
+from tests.helpers import features, leaves, rows_of
 
 pytestmark = pytest.mark.usefixtures("switch_often")
 N, STEPS, UPDATES = 6000, 15, 2
@@ -51,10 +51,11 @@ def train(est, steps):
 def commits(state):
     """Return how many commits each piece of a state has seen."""
     seen = {"t": state["t"]}
-    count = state["rows"]["count"]
+    count = rows_of(state)["count"]
     visited = count[count.any(1)] if count.any() else count
     seen |= {"least": int(visited.min()), "most": int(visited.max())}
-    for role, extra in state["extra"].items():
+    for role, own in leaves(state).items():
+        extra = own["state"]
         if "updates" in extra:
             seen[f"{role} updates"] = int(extra["updates"])
         for name in extra:
