@@ -119,6 +119,8 @@ def synchronize(device: torch.device) -> None:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Move a tensor to a device; from the host to a device with streams through pinned memory, asynchronously."""
+    if tensor.device == device:
+        return tensor
     if tensor.device.type == "cpu" and has_streams(device):
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

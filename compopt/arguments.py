@@ -15,7 +15,7 @@ from compopt import accelerator, checks
 from compopt.batch import Batch
 from compopt.checks import Directions, inputs
 from compopt.checks.context import refuse_derivatives
-from compopt.distributed.handshake import NOTHING, Handshake, fingerprint, tau_facts
+from compopt.distributed.handshake import NOTHING, fingerprint, tau_facts
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.parts import Normalizer, Temperature
 from compopt.kernel.features import Encoder, Features, prepare, working_dtype
@@ -108,8 +108,7 @@ class Called(Protocol):
     def n(self) -> int | None: ...
     @property
     def _ranks(self) -> Ranks: ...
-    @property
-    def _handshake(self) -> Handshake: ...
+    def _guard(self) -> AbstractContextManager[None]: ...
     def _index(self, index: Tensor | None, count: int) -> Tensor: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
@@ -149,7 +148,7 @@ def check_call(
     values: dict[str, Tensor] = {}
     of_extra: dict[str, Tensor] = {}
     policy = est.pairs if pairs is None else pairs
-    with est._handshake.guard():
+    with est._guard():
         refuse_derivatives(("z1", z1), ("z2", z2))
         inputs.check_features(z1, z2, least=0 if ranks.size > 1 else 2)
         batch = z1.shape[0]
@@ -247,7 +246,7 @@ def check_cached(est: Called, z1: Tensor, z2: Tensor, tau: Any, negatives: Any) 
             "tau= requires a gradient, which this does not return; call the estimator on z1.detach()"
             ".requires_grad_() and tau.detach().requires_grad_(), and take all three gradients from there"
         )
-    with est._handshake.guard():
+    with est._guard():
         inputs.check_features(z1, z2, least=0)
         further, positions = inputs.check_negatives(negatives, z1)
         refuse_derivatives(("z1", z1), ("z2", z2), ("negatives", further))

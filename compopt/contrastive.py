@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,13 +27,14 @@ from compopt.batch import Batch
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
 from compopt.distributed.ranks import ProcessGroup, Ranks
-from compopt.estimator.base import Form, check_dtype
+from compopt.estimator.base import Fixed, Form, check_dtype
 from compopt.estimator.container import Container
-from compopt.estimator.groups import GroupSpec, as_groups
+from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.options import with_arguments_of
 from compopt.estimator.parts import Call, Normalizer, Temperature
 from compopt.estimator.reader import ROW_KEYS, either
 from compopt.functional import Scalar
+from compopt.kernel.block import Block
 from compopt.kernel.features import with_gradients, zero_or_nan
 from compopt.kernel.pairs import PairOptions, Pairs
 from compopt.kernel.triton.block import block_of
@@ -128,7 +129,13 @@ class ContrastiveEstimator(Container):
         [1, 0]
     """
 
-    _fixed = ("mode", "dtype", "directions", "normalize", "multiply_tau", "pairs", "normalizer", "temperature")
+    mode: Mode = cast(Any, Fixed())
+    directions: Directions = cast(Any, Fixed())
+    normalize: bool = cast(Any, Fixed())
+    multiply_tau: bool = cast(Any, Fixed())
+    pairs: PairPolicy | None = cast(Any, Fixed())
+    normalizer: Normalizer = cast(Any, Fixed())
+    temperature: Temperature = cast(Any, Fixed())
 
     def __init__(
         self,
@@ -283,7 +290,8 @@ class ContrastiveEstimator(Container):
             batch = self._gather(given)  # samples of all ranks, their committed rows
         self._at_first = given.facts.get("parameters")
         with self._undone_on_error(), full_precision(z1.device):
-            temperature = self._temperature(batch, given.tau)  # perhaps with a graph
+            hyper = self.temperature._hyper(batch)
+            temperature = self._temperature(batch, given.tau, hyper)  # perhaps with a graph
             with torch.no_grad():
                 used = batch.values.get("tau", temperature)
                 used = used.detach() if isinstance(used, Tensor) else used
@@ -294,8 +302,7 @@ class ContrastiveEstimator(Container):
                 estimate = self.normalizer.estimated(call)  # alpha, proposed rows; a network learns here
                 if self.normalizer.outside:
                     self._look_for_negatives(call, estimate.outside_count)
-                rho = self.temperature.rho(self.temperature._hyper(batch))
-                objective = Objective(call, estimate, rho, self.multiply_tau)
+                objective = Objective(call, estimate, self.temperature.rho(hyper), self.multiply_tau)
                 value = self._value(objective, given)
                 if batch.depositing:
                     self._propose(call, objective)  # new rows and temperatures, until step()
@@ -368,11 +375,10 @@ class ContrastiveEstimator(Container):
             batch.views = given.own.unit  # without a copy
         return batch
 
-    def _temperature(self, batch: Batch, tau: Tensor | float | None) -> float | Tensor:
+    def _temperature(self, batch: Batch, tau: Tensor | float | None, hyper: Hyper) -> float | Tensor:
         """Return a number, or a tensor of 1 or 2 columns that may carry a graph."""
         if tau is None:
-            part = self.temperature
-            tau = part.temperatures(batch.of("temperature").columns, part._hyper(batch), batch.depositing)
+            tau = self.temperature.temperatures(batch.of("temperature").columns, hyper, batch.depositing)
             refuse_derivatives(("the temperature", tau))
         if not isinstance(tau, Tensor):
             return tau
@@ -395,7 +401,7 @@ class ContrastiveEstimator(Container):
             key=values.get("within1"),
         )
         unsupported = {"keys=": given.momentum, "negatives=": given.extra, "pairs=": policy}
-        block = block_of(self.backend, own, unsupported)
+        block = block_of(self.backend, own, unsupported) if self.backend == "triton" else Block
         sides, ranks = (batch.features, batch.momentum), self._ranks
         pairs = Pairs(own, tau, list(batch.keys.values()), options, *sides, ranks, batch.sizes, block)
         if self.temperature.learns and pairs.negatives:  # before any proposal, since a warning may be an error

@@ -341,7 +341,7 @@ def _about(est: ContrastiveEstimator, z1: Tensor, z2: Tensor) -> tuple[Batch, fl
     check_features(z1, z2)
     with torch.no_grad():
         seen = est._look(torch.arange(len(z1), device="cpu"), z1)
-        tau = est._temperature(seen, None)
+        tau = est._temperature(seen, None, est.temperature._hyper(seen))
     return seen, tau, "averaged" if est.normalizer.averages_views else "separate"
 
 

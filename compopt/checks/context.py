@@ -94,7 +94,14 @@ def makes_optimizer_state() -> bool:
     The call stack is the only evidence: a learning rate of zero may be the first value of a schedule, and a comparison
     of the gradients with zero would wait for the device.
     """
-    return any(caller in STATE_MAKERS for caller in _callers())
+    frame = inspect.currentframe()
+    for _ in range(STATE_MAKERS_DEPTH):  # not _callers(), which costs a call per frame: every step runs this loop
+        if frame is None:
+            return False
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in STATE_MAKERS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def drops_entries() -> bool:

@@ -128,6 +128,7 @@ class Attached:
         self.kind, self.optimizer, self.handle = type(inner).__name__, ref(inner), commit_after_step(inner, commit)
         # DeepSpeed's engine counts the updates that it skips, and runs no hook for them.
         counting = [each for each in _chain(given) if isinstance(getattr(each, "skipped_steps", None), int)]
+        self.counts = bool(counting)
         self._engine = ref(counting[0]) if counting else None
         self._skipped: int = counting[0].skipped_steps if counting else 0
         self.est: ref[Any] | None = None  # the estimator that the optimizer's state dict contains
@@ -250,6 +251,7 @@ class Attachments:
         self._longest = 0  # calls in the longest committed window
         self._said_pending = False
         self.unsure_of_positions, self._positions = True, 0  # _positions: calls with batch positions so far
+        self.counting = False  # an attached engine counts the updates that it skips
 
     def add(self, optimizer: Any, commit: Commit, carried: Any = None) -> RemovableHandle:
         """Attach once, see :meth:`Estimator.attach`; the optimizer saves the state of ``carried``, if given."""
@@ -259,6 +261,7 @@ class Attachments:
         attached = self._attached.get(id(inner))
         if attached is None or attached.listening() is not inner:
             attached = self._attached[id(inner)] = Attached(optimizer, inner, commit)
+            self.counting |= attached.counts
             self._watch(False)  # updates before this one was attached say nothing about it
         if carried is not None:
             attached.carry(carried, inner)
@@ -288,7 +291,7 @@ class Attachments:
     def committed(self, window: int) -> None:
         """Record the commit of a window of ``window`` calls."""
         self._longest = max(self._longest, window)
-        self._watch(False)
+        self._updates, self.stepped = 0, None
 
     def pending(self, calls: int) -> None:
         """Warn once if so many calls wait for a commit that the loop must lack one."""

@@ -25,7 +25,7 @@ from compopt.checks.context import in_backward, in_checkpoint, outside_of_graphs
 from compopt.checks.inputs import check_vector
 from compopt.data.prefetch_loader import PrefetchLoader
 from compopt.distributed.collectives import doing
-from compopt.distributed.handshake import Fact, Handshake, fingerprint
+from compopt.distributed.handshake import NOTHING, Fact, Handshake, fingerprint
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator import state_dict as states
 from compopt.estimator.attach import Attachments, HasOptimizer
@@ -71,6 +71,33 @@ class Form:
     normalize: bool = False
     within: bool = False
     folder: str = ""
+
+
+class Fixed:
+    """Attribute that determines the meaning of the rows: it is set once, and neither changed nor deleted."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    # without __get__, so that reading the attribute costs nothing
+    def __set__(self, est: Any, value: Any) -> None:
+        if self.name in est.__dict__:
+            raise is_fixed(est, self.name, value)
+        est.__dict__[self.name] = value
+
+    def __delete__(self, est: Any) -> None:
+        raise AttributeError(f"{self.name} of {type(est).__name__} is fixed, since its state depends on it")
+
+
+def is_fixed(est: Any, name: str, value: object) -> AttributeError:
+    """Return the error for an attempt to change an attribute that determines the meaning of the rows."""
+    plain_types = str | bool | int | torch.dtype | None
+    before = getattr(est, name)
+    old, new = (repr(x) if isinstance(x, plain_types) else type(x).__name__ for x in (before, value))
+    return AttributeError(
+        f"{name} of {type(est).__name__} is fixed at {old}, since its state depends on it: build another estimator "
+        f"with {name}={new}"
+    )
 
 
 class Estimator:
@@ -152,7 +179,6 @@ class Estimator:
     data_fingerprint: str | None = None
     learnable: torch.nn.Module | None = None
     state_grows = False  # True if tensors are added to `state` later; their names are then saved too
-    _fixed: tuple[str, ...] = ("dtype",)  # attributes that determine the meaning of the rows: set only once
     _form: Form | None = None
     _row_keys: Sequence[str] = ROW_KEYS  # keys of a call that contain row numbers
 
@@ -208,24 +234,6 @@ class Estimator:
         self._lock, self._busy = threading.RLock(), False
         self._attachments, self._async_checks = Attachments(), AsyncChecks()
         self._saving: SaveHandle | None = None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._fixed and hasattr(self, name):
-            plain_types = str | bool | int | torch.dtype | None
-            old, new = (
-                repr(each) if isinstance(each, plain_types) else type(each).__name__
-                for each in (getattr(self, name), value)
-            )
-            raise AttributeError(
-                f"{name} of {type(self).__name__} is fixed at {old}, since its state depends on it: build another "
-                f"estimator with {name}={new}"
-            )
-        super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self._fixed:  # otherwise it could be set again after deletion
-            raise AttributeError(f"{name} of {type(self).__name__} is fixed, since its state depends on it")
-        super().__delattr__(name)
 
     # -- what a subclass defines -------------------------------------------------------------------------------
 
@@ -340,10 +348,19 @@ class Estimator:
     def _handshake(self) -> Handshake:
         return self._reading().handshake
 
+    def _guard(self) -> AbstractContextManager[None]:
+        """Wrap the checks of this rank before the exchange with the others, see :meth:`Handshake.guard`."""
+        reader = self._reader or self._reading()
+        return reader.handshake.guard() if reader.several else NOTHING
+
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the floating-point columns."""
         return (self._dtype or torch.float32) if self._form is None else self._form.dtype
+
+    @dtype.setter
+    def dtype(self, value: object) -> None:
+        raise is_fixed(self, "dtype", value)
 
     # -- locks -------------------------------------------------------------------------------------------------
 
@@ -483,18 +500,19 @@ class Estimator:
         if depositing:
             self._drop_skipped()
             if self._attachments.unsure_of_positions:
-                with reader.handshake.guard():  # warning filters may turn a warning into an error
+                with self._guard():  # warning filters may turn a warning into an error
                     self._attachments.positions(keys["index"], self.n, self._remembers_index)
         progress: dict[str, int] = {}
         if reader.ranks.size > 1:
             progress = {"depositing": int(depositing), "t": self.t, "pending": self.pending, **(facts or {})}
             progress |= {"calls": self._committed + self.pending, "followers": len(self._hooks["call"])}
-            with reader.handshake.guard():
+            with self._guard():
                 progress["configuration"] = self._configuration()
         batch = reader.read(keys, values, depositing, progress, least, more)
         if depositing:
             for each in self._objects().values():
-                each.move(batch.rows.device)
+                if each.state or each.learnable is not None:
+                    each.move(batch.rows.device)
         return batch
 
     def _index(self, index: Tensor | None, size: int) -> Tensor:
@@ -525,7 +543,7 @@ class Estimator:
         )
         if in_backward():  # the other ranks may not be in backward, so that they cannot be told
             raise error
-        with self._handshake.guard():
+        with self._guard():
             raise error
 
     def read(self, index: Tensor) -> dict[str, Tensor]:
@@ -663,7 +681,6 @@ class Estimator:
         """
         self._commit(None)
 
-    @outside_of_graphs
     def _commit(self, found_inf: Tensor | None) -> None:
         if self._saving is not None:
             self._saving.warn()
@@ -680,6 +697,7 @@ class Estimator:
             if each._hooks["step_pre"]:
                 each._run("step_pre", (), {})
         # On an accelerator the host does not wait for the flag: where it is positive, the device keeps the old values.
+        self._attachments.committed(self.pending)
         with self._writing(), torch.no_grad():
             for each in objects:
                 each._commit_own(found_inf)
@@ -693,13 +711,12 @@ class Estimator:
             if self._table is not None:
                 self._table.commit(found_inf)
             self.commit_state(found_inf)
-            self._attachments.committed(self.pending)
             self._committed, self.pending = self._committed + self.pending, 0
             self.t += 1
 
     def _drop_skipped(self) -> None:
         """Drop what is pending if an attached engine has skipped the update."""
-        if self._attachments.skipped():
+        if self._attachments.counting and self._attachments.skipped():
             self.discard()
 
     @outside_of_graphs

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from compopt import checks
 from compopt.batch import Batch
+from compopt.distributed.ranks import Ranks
 from compopt.estimator.base import Estimator, Form, check_dtype
 from compopt.estimator.groups import Groups, GroupView, SampleGroup, as_groups
 
@@ -31,7 +32,7 @@ class Container(Estimator):
 
     def __init__(self, parts: Mapping[str, Estimator], form: Form, sample_groups: Groups | None = None) -> None:
         super().__init__(None, {})
-        self._placement, self._dtype = form.placement, check_dtype(form.dtype)
+        self._placement, self._dtype, self._ranks = form.placement, check_dtype(form.dtype), form.ranks
         self._parts = dict(parts)
         self._names = self._named()
         before = {name: [dict(group) for group in part._groups] for name, part in parts.items()}
@@ -44,6 +45,8 @@ class Container(Estimator):
                 part._groups[:] = [SampleGroup(group, part._completed) for group in before[name]]
             raise
         self._form = form
+
+    _ranks: Ranks = cast(Ranks, None)  # an attribute, since every call reads it
 
     def _opened(self) -> Form:
         assert self._form is not None

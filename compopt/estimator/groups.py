@@ -41,6 +41,9 @@ def as_groups(n: Any) -> Groups:
 
 def count(groups: Sequence[Mapping[str, Any]]) -> int | None:
     """Return the number of samples in all groups; ``None`` for groups without sizes."""
+    if len(groups) == 1:  # the usual case, executed in every call
+        n: int | None = groups[0].get("n")
+        return n
     return sum(group["n"] for group in groups) if "n" in groups[0] else None
 
 
@@ -183,18 +186,13 @@ class Hyper:
         self._groups, self._rows, self._dtype = groups, rows, dtype
 
     def __call__(self, key: str, item: int | None = None) -> Any:
+        if key not in self._groups[0]:
+            raise KeyError(f"{key!r} is no hyper-parameter of this object, which has {', '.join(self._groups[0])}")
         if len(self._groups) == 1:  # fast path: the usual case, executed in every call
-            value = self._value(self._groups[0], key)
+            value = self._groups[0][key]
             return value if item is None else value[item]
-        values = [self._value(group, key) for group in self._groups]
+        values = [group[key] for group in self._groups]
         return self._spread(values if item is None else [value[item] for value in values])
-
-    @staticmethod
-    def _value(group: Mapping[str, Any], key: str) -> Any:
-        try:
-            return group[key]
-        except KeyError:
-            raise KeyError(f"{key!r} is no hyper-parameter of this object, which has {', '.join(group)}") from None
 
     def of_first_group(self) -> Hyper:
         """Return the hyper-parameters of the first group only."""
@@ -207,6 +205,8 @@ class Hyper:
             key: the hyper-parameter.
             table: mapping from values of the hyper-parameter to numbers.
         """
+        if len(self._groups) == 1:
+            return table[self._groups[0][key]]
         return self._spread([table[group[key]] for group in self._groups])
 
     def _spread(self, values: list[Any]) -> Any:

@@ -13,7 +13,7 @@ from compopt import accelerator
 from compopt.batch import COUNT, Batch, Rows
 from compopt.checks.context import warn
 from compopt.checks.inputs import INDEX_REMEDY, Survey, check_range, survey
-from compopt.distributed.handshake import KEYS, Agreement, Handshake, fingerprint
+from compopt.distributed.handshake import KEYS, NOTHING, Agreement, Handshake, fingerprint
 from compopt.estimator.groups import Hyper, count
 from compopt.kernel.features import working_dtype
 from compopt.stores import WriteBehind
@@ -149,16 +149,21 @@ class Reader:
         # rows on the features' device are read in the call itself
         self.prefetcher = Prefetcher(behind, self.ranks) if behind else None
         self.sharded = any(table.sharded for table in self.tables.values())
-        self._device = torch.device("cpu")
+        self._device, self.several = torch.device("cpu"), self.ranks.size > 1
 
     @property
     def n(self) -> int | None:
         """Number of samples, the same for all objects with a size; ``None`` without."""
-        sizes = {name: count(groups) for name, groups in self._groups.items()}
-        known = {name: n for name, n in sizes.items() if n is not None}
-        if len(set(known.values())) > 1:
-            raise ValueError(f"n differs: {known}; add_sample_group of the estimator appends rows in all its parts")
-        return next(iter(known.values()), None)
+        found: int | None = None
+        for groups in self._groups.values():
+            n = count(groups)
+            if n is not None and found not in (None, n):
+                raise ValueError(
+                    f"n differs: the parts of this estimator have {found} and {n} samples; its add_sample_group "
+                    f"appends rows in all of them"
+                )
+            found = n if n is not None else found
+        return found
 
     def read(
         self,
@@ -181,9 +186,10 @@ class Reader:
         """
         like = next(iter(values.values()))
         self._device = device = like.device
-        several = self.ranks.size > 1
-        with self.handshake.guard():
-            self.ranks.check_alive()
+        several = self.several
+        with self.handshake.guard() if several else NOTHING:
+            if several:
+                self.ranks.check_alive()
             self.async_checks.poll()
             if several:  # the exchange needs the keys on the host: wait for an index on a device
                 keys = {name: key.cpu() for name, key in keys.items()}
@@ -197,8 +203,9 @@ class Reader:
             facts = {"width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize, **facts}
             shapes = {name: f"{value.dtype} {[*value.shape[1:]]}" for name, value in values.items()}
             facts["values"] = fingerprint(shapes)
-        agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, more)
+        agreed = Agreement(dict(keys), [len(like)], slice(0, len(like)), [more])
         if several:
+            agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, more)
             there = _on(agreed.keys, device)
             known = {name: survey(key) for name, key in agreed.keys.items()}
             rows, host_rows = self._stack(there), self._on_host(agreed.keys)
@@ -330,7 +337,9 @@ class Reader:
                     mine[name] = accelerator.to_device(ticket.take(), self._device)
             blocks = self._fetch_shards(host_rows.flatten(), self._device, mine)
         # One message for the features and the rows.
-        everyone = self.ranks.gather([*values.values(), *own.values()], agreed.sizes)
+        everyone = [*values.values(), *own.values()]
+        if self.several:
+            everyone = self.ranks.gather(everyone, agreed.sizes)
         blocks |= zip(own, everyone[len(values) :], strict=True)
         return blocks, dict(zip(values, everyone, strict=False))
 

@@ -127,7 +127,7 @@ def gradient_cache(
     """
     if not isinstance(est, ContrastiveEstimator):
         raise TypeError(f"est must be a contrastive estimator, got {type(est).__name__}")
-    with est._handshake.guard():  # an error in the arguments is reported to the other ranks
+    with est._guard():  # an error in the arguments is reported to the other ranks
         checks.one_of("batch_norm", batch_norm, ("refuse", "update_once"))
         checks.flag("reduce", reduce)
         _check_list(model, batch, index)
@@ -137,7 +137,7 @@ def gradient_cache(
         _pad(est._ranks, towers)
     # Where every pass gathers parameters, the other ranks wait in a pass, and a message would wait for them.
     alone = any(_gathers(wrapper) for tower in towers for wrapper in tower.wrappers)
-    with NOTHING if alone else est._handshake.guard():
+    with NOTHING if alone else est._guard():
         outputs = [output for tower in towers for output in tower.encode_all()]
         z1, z2, further, tau = _arguments(outputs, given, tau)
         _check_samples(towers[0], z1)

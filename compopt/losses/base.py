@@ -234,7 +234,7 @@ class RobustLoss(CompositionalLoss):
         Raises:
             TypeError, ValueError, IndexError: wrong types or shapes, or a task outside ``0 .. n - 1``.
         """
-        with self._handshake.guard():
+        with self._guard():
             check_scores("losses", losses, 1)
             index = self._index(index, len(losses))
         return self._compose(index, [losses], {})

@@ -131,7 +131,7 @@ class InnerAverage(Estimator):
             NeurIPS 2022 (MSVR); the journal version, Solving Finite-sum Coupled Compositional Optimization via
             Multi-block-Single-probe Estimator, eq. 4 and section 3.2.
         """
-        with self._handshake.guard():
+        with self._guard():
             refuse_derivatives(("value", value))
             inner = _inner("value", value, self.width)
         batch = _read(self, inner, index, previous, beta)
@@ -230,7 +230,7 @@ def compositional_loss(
         )
     domain, width = _form(estimator)
     logs = domain == "log"
-    with estimator._handshake.guard():
+    with estimator._guard():
         refuse_derivatives(("g", g))
         inner = _inner("g", g, width)
         if logs and inner.device.type == "cpu" and bool((inner <= 0).any()):
@@ -283,7 +283,7 @@ def _read(
     args: Sequence[Tensor] = (),
 ) -> Batch:
     """Return the batch over all ranks: ``inner``, ``previous`` if given, and ``args`` as ``0``, ``1``, ..."""
-    with estimator._handshake.guard():
+    with estimator._guard():
         values, keys = {"inner": inner}, {"index": check_vector("index", index, len(inner))}
         if beta is not None:
             checks.non_negative("beta", beta)

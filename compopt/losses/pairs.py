@@ -43,7 +43,7 @@ class PairLoss(CompositionalLoss):
                 needs them.
             IndexError: the index of a positive is outside ``0 .. n - 1``.
         """
-        with self._handshake.guard():
+        with self._guard():
             check_scores("scores", scores, 1)
             labels = alike("labels", labels, scores).cpu()
             if bool(labels.isnan().any()):

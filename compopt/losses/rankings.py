@@ -45,7 +45,7 @@ class ListLoss(CompositionalLoss):
         Raises:
             TypeError, ValueError, IndexError: wrong types or shapes, or a number outside ``0 .. n - 1``.
         """
-        with self._handshake.guard():
+        with self._guard():
             check_scores("scores", scores, 2)
             relevance, index = (alike(k, v, scores) for k, v in (("relevance", relevance), ("index", index)))
             dtype = working_dtype(scores.dtype, self.dtype)

@@ -299,7 +299,7 @@ class MCMCNegativeSampler(Normalizer):
         refuse_derivatives()
         if self.proposals == "dataset":
             raise ValueError('sample() walks over the pool that it is given; build the sampler with proposals="pool"')
-        with self._handshake.guard():
+        with self._guard():
             scores = check_values("scores", scores, "(B, M)", 2)
             keys = {"index": self._index(index, len(scores))}
             names = accelerator.to_device(check_pool(candidates, scores), scores.device)

@@ -187,7 +187,7 @@ class MovingAverageEstimator(Normalizer):
 
         Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
         """
-        with self._handshake.guard():
+        with self._guard():
             refuse_derivatives(("log_g", log_g))
             values = {"log_g": check_values("log_g", log_g, "(B,)", 1)[:, None]}
             keys = {"index": check_vector("index", index, len(log_g))}

@@ -396,7 +396,7 @@ class NeuralNormalizer(Normalizer):
     ) -> tuple[Batch, float | Tensor]:
         """Check the arguments and gather those of all ranks; the temperatures are a number or ``(B, 1)``."""
         refuse_derivatives()
-        with self._handshake.guard():
+        with self._guard():
             anchors = self._features("anchors", anchors, "(B, dim)")
             values = {"z1": anchors}
             if log_g is not None:

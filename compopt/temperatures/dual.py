@@ -350,7 +350,7 @@ class TemperatureDual(Temperature):
         Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
         """
         refuse_derivatives()
-        with self._handshake.guard():
+        with self._guard():
             column = isinstance(gradient, Tensor) and gradient.dim() == 2
             flat = check_values("gradient", gradient.squeeze(1) if column else gradient, "(B,) or (B, 1)", 1)
             keys = {"index": self._index(index, len(flat))}
