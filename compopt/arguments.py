@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compopt import accelerator, checks
 from compopt.batch import Batch
-from compopt.checks import Directions, inputs
+from compopt.checks import Directions, Mode, inputs
 from compopt.checks.context import refuse_derivatives
 from compopt.distributed.handshake import NOTHING, fingerprint, tau_facts
 from compopt.distributed.ranks import Ranks
@@ -98,7 +98,7 @@ class Called(Protocol):
     normalize: bool
     normalizer: Normalizer
     temperature: Temperature
-    mode: str
+    mode: Mode
     directions: Directions
     pairs: PairPolicy | None
     _anchors: int

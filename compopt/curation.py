@@ -139,7 +139,7 @@ class ScoreKeeper(Estimator):
             self._handle.remove()
         self._handle = est.register_call_hook(self._record)
         follow: Hook = self._follow
-        for family, hook in (("step_post", follow), ("discard", self._forget), ("load_state_dict_post", self._forget)):
+        for family, hook in (("step_post", follow), ("discard", self._drop), ("load_state_dict_post", self._drop)):
             est._hooks[family][self._handle.id] = hook  # under the id of the handle, which removes it too
             self._handle.extra_dict_ref += (weakref.ref(est._hooks[family]),)
         return self._handle
@@ -192,7 +192,7 @@ class ScoreKeeper(Estimator):
     def _follow(self, est: Estimator, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._commit(kwargs.get("found_inf"))
 
-    def _forget(self, est: Estimator) -> None:
+    def _drop(self, est: Estimator) -> None:
         self.discard()
 
     def _checked_state(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import compopt
-from tests.helpers import rows_of, tensors_of
 from compopt import PairPolicy
 from compopt.estimator.reader import AsyncChecks
 from tests import four
 from tests.accelerated import BUILD, KINDS, WITH_ROWS, B, D, N, batch, one_step, same, same_rows, train
 from tests.cached import Noisy
 from tests.devices import DEVICE, needs_accelerator, quiet, synchronize
+from tests.helpers import rows_of, tensors_of
 
 pytestmark = needs_accelerator
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import compopt
-from tests.helpers import rows_of
 from tests.accelerated import BUILD, KINDS, WITH_ROWS, B, D, N, batch, one_step, same, same_rows, train
 from tests.devices import DEVICE, counted, needs_accelerator, quiet
+from tests.helpers import rows_of
 
 pytestmark = needs_accelerator
 SOME = ("infonce", "sogclr", "isogclr")

@@ -236,7 +236,12 @@ IMPOSSIBLE = {
         for key in ("version", "config", "parts", "t")
     },
     **{
-        f"{key} of a part is None": ("fastclip", at((*OF, key), lambda x: None), (TypeError, ValueError), f"{key}.*None")
+        f"{key} of a part is None": (
+            "fastclip",
+            at((*OF, key), lambda x: None),
+            (TypeError, ValueError),
+            f"{key}.*None",
+        )
         for key in ("version", "config", "sample_groups", "rows", "state", "t")
     },
 }

@@ -12,7 +12,7 @@ import compopt
 from compopt.estimator import Column, Estimate
 from compopt.integrations.dcp import Stateful
 from compopt.stores import table
-from tests.helpers import assert_same_bits, generator, near, rows_of
+from tests.helpers import assert_same_bits, generator, near
 from tests.pool import the_pool
 from tests.test_alone import DIM, N, data, state
 
@@ -452,7 +452,7 @@ def marks_on_ranks(group, folder, saved_part, whole, options):
     one(est, batches[0], 0)
     compopt.save(est, f"{folder}/before")
     est.normalizer.load_state_dict(saved_part)
-    found = [state(est), est.rows_of(normalizer.state_dict()), est.temperature.read(torch.tensor([0, 5]))]
+    found = [state(est), est.normalizer.state_dict()["rows"], est.temperature.read(torch.tensor([0, 5]))]
     path = compopt.save(est, f"{folder}/before")  # an incremental save
     other, third = make("b"), make("c")
     compopt.load(other, path)

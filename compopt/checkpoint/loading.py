@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ _HEADER = 1 << 20  # largest size of a file in bytes, without its rows
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES |= {"C64": torch.complex64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
 _DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
-
 
 
 def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path:
@@ -91,7 +91,7 @@ def _attempt(est: Estimator, root: Path, t: int | None, last: bool) -> Checkpoin
         state, found = ranks.agree(lambda: _verify(est, source))
         for name, each in est._objects().items():
             own = {**_of(state, name), "state": found[name].state}
-            ranks.agree(lambda each=each, own=own, name=name: states.fill(each, own, lambda: _read_rows(each, found[name])))
+            ranks.agree(partial(states.fill, each, own, partial(_read_rows, each, found[name])))
         states.finish(est, state)
     except Exception:  # raised on every rank
         named = source.path.resolve() == root.resolve()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -115,8 +116,7 @@ def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = Tru
                 job.run()
                 return path
             # Not job.release: the handle, which outlives the save, must not keep the copied state alive.
-            releases = [each.snapshot.release for each in job.objects if each.snapshot is not None]
-            handle = SaveHandle(path, job.run, lambda: [release() for release in releases])
+            handle = SaveHandle(path, job.run, partial(_release, [each.snapshot for each in job.objects]))
             for each in est._tree():
                 each._saving = handle
             return handle
@@ -260,13 +260,8 @@ class _Job:
                         shutil.rmtree(self.target.path, ignore_errors=True)
                 raise
             finally:
-                for each in self.objects:
-                    self._release(each)
+                _release([each.snapshot for each in self.objects])
             ranks.agree(lambda: self._prune() if is_first else None)
-
-    def _release(self, each: _Object) -> None:
-        if each.snapshot is not None:
-            each.snapshot.release()
 
     def _write_files(self, each: _Object) -> Iterator[File]:
         if each.table is not None and each.snapshot is not None:
@@ -275,7 +270,7 @@ class _Job:
                 if start // manifest.PIECE_ROWS % every == self.ranks.rank % every:
                     block = each.snapshot.read(start, min(start + manifest.PIECE_ROWS, rows))
                     yield from self._write_rows(each, each.table, start, block)
-        self._release(each)
+        _release([each.snapshot])
         if self.ranks.rank == 0:
             yield self._write(each, STATE, each.state)
 
@@ -301,6 +296,12 @@ class _Job:
     def _prune(self) -> None:
         for old in manifest.outdated(self.target.path.parent, self.keep):
             shutil.rmtree(old.path, ignore_errors=True)
+
+
+def _release(snapshots: Sequence[Snapshot | None]) -> None:
+    for snapshot in snapshots:
+        if snapshot is not None:
+            snapshot.release()
 
 
 # -- one estimator per directory -------------------------------------------------------------------------------------

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from itertools import count
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 from weakref import WeakMethod, WeakSet, ref
 
@@ -15,13 +12,11 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from compopt.checks.context import drops_entries, makes_optimizer_state, outside_of_graphs, warn
+from compopt.checks.context import makes_optimizer_state, outside_of_graphs, warn
+from compopt.estimator.entry import FAMILIES, Entry, check_entry, look_for_entries
 
 Commit = Callable[[Tensor | None], None]
 
-KEY = "compopt"
-FAMILIES = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")  # hooks that save and load an entry
-LIMIT = 1 << 30  # largest state, in bytes, that an optimizer's state dict may contain: it is copied into every file
 UPDATES = 3  # model updates by other optimizers than the attached ones, without a commit, before a warning
 # Calls without a commit before a warning, if no update is observed (an optimizer may run no hooks). The number of calls
 # must also reach WINDOWS times the longest window so far, since gradient accumulation may be long.
@@ -87,42 +82,8 @@ def commit_after_step(optimizer: Any, commit: Commit) -> RemovableHandle:
     return handle
 
 
-def refuse_entry(est: Any, why: str) -> None:
-    """Raise the ValueError for an estimator state that cannot be an entry of the optimizer's state dict."""
-    raise ValueError(
-        f"attach(checkpoint=True) makes the state of the {type(est).__name__} a part of optimizer.state_dict(), but "
-        f"{why}; attach without checkpoint=, and save with compopt.save(est, directory), with the callbacks and "
-        f"functions of compopt.integrations, or with compopt.integrations.dcp.Stateful(est)"
-    )
-
-
-def check_entry(est: Any, optimizer: Any, inner: torch.optim.Optimizer) -> None:
-    """Refuse a state that must not be copied into one file, and an optimizer that does not run the hooks."""
-    objects, torchs = est._objects().values(), torch.optim.Optimizer
-    tables = [each._table for each in objects if each._table is not None]
-    size = sum(table.n * table.layout.row_bytes for table in tables)
-    size += sum(value.nbytes for each in objects for value in each.state.values())
-    if est.split:
-        refuse_entry(est, "ranks hold different parts of it")
-    if any(each._opened().placement.offload == "disk" for each in objects):
-        refuse_entry(est, "its rows are on the disk")
-    if size > LIMIT:
-        refuse_entry(est, f"it takes {size:,} bytes, more than the limit of {LIMIT:,}")
-    if any(type(each).__module__.startswith("deepspeed") for each in _chain(optimizer)):
-        refuse_entry(est, "DeepSpeed saves a state of its own")
-    for name in ("state_dict", "load_state_dict"):
-        if getattr(getattr(inner, name, None), "__func__", None) is not getattr(torchs, name):
-            refuse_entry(est, f"{type(inner).__name__} has its own {name}(), which may not run torch's hooks")
-
-
 class Attached:
-    """Weak reference to an optimizer that commits an estimator's deposits and, optionally, saves its state.
-
-    The estimator's state is an entry of the optimizer's state dict. The hooks that save and load the entry are
-    registered under the id of the handle, so that ``handle.remove()`` removes them too. The first saved parameter group
-    records that the entry exists: an optimizer that is loaded without these hooks drops the entry but keeps its
-    groups, so that a later ``attach`` detects the loss.
-    """
+    """Weak reference to an optimizer that commits an estimator's deposits."""
 
     def __init__(self, given: Any, inner: torch.optim.Optimizer, commit: Commit) -> None:
         self.kind, self.optimizer, self.handle = type(inner).__name__, ref(inner), commit_after_step(inner, commit)
@@ -131,10 +92,8 @@ class Attached:
         self.counts = bool(counting)
         self._engine = ref(counting[0]) if counting else None
         self._skipped: int = counting[0].skipped_steps if counting else 0
-        self.est: ref[Any] | None = None  # the estimator that the optimizer's state dict contains
-        self._loading: ref[OrderedDict[str, Any]] | None = None  # the checked entry that the optimizer is loading
         table: Any = inner._optimizer_load_state_dict_pre_hooks
-        table[self.handle.id] = self._look_for_entries
+        table[self.handle.id] = look_for_entries
         self.handle.extra_dict_ref += (ref(table),)
 
     def skipped(self) -> bool:
@@ -148,86 +107,6 @@ class Attached:
         optimizer = self.optimizer()
         hooked = optimizer is not None and self.handle.id in optimizer._optimizer_step_post_hooks
         return optimizer if hooked else None
-
-    def carry(self, est: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Register hooks that save and load the estimator's state as an entry of the optimizer's state dict."""
-        tables: Any = [getattr(optimizer, f"_optimizer_{family}_hooks") for family in FAMILIES]
-        if self.handle.id in tables[0]:
-            return
-        taken = _taken(tables[0])
-        self.est = ref(est)
-        self.key: str = next(key for number in count() if (key := f"{KEY}.{number}" if number else KEY) not in taken)
-        for table, hook in zip(tables, (self._save, self._take, self._load), strict=True):
-            table[self.handle.id] = hook
-        self.handle.extra_dict_ref += tuple(ref(table) for table in tables)
-        if optimizer.param_groups[0].pop(self.key, False):
-            warnings.warn(
-                f"{type(optimizer).__name__} was loaded before attach(checkpoint=True), and the entry {self.key!r} of "
-                f"that state, an estimator's, was dropped; attach before optimizer.load_state_dict(state), or load it "
-                f"now with est.load_state_dict(state[{self.key!r}])",
-                stacklevel=4,
-            )
-
-    def _look_for_entries(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Warn if the optimizer loads a state with the entry of an estimator, and no estimator takes it."""
-        taken = _taken(optimizer._optimizer_load_state_dict_pre_hooks)
-        left = [key for key in map(str, state_dict) if key.partition(".")[0] == KEY and key not in taken]
-        if left:
-            warnings.warn(
-                f"the state that {type(optimizer).__name__} loads has the entry {left[0]!r} of an estimator, which is "
-                f"dropped; attach with checkpoint=True before the load, or load it with "
-                f"est.load_state_dict(state[{left[0]!r}])",
-                stacklevel=5,
-            )
-
-    def _carried(self) -> Any:
-        return None if self.est is None else self.est()
-
-    def _save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Add the estimator's entry to the optimizer's state dict."""
-        est = self._carried()
-        if est is not None:
-            if drops_entries():
-                refuse_entry(est, "torch.distributed takes parameters and groups from that, and drops the rest")
-            state_dict[self.key] = est.state_dict()
-            state_dict["param_groups"][0][self.key] = True
-
-    def _take(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Check the entry before the optimizer loads anything, and return a copy of the state dict for the optimizer.
-
-        Only that copy keeps the entry for :meth:`_load`: its memory is freed if the optimizer refuses the state.
-        """
-        groups = [{k: v for k, v in group.items() if k != self.key} for group in state_dict["param_groups"]]
-        state_dict = {**state_dict, "param_groups": groups}
-        entry, est, self._loading = state_dict.pop(self.key, None), self._carried(), None
-        if est is not None and entry is not None:
-            checked = OrderedDict(est._checked_state(entry))  # a plain dict has no weak references
-            state_dict[self.key], self._loading = checked, ref(checked)
-        elif est is not None:
-            warnings.warn(
-                f"the state that {type(optimizer).__name__} loads has no entry {self.key!r}: the {type(est).__name__} "
-                f"stays as it is; load it with compopt.load() or est.load_state_dict()",
-                stacklevel=5,
-            )
-        return state_dict
-
-    def _load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Load the entry that :meth:`_take` has checked."""
-        est, loading, self._loading = self._carried(), self._loading, None
-        state = None if loading is None else loading()
-        if est is not None and state is not None:
-            est._load_checked(state)
-        elif est is not None and loading is not None:
-            raise RuntimeError(
-                f"a later pre-hook of {type(optimizer).__name__}.load_state_dict() has dropped the entry {self.key!r} "
-                f"of the {type(est).__name__}; let it keep the other entries, or load this with est.load_state_dict()"
-            )
-
-
-def _taken(hooks: Mapping[int, Any]) -> set[str]:
-    """Return the keys of the entries that hooks of one kind save or load for living estimators."""
-    others = [getattr(hook, "__self__", None) for hook in hooks.values()]
-    return {other.key for other in others if isinstance(other, Attached) and other._carried() is not None}
 
 
 class Attachments:
@@ -257,14 +136,14 @@ class Attachments:
         """Attach once, see :meth:`Estimator.attach`; the optimizer saves the state of ``carried``, if given."""
         inner = unwrap(optimizer)
         if carried is not None:
-            check_entry(carried, optimizer, inner)
+            check_entry(carried, [*_chain(optimizer)], inner)
         attached = self._attached.get(id(inner))
         if attached is None or attached.listening() is not inner:
             attached = self._attached[id(inner)] = Attached(optimizer, inner, commit)
             self.counting |= attached.counts
             self._watch(False)  # updates before this one was attached say nothing about it
-        if carried is not None:
-            attached.carry(carried, inner)
+        if carried is not None and attached.handle.id not in inner._optimizer_state_dict_post_hooks:
+            Entry(carried, inner, attached.handle)
         return attached.handle
 
     def skipped(self) -> bool:

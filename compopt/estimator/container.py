@@ -85,8 +85,8 @@ class Container(Estimator):
             if wanted and part.n is None:
                 (group,) = part._groups
                 part._groups[:] = [SampleGroup({"n": n, **group}, part._completed) for n in wanted]
-        for number, group in enumerate(given or ()):
-            self._view(number).update({key: value for key, value in group.items() if key != "n"})
+        for number, changed in enumerate(given or ()):
+            self._view(number).update({key: value for key, value in changed.items() if key != "n"})
 
     def _view(self, number: int) -> GroupView:
         groups = {name: part._groups[number] for name, part in self._parts.items()}
@@ -125,9 +125,7 @@ class Container(Estimator):
 
     # -- a call ------------------------------------------------------------------------------------------------
 
-    def _deposit_parts(
-        self, batch: Batch, proposals: Mapping[str, Mapping[str, Tensor]], valid: Tensor | None
-    ) -> None:
+    def _deposit_parts(self, batch: Batch, proposals: Mapping[str, Mapping[str, Tensor]], valid: Tensor | None) -> None:
         """Deposit the proposals of a call, by the name of the part."""
         kept = [part._deposit_rows(batch, batch.of(name), proposals[name], valid) for name, part in self._parts.items()]
         if any(kept) or self._hooks["call"]:

@@ -145,7 +145,7 @@ class GroupView(MutableMapping[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         self.update({key: value})
 
-    def update(self, *args: Any, **values: Any) -> None:  # type: ignore[override]
+    def update(self, *args: Any, **values: Any) -> None:
         """Set several values together, or none if one of them is refused."""
         new = dict(*args, **values)
         checks.known_keys("the sample group", new, self)

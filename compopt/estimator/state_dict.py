@@ -52,7 +52,7 @@ def config(est: Estimator) -> dict[str, Any]:
 
 def about(est: Estimator) -> dict[str, Any]:
     """Return the state without tensors, as a tree; what a manifest contains."""
-    own = {"config": config(est), "t": est.t}
+    own: dict[str, Any] = {"config": config(est), "t": est.t}
     if is_container(est):
         del own["config"]["parts"]  # the parts contain their own
         return {**own, "parts": {name: about(each) for name, each in est._objects().items()}}
@@ -184,7 +184,8 @@ def of_0_3(est: Estimator, state: Mapping[str, Any]) -> dict[str, Any]:
     visited had a mark in the part's first column, and gets no visits in that part.
     """
     old = values.mapping("config", state["config"])
-    method = old.get("method") if isinstance(old.get("method"), Mapping) else {}
+    method = old.get("method")
+    method = method if isinstance(method, Mapping) else {}
     options = dict(values.mapping("options", old.get("options", {})))
     groups = state.get("sample_groups")
     groups = groups if isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups) else []

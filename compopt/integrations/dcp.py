@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,9 @@ class Stateful:
         est._begin_saving()
         with doing("state_dict()", est.t), est._copying():
             about = states.about(est)
-            tensors = {_key(name, key): x for name, each in est._objects().items() for key, x in each.saved_state().items()}
+            tensors = {
+                _key(name, key): x for name, each in est._objects().items() for key, x in each.saved_state().items()
+            }
             parts = {name: table.state_dict(own=_share(est)) for name, table in _tables(est).items()}
         rows = _flat(parts)
         with doing("state_dict()", est.t):
@@ -99,7 +102,7 @@ class Stateful:
             est._ranks.agree(lambda: _check_rows(est, state["checksums"], found, parts))
             for name, each in est._objects().items():
                 own, rows = state["parts"][name] if name else state, _of(name, parts)
-                states.fill(each, own, lambda each=each, rows=rows: _load_shares(each, rows))
+                states.fill(each, own, partial(_load_shares, each, rows))
             states.finish(est, state)
         est._run("load_state_dict_post")
 

@@ -15,8 +15,8 @@ from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_derivatives
 from compopt.checks.inputs import check_pool, check_values
 from compopt.estimator.groups import GroupSpec, Hyper
-from compopt.estimator.parts import Call, Estimate, Normalizer
 from compopt.estimator.options import PlacementOptions, takes_options
+from compopt.estimator.parts import Call, Estimate, Normalizer
 from compopt.functional import Scalar
 from compopt.kernel.features import Encode, Encoder, zero_or_nan
 from compopt.kernel.pairs import effective_number

@@ -15,9 +15,9 @@ from compopt.batch import Batch
 from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
 from compopt.checks.inputs import check_values, check_vector
 from compopt.checks.values import equal
-from compopt.estimator.parts import Call, Estimate, Normalizer
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.options import PlacementOptions, takes_options
+from compopt.estimator.parts import Call, Estimate, Normalizer
 from compopt.functional import Scalar
 from compopt.pairs import PairPolicy
 from compopt.stores.layout import Column

@@ -19,7 +19,6 @@ from compopt.functional import Scalar
 from compopt.kernel.block import same_sample
 from compopt.kernel.pairs import Pairs, SampledPairs, effective_number, pull_positives, scale_of
 from compopt.pairs import NO_POLICY, PairPolicy
-from compopt.stores.layout import Column
 
 BLOCK_ROWS = 1024  # rows of a block if chunk_size is None
 

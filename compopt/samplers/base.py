@@ -271,7 +271,7 @@ class BankSampler(Sampler[list[int]]):
             TypeError, ValueError: a type or shape is wrong, or ``d`` has changed.
         """
         self._ranks.check_alive()
-        with self._guard():
+        with self._handshake.guard():
             index = self._checked(index, z1, z2)
         index = self._write(index, z1, z2)
         plan = self._plans.get(self.epoch)
@@ -327,7 +327,7 @@ class BankSampler(Sampler[list[int]]):
         for index in torch.arange(self.n, device="cpu").split(chunk_size):
             own = self._ranks.own(index)
             asked = own if len(own) else index[:1]
-            with self._guard():
+            with self._handshake.guard():
                 z1, z2 = encode(asked)
                 self._checked(asked, z1, z2)
             self._write(own, z1[: len(own)], z2[: len(own)])
