@@ -202,7 +202,7 @@ def of_0_3(est: Estimator, state: Mapping[str, Any]) -> dict[str, Any]:
             "options": options.get(role, {}),
             "columns": {n: c for n, c in columns.items() if n in names or (names and n == COUNT)},
         }
-        keys = {key: (f"{role}.{key}", key) for key in ("n", *each.defaults)}
+        keys = {key: (f"{role}.{key}", key) for key in (*(("n",) if each.n is not None else ()), *each.defaults)}
         found: dict[str, Any] = {
             "version": FORMAT_VERSION,
             "config": own,
