@@ -36,9 +36,7 @@ def _folder_for_tables(tmp_path):
 
 
 class Total(Estimator):
-    """Sum per sample, as an example of a user-defined component."""
-
-    role = "total"
+    """Sum per sample, as an example of a user-defined estimator."""
 
     def __init__(self, n, scale=1.0, **placement):
         super().__init__(n, {"scale": scale}, **placement)
@@ -52,8 +50,8 @@ class Total(Estimator):
 
     def add(self, x, index):
         batch = self._read({"index": self._index(index, len(x))}, {"x": x})
-        hyper = self._engine.groups.hyper(self.role, batch.rows, batch.dtype)
-        total = batch.columns["total"] + batch.values["x"][:, None] * hyper("scale")
+        hyper = self._hyper(batch)
+        total = batch.of().columns["total"] + batch.values["x"][:, None] * hyper("scale")
         if batch.depositing:
             self._deposit(batch, {"total": total})
         return total[batch.own, 0]
@@ -223,7 +221,7 @@ def same(a, b):
 @every
 def test_only_training_with_gradients_deposits(kind):
     u, d = kind.make(), data()
-    assert isinstance(u, Estimator) and u.owner is None and u.training
+    assert isinstance(u, Estimator) and u.training
     kind.call(u, d[0])
     u.step()
     before = state(u)

@@ -142,7 +142,7 @@ def test_a_file_that_is_overwritten_after_loading_changes_nothing(name, tmp_path
     other.load_state_dict(torch.load(tmp_path / "last.pt", mmap=True, weights_only=True))
     path = compopt.save(est, tmp_path / "run")
     compopt.load(third, path)
-    for file in (tmp_path / "last.pt", *path.glob("*.safetensors")):
+    for file in (tmp_path / "last.pt", *path.rglob("*.safetensors")):
         overwrite(file)
     assert_same_bits(snapshot(est, N), snapshot(other, N))
     assert_same_bits(snapshot(est, N), snapshot(third, N))

@@ -23,7 +23,7 @@ def build(group, **options):
 
 def call(est, step=0, own=OWN):
     """Call and commit with this rank's part of a batch."""
-    rank, ranks = est._engine.ranks.rank, est._engine.ranks.size
+    rank, ranks = est._ranks.rank, est._ranks.size
     index = torch.randperm(N, generator=generator(step))[: own * ranks]
     z1, z2 = (z[rank * own : (rank + 1) * own].requires_grad_() for z in features(own * ranks, 3, step))
     est(z1, z2, index[rank * own : (rank + 1) * own]).backward()

@@ -108,7 +108,7 @@ def test_no_result_depends_on_scores(name, mode):
 
 
 def test_a_row_takes_48_bytes():
-    assert kept(compopt.recommended(D))._engine.table.layout.row_bytes == 48
+    assert kept(compopt.recommended(D))._table.layout.row_bytes == 48
 
 
 @pytest.mark.parametrize("name", ["dcl", "isogclr"])

@@ -200,7 +200,7 @@ def test_ordinary_training_watches_no_other_optimizer():
     loop = Loop()
     for _ in range(3):
         loop.call()
-        assert loop.est._engine.attachments.stepped is None
+        assert loop.est._attachments.stepped is None
         loop.optimizer.step()
 
 

@@ -96,7 +96,7 @@ def test_growing_where_files_cannot_leaves_the_estimator(tmp_path, monkeypatch):
     est = on_disk(tmp_path / "rows")
     visit(est, spread(0))
     state, truncate = shown(est, N), os.ftruncate
-    size = (tmp_path / "rows" / "rows.rows").stat().st_size
+    size = (tmp_path / "rows" / "normalizer-rows.rows").stat().st_size
 
     def limited(descriptor, new):
         if new > size:
@@ -107,7 +107,7 @@ def test_growing_where_files_cannot_leaves_the_estimator(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="cannot be kept"):
         est.add_sample_group({"n": 5000})
     monkeypatch.undo()
-    assert est.n == N and (tmp_path / "rows" / "rows.rows").stat().st_size == size
+    assert est.n == N and (tmp_path / "rows" / "normalizer-rows.rows").stat().st_size == size
     assert_same_bits(shown(est, N), state)
     est.add_sample_group({"n": 5000})
     visit(est, torch.arange(N, N + STEP))

@@ -66,7 +66,7 @@ def test_a_pickle_in_the_place_of_a_file_is_not_run(name, tmp_path):
     if name != "manifest":
 
         def vouch(content):
-            entry = next(f for f in content["files"] if f["name"] == file.name)
+            entry = next(f for f in content["files"] if path / f["name"] == file)
             entry.update(bytes=len(bomb), checksum=hashlib.sha256(bomb).hexdigest())
 
         edit(path, vouch)
@@ -116,7 +116,7 @@ def test_values_of_another_kind(key, value, tmp_path):
         elif key == "file":
             content["files"].append(value)
         elif key == "group":
-            content["sample_groups"] = [value]
+            content["parts"]["normalizer"]["sample_groups"] = [value]
         else:
             content[key] = value
 
@@ -137,9 +137,14 @@ CONFIGS = [
 ]
 
 
+def place_of(content, values):
+    """Return the configuration that has these entries: that of a part, or of the container."""
+    return content["config"] if {"mode", "method"} & set(values) else content["parts"]["normalizer"]["config"]
+
+
 @pytest.mark.parametrize("values, match", CONFIGS, ids=[match for _, match in CONFIGS])
 def test_absurd_configurations(values, match, tmp_path):
-    edit(compopt.save(trained(), tmp_path), lambda c: c["config"].update(values))
+    edit(compopt.save(trained(), tmp_path), lambda c: place_of(c, values).update(values))
     refused(tmp_path, rf"manifest\.json.*{match}")
 
 
@@ -148,7 +153,7 @@ GROUPS = [{"n": 10**15}, {"n": True}, {"gamma": float("nan")}, {"gamma": "0.5"},
 
 @pytest.mark.parametrize("values", GROUPS, ids=str)
 def test_absurd_groups(values, tmp_path):
-    edit(compopt.save(trained(), tmp_path), lambda c: c["sample_groups"][0].update(values))
+    edit(compopt.save(trained(), tmp_path), lambda c: c["parts"]["normalizer"]["sample_groups"][0].update(values))
     refused(tmp_path, r"manifest\.json")
 
 
@@ -159,7 +164,7 @@ NAMES += ["a\0.safetensors", "x" * 5000 + ".safetensors", "rows.txt", "C:x.safet
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: repr(name[:20]))
 def test_names_that_leave_the_directory(name, tmp_path):
     path = compopt.save(trained(), tmp_path / "c")
-    shutil.copy(next(path.glob("rows-*")), tmp_path / "c" / "x.safetensors")
+    shutil.copy(next(path.rglob("rows-*")), tmp_path / "c" / "x.safetensors")
     edit(path, lambda c: c["files"][0].update(name=name))
     refused(path, r"manifest\.json.*name of an entry of files of it is")
 
@@ -171,7 +176,7 @@ def test_a_file_that_is_listed_twice(tmp_path):
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     path = compopt.save(trained(), tmp_path)
-    file = next(path.glob("rows-*"))
+    file = next(path.rglob("rows-*"))
     file.unlink()
     os.mkfifo(file)
     refused(tmp_path, f"{file.name} is missing")
@@ -212,11 +217,11 @@ def test_a_manifest_too_long_to_be_read_is_not_written(tmp_path, monkeypatch):
 
 
 def replace(path, name, tensors):
-    """Replace a file, with its size and checksum in the manifest, and return its name."""
-    file = next(path.glob(f"{name}*"))
+    """Replace a file, with its size and checksum in the manifest, and return its name; the first that is so called."""
+    file = sorted(file for file in path.rglob("*.safetensors") if f"/{name}" in str(file))[0]
 
     def vouch(content):
-        entry = next(f for f in content["files"] if f["name"] == file.name)
+        entry = next(f for f in content["files"] if path / f["name"] == file)
         file.unlink()
         if isinstance(tensors, bytes):
             file.write_bytes(tensors)
@@ -245,7 +250,7 @@ def replace(path, name, tensors):
 )
 def test_other_columns(change, tmp_path):
     path = compopt.save(trained(), tmp_path)
-    tensors = load_file(next(path.glob("rows-*")))
+    tensors = load_file(next(path.rglob("rows-*")))
     change(tensors)
     refused(tmp_path, f"{replace(path, 'rows-', tensors)}: column")
 
@@ -253,7 +258,7 @@ def test_other_columns(change, tmp_path):
 @pytest.mark.parametrize("name, shape", [("temperature.log_inverse_tau", (10**6,)), ("other.x", (1,)), ("x", (1,))])
 def test_other_state(name, shape, tmp_path):
     path = compopt.save(trained(), tmp_path)
-    tensors = {**load_file(path / "state.safetensors"), name: torch.zeros(shape)}
+    tensors = {**load_file(path / "normalizer" / "state.safetensors"), name: torch.zeros(shape)}
     refused(tmp_path, replace(path, "state", tensors))
 
 
@@ -271,10 +276,14 @@ def test_rows_that_no_run_writes(name, value, match, tmp_path):
     run(est, *features(N, 4, 5, dtype=torch.float32), torch.arange(N))
     est.step()
     path = compopt.save(est, tmp_path)
-    file = sorted(path.glob("rows-*"))[0]
+    file = next(file for file in sorted(path.rglob("rows-*")) if name in load_file(file))
     tensors = load_file(file)
     put(tensors, name, value)
-    refused(tmp_path, f"{replace(path, file.name, tensors)}: column '{name}' of the checkpoint must be .*{match}", est)
+    refused(
+        tmp_path,
+        f"{replace(path, str(file.relative_to(path)), tensors)}: column '{name}' of the checkpoint must be .*{match}",
+        est,
+    )
 
 
 HEADERS = {

@@ -86,7 +86,7 @@ def test_locks_go_with_the_estimator(tmp_path):
     gc.collect()
     est = estimator(tmp_path / "rows")
     compopt.save(est, tmp_path / "checkpoints")
-    there = [tmp_path / "rows" / "rows.lock", saving.lock_file(tmp_path / "checkpoints")]
+    there = [tmp_path / "rows" / "normalizer-rows.lock", saving.lock_file(tmp_path / "checkpoints")]
     held = locks_held()
     other = estimator()
     compopt.load(other, tmp_path / "checkpoints")
@@ -140,4 +140,4 @@ def test_a_forked_process_neither_has_nor_gives_back_the_lock(tmp_path, impatien
             status = 0
         os._exit(status)
     assert os.waitpid(pid, 0)[1] == 0
-    assert (tmp_path / "rows" / "rows.lock").exists()
+    assert (tmp_path / "rows" / "normalizer-rows.lock").exists()

@@ -284,11 +284,12 @@ def test_an_object_alone_in_a_model(kind):
     assert not model.eval().obj.training and model.train().obj.training
 
 
-def test_a_part_is_refused():
+def test_a_part_is_a_module_of_its_own():
     est = estimator()
-    for part, state in ((est.normalizer, True), (est.temperature, False)):
-        with pytest.raises(RuntimeError, match="part of.*ContrastiveEstimator"):
-            compopt.as_module(part, state)
+    for part, names in ((est.normalizer, []), (est.temperature, ["learnable.log_inverse"])):
+        module = compopt.as_module(part)
+        assert [name for name, _ in module.named_parameters()] == names
+        module.load_state_dict(module.state_dict())
     assert list(est.normalizer.parameters()) == [] and list(est.temperature.parameters()) == list(est.parameters())
 
 

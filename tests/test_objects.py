@@ -224,7 +224,9 @@ def test_a_part_keeps_a_placement_and_a_dtype_of_its_own(tmp_path):
     for each in (est, same):
         for seed in range(3):
             call(each, range(4), seed), each.step()
-    assert (tmp_path / "u").is_dir() and est.normalizer.dtype == torch.float64 and est.temperature.dtype == torch.float32
+    assert (
+        (tmp_path / "u").is_dir() and est.normalizer.dtype == torch.float64 and est.temperature.dtype == torch.float32
+    )
     assert_same_bits(est.read(torch.arange(N)), same.read(torch.arange(N)))
 
 

@@ -34,7 +34,7 @@ def train(est, data, prefetch, window=1):
 
 def under_way(est):
     """Return the batches whose rows were requested but not used yet."""
-    prefetcher = est._engine.reader.prefetcher
+    prefetcher = est._reading().prefetcher
     return [] if prefetcher is None else prefetcher._under_way
 
 
@@ -171,8 +171,8 @@ def on_ranks(group, name, mode, data, placement, prefetch, window):
     state = snapshot(est, N)
     full = rows_of(est.state_dict())
     assert all(len(column) == N for column in full.values())
-    est._engine.table.rows.settle()
-    return state, est._engine.table.store.n
+    est.normalizer._table.rows.settle()
+    return state, est.normalizer._table.store.n
 
 
 @functools.cache
@@ -200,7 +200,7 @@ def test_every_placement_on_several_ranks(name, ranks, offload, shard, prefetch,
         assert_same_bits(near[0][0], state)
     files = sorted(path.name for path in tmp_path.glob("*.rows"))
     if offload == "disk":
-        assert files == [f"rows-{k:05d}-of-{ranks:05d}.rows" for k in range(ranks)]
+        assert files == [f"normalizer-rows-{k:05d}-of-{ranks:05d}.rows" for k in range(ranks)]
 
 
 def grown(group, placement):

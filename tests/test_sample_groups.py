@@ -186,7 +186,8 @@ def test_inference_mode_leaves_rows_that_can_be_written(offload):
 @pytest.mark.parametrize("spoil", [lambda groups: groups * 2, lambda groups: [None], lambda groups: [{"n": 20}]])
 def test_refused_groups_change_nothing(spoil):
     est, state = compopt.SogCLREstimator(20, gamma=0.9), compopt.SogCLREstimator(20, gamma=0.3).state_dict()
-    state["sample_groups"] = spoil(state["sample_groups"])
+    own = state["parts"]["normalizer"]
+    own["sample_groups"] = spoil(own["sample_groups"])
     with pytest.raises(ValueError, match=r"sample.groups? .*the checkpoint has"):
         est.load_state_dict(state)
     assert est.sample_groups[0]["gamma"] == 0.9 and est.sample_groups[0]["n"] == 20

@@ -141,7 +141,7 @@ def damage_seen_by_all(group, directory):
 @pytest.mark.distributed
 def test_damage_is_refused_by_every_rank(tmp_path):
     path = compopt.save(trained(), tmp_path)
-    file = sorted(path.glob("rows-*"))[2]
+    file = sorted(path.rglob("rows-*"))[2]
     file.write_bytes(file.read_bytes()[:-3])
     for message, rows in the_pool().run(damage_seen_by_all, 3, str(tmp_path)):
         assert file.name in message and rows == 0
@@ -230,7 +230,7 @@ def refused(tmp_path, match):
 @pytest.mark.parametrize("keep", [None, 0.0, 0.3, 0.999])
 @pytest.mark.parametrize("which", [0, 2, -1])
 def test_a_truncated_or_missing_file(which, keep, tmp_path):
-    file = sorted(compopt.save(trained(), tmp_path).glob("*.safetensors"))[which]
+    file = sorted(compopt.save(trained(), tmp_path).rglob("*.safetensors"))[which]
     content = file.read_bytes()
     file.unlink()
     if keep is not None:
@@ -241,7 +241,7 @@ def test_a_truncated_or_missing_file(which, keep, tmp_path):
 def test_any_flipped_bit(tmp_path):
     path = compopt.save(trained(), tmp_path)
     generator = random.Random(0)
-    for file in sorted(path.glob("*.safetensors")):
+    for file in sorted(path.rglob("*.safetensors")):
         content = file.read_bytes()
         for position in {0, 8, len(content) - 1, *(generator.randrange(len(content)) for _ in range(4))}:
             damaged = bytearray(content)
@@ -277,9 +277,9 @@ def edit(path, change, consistent=True):
         (lambda c: c["files"][0].update(spans=[[5, 10], [0, 5]]), "rows 0 to 5 after row 10"),
         (lambda c: c["files"][0].update(spans="ab"), "damaged"),
         (lambda c: c["files"][0].pop("checksum"), "damaged"),
-        (lambda c: c["config"].update(n=[24]), r"n differs.*24.*23"),
+        (lambda c: c["parts"]["normalizer"]["config"].update(n=[24]), r"n differs.*24.*23"),
         (lambda c: c["config"].update(mode="unimodal"), "mode differs"),
-        (lambda c: c["config"].update(dtype="torch.float64"), "dtype differs"),
+        (lambda c: c["parts"]["normalizer"]["config"].update(dtype="torch.float64"), "dtype differs"),
         (lambda c: c["config"]["method"].update(normalizer="Other"), "method.normalizer differs"),
     ],
 )
@@ -289,7 +289,11 @@ def test_a_damaged_manifest(change, match, tmp_path):
 
 
 def test_a_flipped_hyper_parameter_in_the_manifest(tmp_path):
-    edit(compopt.save(trained(), tmp_path), lambda c: c["sample_groups"][0].update(gamma=0.7), consistent=False)
+    edit(
+        compopt.save(trained(), tmp_path),
+        lambda c: c["parts"]["normalizer"]["sample_groups"][0].update(gamma=0.7),
+        consistent=False,
+    )
     refused(tmp_path, r"manifest\.json is damaged.*its own checksum")
 
 
@@ -574,7 +578,7 @@ def test_an_edit_to_an_equal_number_of_numpy_is_saved(tmp_path):
         run(est, *batches(N, 1, seed=1, dtype=torch.float32)[0])
         est.sample_groups[0]["gamma"] = np.float32(0.5)
         saved = save()
-    assert type(saved["sample_groups"][0]["gamma"]) is float
+    assert type(saved["parts"]["normalizer"]["sample_groups"][0]["gamma"]) is float
     compopt.load(sogclr(), tmp_path)
 
 

@@ -79,7 +79,7 @@ def test_ranks_on_disk_have_a_file_each_and_the_results_of_ranks_in_memory(tmp_p
     for losses in on_two(run_all, str(tmp_path)):
         assert losses[0::2] == losses[1::2]
     files = {path.name: path.stat().st_size for path in (tmp_path / "table").glob("*.rows")}
-    assert files == {"rows-00000-of-00002.rows": 4096, "rows-00001-of-00002.rows": 4096}
+    assert files == {"normalizer-rows-00000-of-00002.rows": 4096, "normalizer-rows-00001-of-00002.rows": 4096}
 
 
 def folders_of_their_own(group, folder):
@@ -93,8 +93,8 @@ def test_ranks_on_disk_need_not_share_a_folder(tmp_path):
     assert losses == others
     assert_same_bits(state, other)
     assert [path.name for path in sorted(tmp_path.rglob("*.rows"))] == [
-        "rows-00000-of-00002.rows",
-        "rows-00001-of-00002.rows",
+        "normalizer-rows-00000-of-00002.rows",
+        "normalizer-rows-00001-of-00002.rows",
     ]
 
 
@@ -104,7 +104,7 @@ def growing_badly(group, folder, offload, shard, done):
     est = compopt.SogCLREstimator(N, **kind, **({"offload_dir": f"{folder}/table"} if offload == "disk" else {}))
     twin = compopt.SogCLREstimator(N, process_group=group)
     train(est, group, 2), train(twin, group, 2)
-    store = est._engine.table.store
+    store = est.normalizer._table.store
     with pytest.MonkeyPatch.context() as monkeypatch:
         if dist.get_rank(group) == 1:
             resize, before = store.resize, store.n
@@ -145,7 +145,7 @@ def failing_writer(group, folder):
         raise OSError("disk full")
 
     if dist.get_rank(group) == 0:
-        est._engine.table.store.scatter = full
+        est.normalizer._table.store.scatter = full
     with pytest.raises(RuntimeError) as caught:
         for _ in range(100):
             train(est, group, 1)
@@ -258,19 +258,19 @@ def late_exchange(group, directory, action):
         for other in (est, near):
             run(other, z1[own], z2[own], index[own])
             other.step()
-    local, issued = est._engine.table.local, threading.Event()
+    local, issued = est.normalizer._table.local, threading.Event()
 
     def late(rows):
         issued.wait(0.3 if threading.current_thread().name.startswith("compopt-prefetch") else 0)
         return local(rows)
 
-    scatter = est._engine.table.store.scatter
+    scatter = est.normalizer._table.store.scatter
 
     def overwrite(*args):
         time.sleep(0.6)  # the delayed read has finished
         scatter(*args)
 
-    est._engine.table.local, est._engine.table.store.scatter = late, overwrite
+    est.normalizer._table.local, est.normalizer._table.store.scatter = late, overwrite
     est.prefetch(data[0][2][own])
     for other, state in zip((est, near), states, strict=True):
         other.load_state_dict(state) if action == "load_state_dict" else compopt.load(other, path)

@@ -38,7 +38,7 @@ def visit(est, rows, seed=0):
 
 
 def inodes(path):
-    return {file.stat().st_ino for file in path.glob("rows-*")}
+    return {file.stat().st_ino for file in path.rglob("rows-*")}
 
 
 def rows_in(path):
@@ -79,7 +79,7 @@ def test_a_sparse_table_file_stays_sparse(tmp_path, monkeypatch):
     path = compopt.save(est, tmp_path / "c")
     assert rows_in(path) == 2 << 13
     compopt.load(other, path)
-    assert 512 * (tmp_path / "rows" / "rows.rows").stat().st_blocks < 1 << 20  # of 16 MiB
+    assert 512 * (tmp_path / "rows" / "normalizer-rows.rows").stat().st_blocks < 1 << 20  # of 16 MiB
 
 
 @pytest.mark.parametrize("overwrite", ["load", "load_state_dict"])
@@ -95,7 +95,7 @@ def test_rows_that_were_overwritten_are_not_taken_from_before(overwrite, tmp_pat
 
 
 def shorten(path):
-    file = sorted(path.glob("rows-*"))[0]
+    file = sorted(path.rglob("rows-*"))[0]
     file.write_bytes(file.read_bytes()[:-1])
 
 
@@ -104,7 +104,7 @@ LOSSES = {
     "a short file": shorten,
     "unfinished": lambda path: (path / "manifest.json").unlink(),
     "damaged": lambda path: (path / "manifest.json").write_text("{}"),
-    "without a file": lambda path: sorted(path.glob("rows-*"))[0].unlink(),
+    "without a file": lambda path: sorted(path.rglob("rows-*"))[0].unlink(),
 }
 
 
@@ -179,7 +179,7 @@ def test_symbolic_links_are_followed(tmp_path):
     visit(est, range(20))
     path = compopt.save(est, tmp_path / "a", keep=1)
     (tmp_path / "content").mkdir()
-    for file in path.glob("rows-*"):
+    for file in path.rglob("rows-*"):
         moved = file.rename(tmp_path / "content" / file.name)
         file.symlink_to(os.path.relpath(moved, path))
     loads(path, est)

@@ -97,7 +97,7 @@ def test_an_estimator_refuses_the_table_of_another_run_until_a_load_follows(tmp_
         again.read(torch.arange(50))
     compopt.load(again, path)
     assert_same_bits(snapshot(again, 50), state)
-    assert sorted(os.listdir(tmp_path / "rows")) == ["rows.lock", "rows.rows"]
+    assert sorted(os.listdir(tmp_path / "rows")) == ["normalizer-rows.lock", "normalizer-rows.rows"]
 
 
 @pytest.mark.filterwarnings("ignore:.*was removed while it was in use")
@@ -113,7 +113,7 @@ def test_an_interrupted_run_with_rows_on_the_disk_can_begin_again(tmp_path):
         cell()
     with pytest.raises(ValueError, match=r"another offload_dir, or delete rows\.\* in it"):
         cell()
-    for file in tmp_path.glob("rows.*"):
+    for file in tmp_path.glob("*rows.*"):
         file.unlink()
     with pytest.raises(KeyboardInterrupt):
         cell()

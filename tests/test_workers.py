@@ -158,7 +158,7 @@ def test_another_process_shares_the_rows(options):
     est = placed(**options)
     twin = sent(est)
     trained(est, data(2, seed=3))
-    est._engine.table.at_rest()
+    est.normalizer._table.at_rest()
     assert bits(twin.read(torch.arange(N))["log_u"]) == bits(est.read(torch.arange(N))["log_u"]) and twin.t < est.t
 
 
@@ -205,7 +205,7 @@ def check_in_workers(method, estimators):
 )
 def test_workers(method):
     """One estimator of each pair of normalizer and temperature, the states in turn."""
-    kinds = {tuple(type(part) for part in make(info, "bimodal", N)[0]._facts.parts.values()): info for info in DATABASE}
+    kinds = {tuple(type(part) for part in make(info, "bimodal", N)[0]._objects().values()): info for info in DATABASE}
     ests = [of_kind(info, STATES[at % len(STATES)]) for at, info in enumerate(kinds.values())]
     check_in_workers(method, ests)
 

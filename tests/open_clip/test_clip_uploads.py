@@ -47,7 +47,7 @@ def test_the_newest_states_stay_here_and_in_the_store(given, tmp_path, url):  # 
     exported = {f"epoch_{epoch}.{kind}" for epoch in (1, 2) for kind in ("pt", "compopt")}
     assert names(url) == {*exported, "state", "run.json", "shards.json"}
     (checkpoint,) = (tmp_path / "epoch_2.compopt").iterdir()
-    same_file = next(checkpoint.glob("rows-*")).stat()
+    same_file = next(checkpoint.rglob("rows-*")).stat()
     assert same_file.st_nlink > 1  # rows of the state, not written twice
 
 
