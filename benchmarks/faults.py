@@ -143,7 +143,7 @@ class Training:
         for moments in self.optimizer.state_dict()["state"].values():
             states += list(moments.values())
         state = self.est.state_dict()
-        for tensor in (*states, *state["rows"].values()):
+        for tensor in (*states, *(value for own in state["parts"].values() for value in own["rows"].values())):
             total.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return total.hexdigest()
 

@@ -734,13 +734,16 @@ class Trial:
         after = self.est.state_dict()
         if not before[1]:  # earlier pending rows may or may not be committed
             reached = self.reached(given)
-            pairs = [(rows[reached], after["rows"][name][reached]) for name, rows in state["rows"].items()]
-            if reached.numel():
-                for name, part in state["extra"].items():
-                    pairs += [(value, after["extra"][name][key]) for key, value in part.items()]
+            pairs = []
+            for name, own in state["parts"].items():
+                new = after["parts"][name]
+                pairs += [(rows[reached], new["rows"][key][reached]) for key, rows in own["rows"].items()]
+                if reached.numel():
+                    pairs += [(value, new["state"][key]) for key, value in own["state"].items()]
             if not all(torch.equal(one, other) for one, other in pairs):
                 raise Wrong(kind, "state changed", "rows of a bad batch")
-        if not all(bool(values.isfinite().all()) for values in after["rows"].values()):
+        rows = [values for own in after["parts"].values() for values in own["rows"].values()]
+        if not all(bool(values.isfinite().all()) for values in rows):
             raise Wrong(kind, "state changed", "rows are not finite")
 
     def reached(self, given: Given) -> Tensor:

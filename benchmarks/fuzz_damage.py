@@ -74,8 +74,8 @@ def prepare(build: Callable[[], compopt.ContrastiveEstimator], folder: Path) -> 
 def digest(est: compopt.ContrastiveEstimator) -> str:
     """Return a hash of the whole state."""
     state, found = est.state_dict(), hashlib.sha256()
-    for part in (state.pop("rows"), *state.pop("extra").values()):
-        for name, value in part.items():
+    for part in state["parts"].values():
+        for name, value in (part.pop("rows") | part.pop("state")).items():
             found.update(name.encode() + value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     found.update(repr(state).encode())
     return found.hexdigest()

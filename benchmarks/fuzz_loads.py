@@ -106,7 +106,7 @@ def build(kind: type, folder: Path) -> Any:
         made.locate([], folder)
     if isinstance(made, compopt.Normalizer):
         return compopt.ContrastiveEstimator(made, compopt.FixedTemperature(0.2))
-    if isinstance(made, compopt.estimator.component.Temperature):
+    if isinstance(made, compopt.Temperature):
         return compopt.ContrastiveEstimator(compopt.BatchNormalizer(), made)
     if isinstance(made, compopt.ScoreKeeper):
         made.est = compopt.DCLEstimator()  # which use() calls
@@ -170,9 +170,11 @@ def use(made: Any, seed: int) -> list[Tensor]:
 
 
 def numbers(est: Estimator) -> list[Tensor]:
-    """Return the state of an estimator, with rows as they are read: in a column -inf marks visits of other parts."""
+    """Return the state of an estimator."""
     state = est.state_dict()
-    return floats([state["extra"], est.read(torch.arange(N)) if state["rows"] else {}])
+    objects = state.get("parts", {"": state}).values()
+    rows = est.read(torch.arange(N)) if any(own["rows"] for own in objects) else {}
+    return floats([*(own["state"] for own in objects), rows])
 
 
 def floats(state: Any) -> list[Tensor]:

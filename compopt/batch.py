@@ -20,13 +20,18 @@ class Rows:
 
     Attributes:
         columns: committed values by name, ``(B, D)``, in the working dtype of the call; empty without rows.
-        count: visits so far, ``(B, D)`` int32; zeros without rows.
+        counted: visits so far, ``(B, D)`` int32; without rows, row numbers ``(B, R)``.
         block: the rows in their stored form, ``(B * R, 2 * words)`` int64; ``None`` without rows.
     """
 
     columns: dict[str, Tensor]
-    count: Tensor
+    counted: Tensor
     block: Tensor | None = None
+
+    @cached_property
+    def count(self) -> Tensor:
+        """Visits so far, ``(B, D)`` int32; zeros without rows."""
+        return self.counted if self.columns else torch.zeros_like(self.counted, dtype=torch.int32)
 
     @cached_property
     def unseen(self) -> Tensor:
@@ -78,7 +83,7 @@ class Batch:
     def of(self, name: str = "") -> Rows:
         """Return the committed rows of one object."""
         found = self.tables.get(name)
-        return Rows({}, torch.zeros_like(self.rows, dtype=torch.int32)) if found is None else found
+        return Rows({}, self.rows) if found is None else found
 
     @property
     def visits(self) -> Tensor | None:

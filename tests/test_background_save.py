@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -348,7 +349,8 @@ def on_ranks(group, directory, options):
             written.append(str(handle.wait(WAIT)))
         torch.distributed.barrier(group)
     assert_same_bits(shown(twin, N), shown(est, N))
-    return states, written, sorted(os.listdir(written[2]))
+    folder = Path(written[2])
+    return states, written, sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
 
 @pytest.mark.distributed

@@ -61,7 +61,7 @@ def test_a_pickle_in_the_place_of_a_file_is_not_run(name, tmp_path):
 
     path = compopt.save(trained(), tmp_path / "c")
     bomb = pickle.dumps(Bomb())
-    file = next(path.glob(f"{name}*"))
+    file = next(path.rglob(f"{name}*"))
     file.write_bytes(bomb)
     if name != "manifest":
 
@@ -117,6 +117,8 @@ def test_values_of_another_kind(key, value, tmp_path):
             content["files"].append(value)
         elif key == "group":
             content["parts"]["normalizer"]["sample_groups"] = [value]
+        elif key == "sample_groups":
+            content["parts"]["normalizer"][key] = value
         else:
             content[key] = value
 
@@ -128,7 +130,7 @@ CONFIGS = [
     ({"n": [10**15]}, "1000000000000000.*23"),
     ({"n": [-23]}, "-23"),
     ({"n": [23.5]}, "23.5"),
-    ({"n": 23}, "n is 23"),
+    ({"n": 23}, "n of normalizer is 23"),
     ({"mode": None}, "mode differs"),
     ({"columns": {"log_u": [10**9, "torch.float32"]}}, "1000000000"),
     ({"columns": 5}, "columns differs"),
@@ -157,8 +159,15 @@ def test_absurd_groups(values, tmp_path):
     refused(tmp_path, r"manifest\.json")
 
 
-NAMES = ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", ".hidden.safetensors", "a\\b.safetensors"]
-NAMES += ["a\0.safetensors", "x" * 5000 + ".safetensors", "rows.txt", "C:x.safetensors", "rows\n.safetensors"]
+NAMES = ["../x.safetensors", "/etc/passwd", "a/b/c.safetensors", "..", ".", "", ".hidden.safetensors"]
+NAMES += [
+    "a\\b.safetensors",
+    "a\0.safetensors",
+    "x" * 5000 + ".safetensors",
+    "rows.txt",
+    "C:x.safetensors",
+    "rows\n.safetensors",
+]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: repr(name[:20]))
@@ -171,7 +180,7 @@ def test_names_that_leave_the_directory(name, tmp_path):
 
 def test_a_file_that_is_listed_twice(tmp_path):
     edit(compopt.save(trained(), tmp_path), lambda c: c["files"].append(c["files"][0]))
-    refused(tmp_path, "a file is there twice.*rows-")
+    refused(tmp_path, "a file is there twice")
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):
@@ -236,21 +245,21 @@ def replace(path, name, tensors):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda t: t.pop("tau"),
-        lambda t: t.update(other=t["tau"].clone()),
-        lambda t: t.update(tau=t["tau"][:-1].clone()),
-        lambda t: t.update(tau=t["tau"][:, :1].clone()),
-        lambda t: t.update(tau=t["tau"].double()),
-        lambda t: t.update(tau=t["tau"].view(torch.int32)),
-        lambda t: t.update(tau=torch.zeros(())),
-        lambda t: t.update(tau=t["tau"].T.contiguous()),
+        lambda t: t.pop("log_u"),
+        lambda t: t.update(other=t["log_u"].clone()),
+        lambda t: t.update(log_u=t["log_u"][:-1].clone()),
+        lambda t: t.update(log_u=t["log_u"][:, :1].clone()),
+        lambda t: t.update(log_u=t["log_u"].double()),
+        lambda t: t.update(log_u=t["log_u"].view(torch.int32)),
+        lambda t: t.update(log_u=torch.zeros(())),
+        lambda t: t.update(log_u=t["log_u"].T.contiguous()),
         lambda t: t.update(count=t["count"].float()),
         lambda t: t.clear(),
     ],
 )
 def test_other_columns(change, tmp_path):
     path = compopt.save(trained(), tmp_path)
-    tensors = load_file(next(path.rglob("rows-*")))
+    tensors = load_file(sorted(path.rglob("rows-*"))[0])
     change(tensors)
     refused(tmp_path, f"{replace(path, 'rows-', tensors)}: column")
 

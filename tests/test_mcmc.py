@@ -2,7 +2,6 @@
 
 import pickle
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -219,7 +218,7 @@ def test_as_many_draws_as_an_anchor_has_negatives():
     assert asked == [2 * 2 * 4 * 5]  # 2 (B - 1) in each of two passes of B chains; no sample repeats for so large n
 
 
-def test_bad_calls_with_proposals_from_the_data_set():
+def test_bad_calls_with_proposals_from_the_data_set(monkeypatch):
     z1, z2 = features(4, 3, 0)
     index, encode = torch.arange(4), lambda i: (torch.ones(len(i), 3),) * 2
     est = compopt.EMC2Estimator(10, proposals="dataset")
@@ -230,7 +229,7 @@ def test_bad_calls_with_proposals_from_the_data_set():
     alone = compopt.MCMCNegativeSampler(10, proposals="dataset")
     with pytest.raises(ValueError, match=r'sample\(\) walks over the pool.*proposals="pool"'):
         alone.sample(z1 @ z2.T, index, index)
-    est.normalizer._groups = SimpleNamespace(n=(1 << 31) + 1)
+    monkeypatch.setattr(type(est.normalizer), "n", (1 << 31) + 1)
     with pytest.raises(ValueError, match=r"at most 2\^31 samples, got n=2147483649"):
         call(est, z1, z2, index, encode=encode)
 

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 import compopt
-from compopt.estimator import Estimator, Normalizer
 from tests.helpers import near
 from tests.pool import the_pool
 
@@ -51,12 +50,6 @@ def test_compositional_loss(f, derivative):
         assert ma.pending == 1
         ma.step()
         near(log_u_of(ma, [1, 4, 6]), u.double().log(), 1e-5, atol=1e-6)
-
-
-def test_a_component_hides_no_name_of_an_estimator_by_accident():
-    """A hook of components with the name of an estimator's method would override it in components used on their own."""
-    both = {name for name in vars(Normalizer) if not name.startswith("_")} & set(dir(Estimator))
-    assert both == {"parameters"}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +144,7 @@ def test_domains_do_not_mix():
         compopt.losses.InnerAverage(6, domain="root")
     with pytest.raises(TypeError, match="normalizer must be"):
         compopt.ContrastiveEstimator(linear(), compopt.FixedTemperature(0.1))
-    with pytest.raises(ValueError, match="options.average.domain differs: .*'linear', .*'log'"):
+    with pytest.raises(ValueError, match="options.domain differs: .*'linear', .*'log'"):
         linear(domain="log").load_state_dict(linear().state_dict())
     with pytest.raises(ValueError, match="options.normalizer differs: the checkpoint has {'domain': 'linear'}"):
         average = compopt.MovingAverageEstimator(6)
@@ -294,17 +287,9 @@ def test_averages_of_logarithms_are_those_of_the_part():
 
 def test_several_values_per_sample():
     vectors = linear(width=2)
-    with pytest.raises(ValueError, match="options.average.width differs: the checkpoint has 2, "):
+    with pytest.raises(ValueError, match="options.width differs: the checkpoint has 2, "):
         linear().load_state_dict(vectors.state_dict())
     with pytest.raises(ValueError, match="one value per sample"):
         compopt.compositional_loss(torch.ones(2, 2), torch.arange(2), vectors, torch.log)
     with pytest.raises(TypeError, match=r"args\[0\] must be a tensor"):
         compopt.compositional_loss(torch.ones(2, 2), torch.arange(2), vectors, torch.log, args=(3.0,))
-
-
-def test_a_temperature_of_a_state_that_is_a_tensor_is_refused():
-    one, other = compopt.SogCLREstimator(n=8, tau=0.1), compopt.SogCLREstimator(n=8, tau=0.1)
-    state = one.normalizer.state_dict()
-    state["meaning"] = {"tau": torch.zeros(3)}
-    with pytest.raises(TypeError, match="tau of the checkpoint must be a number"):
-        other.normalizer.load_state_dict(state)

@@ -481,6 +481,6 @@ def test_a_queue_with_features_of_which_none_is_in_use_is_refused():
 def test_a_checkpoint_of_a_removed_option_is_refused_with_its_name():
     est = network()
     state = est.state_dict()
-    state["config"]["options"]["normalizer"]["reset_optimizer"] = True
+    state["parts"]["normalizer"]["config"]["options"]["reset_optimizer"] = True
     with pytest.raises(ValueError, match="reset_optimizer differs: the checkpoint has True, this estimator has False"):
         est.load_state_dict(state)

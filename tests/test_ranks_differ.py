@@ -110,7 +110,7 @@ SHOWN = {
     "temperature": "method.temperature by rank ['FixedTemperature', 'TemperatureDual']",
     "sample_groups": "sample_groups[0].gamma by rank [0.5, 0.75]",
     "version": "method.temperature by rank ['FixedTemperature', 'TemperatureDual']",
-    "momentum": "options.normalizer.momentum by rank [none, True]",
+    "momentum": "options.momentum by rank [none, True]",
     "learn": "by rank [",
     "domain": "columns.log_u",
     "width": "the feature dimension, or the numbers per sample of a compositional loss: by rank [1, 2]",

@@ -147,23 +147,6 @@ def test_damage_is_refused_by_every_rank(tmp_path):
         assert file.name in message and rows == 0
 
 
-def saved_after_an_edit_on_one_rank(group, directory):
-    """Save a network split over ranks, which is gathered for the checkpoint, first with a bad edit on one rank."""
-    est = compopt.NeuCLIPEstimator(dim=4, prototypes=8, process_group=group)
-    est.sample_groups[0]["lr"] = -1.0 if torch.distributed.get_rank(group) else 1.0
-    with pytest.raises((ValueError, RuntimeError)) as refused:
-        compopt.save(est, directory)
-    est.sample_groups[0]["lr"] = 1.0
-    return str(refused.value), str(compopt.save(est, directory))
-
-
-@pytest.mark.distributed
-def test_a_bad_edit_on_one_rank_is_refused_by_every_rank(tmp_path):
-    (message, path), (own, same) = the_pool().run(saved_after_an_edit_on_one_rank, 2, str(tmp_path))
-    assert message == f"rank 1 failed: ValueError: {own}" and own == "lr must be 0 or greater, got -1.0"
-    assert path == same and [str(p) for p in tmp_path.glob("checkpoint-*")] == [path]
-
-
 def loaded_without_memory_on_one_rank(group, directory):
     """Fail on one rank while restoring the state that is not rows, which is restored last; return the error."""
     est = sogclr(process_group=group)

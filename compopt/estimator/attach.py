@@ -127,7 +127,7 @@ class Attachments:
         self._attached: dict[int, Attached] = {}  # by the optimizer's id
         self._updates = 0  # model updates since the first call of this window
         self.stepped: dict[int, bool] | None = None
-        self._longest = 0  # calls in the longest committed window
+        self._longest, self._calls = 0, 0  # calls in the longest committed window, and in the present one
         self._said_pending = False
         self.unsure_of_positions, self._positions = True, 0  # _positions: calls with batch positions so far
         self.counting = False  # an attached engine counts the updates that it skips
@@ -169,11 +169,16 @@ class Attachments:
 
     def committed(self, window: int) -> None:
         """Record the commit of a window of ``window`` calls."""
-        self._longest = max(self._longest, window)
+        self._longest, self._calls = max(self._longest, window), 0
         self._updates, self.stepped = 0, None
+
+    def discarded(self) -> None:
+        """Record that no call waits for a commit."""
+        self._calls = 0
 
     def pending(self, calls: int) -> None:
         """Warn once if so many calls wait for a commit that the loop must lack one."""
+        self._calls = calls
         if self._said_pending:
             return
         if calls == 1:
@@ -201,9 +206,10 @@ class Attachments:
         if stepped is not None and not alien:
             stepped[id(optimizer)] = True
 
-    def saving(self, t: int, calls: int) -> None:
+    def saving(self, t: int) -> None:
         """Warn once if calls have deposited, and nothing was ever committed or another optimizer updates the model."""
         self._count()
+        calls = self._calls  # 0 for a part, whose container counts the calls
         if (t == 0 or self._updates) and calls > 1 and not self._said_pending:
             self._say_pending(calls, "; what is saved has none of them")
 

@@ -666,7 +666,7 @@ class Estimator:
         )
 
     def _begin_saving(self) -> None:
-        self._attachments.saving(self.t, self.pending)
+        self._attachments.saving(self.t)
         self._run("state_dict_pre")
 
     @outside_of_graphs
@@ -722,6 +722,7 @@ class Estimator:
     @outside_of_graphs
     def discard(self) -> None:
         """Drop all pending proposals, for example after a skipped update. Communicates nothing."""
+        self._attachments.discarded()
         with self._writing():
             for each in self._tree():
                 each._forget(0)

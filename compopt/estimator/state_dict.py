@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from compopt.batch import COUNT
 from compopt.checks import values
 from compopt.checks.context import warn
 
-if TYPE_CHECKING:
-    from compopt.estimator.base import Estimator
+Estimator = Any  # the class imports this module
 
 FORMAT_VERSION = 2
 KEYS = ("version", "config", "t")  # of every state; an object also has LEAF, a container PARTS

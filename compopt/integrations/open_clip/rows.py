@@ -125,7 +125,7 @@ class RowCheckpoints:
 
     def __init__(self, est: ContrastiveEstimator, args: Any) -> None:
         self.est, self.args = est, args
-        self.stateful = est.n is not None or any(est.state_dict()["extra"].values())
+        self.stateful = est.n is not None or any(own["state"] for own in est.state_dict()["parts"].values())
         self.saves = bool(self.stateful and args.logs and args.logs.lower() != "none")
 
     def save(self, epoch: int) -> None:
