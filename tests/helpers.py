@@ -172,6 +172,35 @@ def rows_of(state: dict) -> dict[str, Tensor]:
     return found
 
 
+def of_0_3(state: dict, name: str = "normalizer") -> dict:
+    """Return a state in the form of 0.3, in which all objects had one table; ``name``: of an object that is alone."""
+    objects = state.get("parts") or {name: state}
+    configs = {name: own["config"] for name, own in objects.items()}
+    options = {name: config["options"] for name, config in configs.items() if config["options"]}
+    keys = [key for own in objects.values() for key in own["sample_groups"][0]]
+    groups = [
+        {
+            f"{name}.{key}" if keys.count(key) > 1 and key != "n" else key: value
+            for name, own in objects.items()
+            for key, value in own["sample_groups"][number].items()
+        }
+        for number in range(len(next(iter(objects.values()))["sample_groups"]))
+    ]
+    first = next(iter(configs.values()))
+    columns = {key: value for config in configs.values() for key, value in config["columns"].items()}
+    config = {
+        "mode": first["mode"],
+        "method": {name: config["method"] for name, config in configs.items()},
+        "dtype": first["dtype"],
+        "n": first["n"],
+        "options": {**(state["config"]["options"] if "parts" in state else {}), **options},
+        "columns": columns,
+    }
+    extra = {name: own["state"] for name, own in objects.items()}
+    about = {"version": 1, "config": config, "sample_groups": groups, "t": state["t"]}
+    return {**about, "rows": rows_of(state), "extra": extra}
+
+
 def tensors_of(state: dict) -> dict[str, Tensor]:
     """Return all tensors of a state by name."""
     found = {}

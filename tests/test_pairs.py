@@ -12,7 +12,7 @@ import torch.distributed as dist
 import compopt
 from compopt import PairPolicy
 from tests.database import BY_NAME, DATABASE
-from tests.helpers import asked, batches, call, compare_state, features, generator, make, near, run
+from tests.helpers import asked, batches, call, compare_state, features, generator, make, near, of_0_3, run
 from tests.pool import the_pool
 from tests.reference import PolicyReference
 from tests.reference.pairs import anchors
@@ -297,9 +297,9 @@ def test_a_state_of_0_3_with_the_former_name_of_an_option_is_loaded():
     est, other = (compopt.SogCLREstimator(N, pairs=policy) for _ in range(2))
     run(est, *batches(N, 1, BATCH, DIM)[0])
     est.step()
-    state = est.state_dict()
-    options = {**state["config"]["options"], "pairs": "PairPolicy(false_negatives=0.1, spare_extra=True)"}
-    other.load_state_dict({**state, "config": {**state["config"], "options": options}})
+    state = of_0_3(est.state_dict())
+    state["config"]["options"]["pairs"] = "PairPolicy(false_negatives=0.1, spare_extra=True)"
+    other.load_state_dict(state)
     assert torch.equal(*(each.read(torch.arange(N))["log_u"] for each in (est, other)))
 
 
