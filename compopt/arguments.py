@@ -20,7 +20,7 @@ from compopt.distributed.ranks import Ranks
 from compopt.estimator.component import Normalizer, Temperature
 from compopt.estimator.engine import Engine
 from compopt.kernel.features import Encoder, Features, prepare, working_dtype
-from compopt.kernel.pairs import Extra
+from compopt.kernel.pairs import Negatives
 from compopt.pairs import NO_POLICY, BoundPolicy, PairPolicy
 
 E = TypeVar("E")
@@ -38,12 +38,12 @@ class Given:
         keys: ``index`` and, if given, ``index2`` and ``labels``, ``(b,)`` int64.
         own: the features of this rank.
         tau: result of :func:`~compopt.checks.inputs.check_tau`; ``None``: the estimator's temperature.
-        extra, positions: further candidates (``negatives=``) and their data-set positions, or ``None``.
+        negatives, positions: further candidates (``negatives=``) and their data-set positions, or ``None``.
         encoder: encoder of samples outside the batch, or ``None``.
         facts: integers that must be equal on all ranks.
         policy: policy of pairs, or ``None``.
         values: tensors that the policy requires: ``guide1`` and ``guide2``, ``(b, g)``, and ``within1``, ``(b,)``.
-        of_extra: the same for the further candidates: ``guide``, ``(M, g)``, and ``within``, ``(M,)``.
+        of_negatives: the same for the further candidates: ``guide``, ``(M, g)``, and ``within``, ``(M,)``.
         momentum: prepared features of a momentum encoder (``keys=``), ``(2, b, d)``, or ``None``.
         named: ``index`` was passed.
         graph: autograd is enabled in the caller.
@@ -52,13 +52,13 @@ class Given:
     keys: dict[str, Tensor]
     own: Features
     tau: float | Tensor | None
-    extra: Features | None
+    negatives: Features | None
     positions: Tensor | None
     encoder: Encoder | None
     facts: dict[str, int]
     policy: PairPolicy | None
     values: dict[str, Tensor]
-    of_extra: dict[str, Tensor]
+    of_negatives: dict[str, Tensor]
     momentum: Tensor | None
     named: bool
     graph: bool = field(default_factory=torch.is_grad_enabled)
@@ -70,27 +70,27 @@ class Given:
     @property
     def guides(self) -> list[Tensor]:
         """Features of the guide."""
-        given = (*self.values.items(), *self.of_extra.items())
+        given = (*self.values.items(), *self.of_negatives.items())
         return [value for name, value in given if name.startswith("guide")]
 
-    def gather_extra(self, batch: Batch, ranks: Ranks) -> Extra | None:
+    def gather_negatives(self, batch: Batch, ranks: Ranks) -> Negatives | None:
         """Return the further candidates of all ranks. Collective."""
-        if self.extra is None:
+        if self.negatives is None:
             return None
-        own = self.extra.unit[0]
-        values = {"features": own, **self.of_extra}
+        own = self.negatives.unit[0]
+        values = {"features": own, **self.of_negatives}
         if self.positions is not None:
             values["positions"] = accelerator.to_device(self.positions, own.device)
         gathered = ranks.gather([*values.values()], batch.more) if max(batch.more) else values.values()
         found, first = dict(zip(values, gathered, strict=True)), sum(batch.more[: ranks.rank])
         positive, at = batch.keys.get("index2", batch.keys["index"]), slice(first, first + len(own))
         positions, guide, key = (found.get(name) for name in ("positions", "guide", "within"))
-        return Extra(own, found["features"], positive, positions, at, guide, key)
+        return Negatives(own, found["features"], positive, positions, at, guide, key)
 
     @property
     def want_gradients(self) -> bool:
         """Return whether any features require a gradient."""
-        return self.graph and (self.own.want_gradients or (self.extra is not None and self.extra.want_gradients))
+        return self.graph and (self.own.want_gradients or (self.negatives is not None and self.negatives.want_gradients))
 
 
 class Called(Protocol):
@@ -144,7 +144,7 @@ def check_call(
     positions: Tensor | None = None
     momentum: list[Tensor] = []
     values: dict[str, Tensor] = {}
-    of_extra: dict[str, Tensor] = {}
+    of_negatives: dict[str, Tensor] = {}
     policy = est.pairs if pairs is None else pairs
     with est._engine.handshake.guard():
         refuse_derivatives(("z1", z1), ("z2", z2))
@@ -160,16 +160,16 @@ def check_call(
             momentum = inputs.check_momentum(keys, z1)
         if policy is not None:
             more = None if further is None else len(further)
-            policy, values, of_extra = _check_pairs(policy, est, z1, more)
+            policy, values, of_negatives = _check_pairs(policy, est, z1, more)
         encoder = normalizer.encoder(z1, of_samples, est.normalize, unimodal)
     with full_precision(z1.device):  # autocast cannot stack tensors of the other half-precision dtype
         own = Features.of(z1, z2, normalize=est.normalize)
-        extra = None if further is None else Features.of(further, normalize=est.normalize)
+        negatives = None if further is None else Features.of(further, normalize=est.normalize)
         copy = torch.stack(_units(momentum, z1, est.normalize)) if momentum else None
     if isinstance(tau, Tensor):
         tau = at_least(tau, own.unit.dtype)
-    checked = (policy, values, of_extra, copy, index is not None)
-    given = Given(of_samples, own, tau, extra, positions, encoder, {}, *checked)
+    checked = (policy, values, of_negatives, copy, index is not None)
+    given = Given(of_samples, own, tau, negatives, positions, encoder, {}, *checked)
     return _with_facts(est, given) if ranks.size > 1 else given
 
 
@@ -217,7 +217,7 @@ def _check_pairs(
     policy, guide, within = pairs if isinstance(pairs, BoundPolicy) else (pairs, None, None)
     check_policy(policy, est.normalizer)  # also one that the constructor checked: hyper-parameters may be edited
     values: dict[str, Tensor] = {}
-    of_extra: dict[str, Tensor] = {}
+    of_negatives: dict[str, Tensor] = {}
     if policy.guided and guide is None or policy.within and within is None:
         raise ValueError(
             f"{policy} needs tensors of the batch; pass pairs=policy.bind(guide=..., within=...) in every call"
@@ -227,12 +227,12 @@ def _check_pairs(
         if policy.spare_negatives and more is not None:  # placeholders: the guide does not decide about negatives=
             features.append(features[0].new_zeros(more, features[0].shape[1]))
         values["guide1"], values["guide2"], *further = _units(features, like, est.normalize)
-        of_extra |= zip(("guide",), further, strict=False)
+        of_negatives |= zip(("guide",), further, strict=False)
     if within is not None:
         checked = inputs.check_within(within, len(like), more)
         values["within1"], *further = (accelerator.to_device(key, like.device) for key in checked)
-        of_extra |= zip(("within",), further, strict=False)
-    return None if policy == NO_POLICY else policy, values, of_extra
+        of_negatives |= zip(("within",), further, strict=False)
+    return None if policy == NO_POLICY else policy, values, of_negatives
 
 
 def check_cached(est: Called, z1: Tensor, z2: Tensor, tau: Any, negatives: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -275,7 +275,7 @@ def _with_facts(est: Called, given: Given) -> Given:
     """Return the arguments with the facts that all ranks compare; tensors on a device are compared there."""
     tau, facts = given.tau, {"named": int(given.named), "encode": int(given.encoder is not None)}
     facts["momentum"] = int(given.momentum is not None)
-    facts["negatives"] = 0 if given.extra is None else 1 if given.positions is None else 2
+    facts["negatives"] = 0 if given.negatives is None else 1 if given.positions is None else 2
     facts |= {**tau_facts(tau), "parameters": _parameters(est)}
     wants = tau.requires_grad if isinstance(tau, Tensor) else tau is None and est.temperature.wants_gradient
     facts["learning"] = int(wants and given.graph)

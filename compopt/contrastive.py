@@ -364,7 +364,7 @@ class ContrastiveEstimator(Estimator):
         values |= given.values
         if given.momentum is not None:
             values |= zip(("k1", "k2"), given.momentum, strict=True)
-        more = 0 if given.extra is None else given.extra.unit.shape[1]
+        more = 0 if given.negatives is None else given.negatives.unit.shape[1]
         batch = self._read(given.keys, values, given.facts, least=2, more=more)
         batch.named = given.named
         if (shared := batch.values.pop("shared", None)) is not None:
@@ -393,7 +393,7 @@ class ContrastiveEstimator(Estimator):
         options = PairOptions(
             distinct=batch.distinct,
             directions=self._anchors,
-            extra=given.gather_extra(batch, self._engine.ranks),
+            negatives=given.gather_negatives(batch, self._engine.ranks),
             unimodal=self.mode == "unimodal",
             bounded=self.normalize,
             chunk_size=self.chunk_size,
@@ -402,12 +402,12 @@ class ContrastiveEstimator(Estimator):
             guide=[values["guide1"], values["guide2"]] if "guide1" in values else (),
             key=values.get("within1"),
         )
-        unsupported = {"keys=": given.momentum, "negatives=": given.extra, "pairs=": policy}
+        unsupported = {"keys=": given.momentum, "negatives=": given.negatives, "pairs=": policy}
         block = block_of(self.backend, own, unsupported)
         sides, ranks = (batch.features, batch.momentum), self._engine.ranks
         pairs = Pairs(own, tau, list(batch.keys.values()), options, *sides, ranks, batch.sizes, block)
-        if self.temperature.learns and pairs.negatives:  # before any proposal, since a warning may be an error
-            self.temperature.look_at_negatives(pairs.negatives + self.normalizer.outside)
+        if self.temperature.learns and pairs.least:  # before any proposal, since a warning may be an error
+            self.temperature.look_at_negatives(pairs.least + self.normalizer.outside)
         self._look_at_temperature(temperature)
         return pairs
 
@@ -443,7 +443,7 @@ class ContrastiveEstimator(Estimator):
             return
         if lacking.device.type == "cpu":
             call.batch.depositing &= not bool(lacking)
-        elif call.batch.alike and not (pairs.extra or self.normalizer.outside):
+        elif call.batch.alike and not (pairs.negatives or self.normalizer.outside):
             call.batch.depositing = False
         if "negatives" not in self._settled:
             self._engine.async_checks.watch(lacking.to(torch.int32), self._warn_negatives)
@@ -461,13 +461,13 @@ class ContrastiveEstimator(Estimator):
         """Return the value, or NaN with a warning if a feature is not finite."""
         pairs, batch, unit = objective.pairs, objective.batch, given.own.unit
         value = objective.value().to(unit.dtype)
-        if pairs.extra is not None or pairs.may_lack_negatives or given.momentum is not None:
+        if pairs.negatives is not None or pairs.may_lack_negatives or given.momentum is not None:
             # a bad feature may be in no pair (z2 with one direction and momentum), or not reach alpha (negatives and
             # a network): the value must be NaN all the same
-            more = () if pairs.extra is None else (pairs.extra.everyone,)
+            more = () if pairs.negatives is None else (pairs.negatives.everyone,)
             value = value + zero_or_nan(*batch.features, *batch.momentum, *more, *pairs.options.guides)
         encoded = None if given.encoder is None else given.encoder.encoded
-        units = [features.unit for features in (given.extra, encoded) if features is not None]
+        units = [features.unit for features in (given.negatives, encoded) if features is not None]
         units += given.guides
         units += [] if given.momentum is None else [given.momentum]
         # before anything is deposited, since a warning may be an error
@@ -499,7 +499,7 @@ class ContrastiveEstimator(Estimator):
         """Return pairs of a tensor that requires a gradient on this rank and its gradient."""
         encoder, found = given.encoder, []
         if given.want_gradients:
-            found = objective.feature_gradients(given.own, given.extra)
+            found = objective.feature_gradients(given.own, given.negatives)
         elif objective.ranks > 1 or (encoder is not None and encoder.wants_gradients):
             objective.serve_others()
         if isinstance(temperature, Tensor) and given.wants(temperature):

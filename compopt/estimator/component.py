@@ -117,7 +117,7 @@ class Estimate:
         positive_weight: weight of each anchor's positive, a number or ``(B, A)``, if it is not ``sum_j w_ij``.
         through_alpha: function ``f(slope, gradient)`` that adds, in place, the gradient through ``alpha`` to that of
             this rank's features, ``(2, b, d)``; ``slope`` is the derivative of the value with respect to ``alpha``,
-            ``(B, A)``. It is called at most once. With ``gradient=None`` it only takes part in the communication with
+            a number or ``(B, A)``. It is called at most once. With ``gradient=None`` it only takes part in the communication with
             ranks whose features need a gradient. ``None``: ``alpha`` is held constant.
         learned: pairs of a 0-d parameter of the normalizer and the derivative of ``alpha`` with respect to it,
             ``(B, A)``.
@@ -132,7 +132,7 @@ class Estimate:
     outside_count: Scalar = 0.0
     weights: SampledPairs | None = None
     positive_weight: Scalar | None = None
-    through_alpha: Callable[[Tensor, Tensor | None], None] | None = None
+    through_alpha: Callable[[Scalar, Tensor | None], None] | None = None
     learned: Sequence[tuple[Tensor, Tensor]] = ()
     metrics: Mapping[str, Tensor | Callable[[], Tensor]] = field(default_factory=dict)
 
@@ -540,8 +540,8 @@ class Normalizer(Component):
         estimate, kind = self.estimate(call), type(self).__name__
         if not isinstance(estimate, Estimate):
             raise TypeError(f"estimate() of {kind} must return an Estimate, got {type(estimate).__name__}")
-        like = call.pairs.positive
-        _check_shape(f"alpha of {kind}", estimate.alpha, like.shape, (len(like), 1))
+        shape = call.pairs.shape
+        _check_shape(f"alpha of {kind}", estimate.alpha, shape, (shape[0], 1))
         return estimate
 
     def stored(

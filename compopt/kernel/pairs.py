@@ -32,7 +32,7 @@ SPREAD_ANCHORS = 128
 
 
 @dataclass(frozen=True)
-class Extra:
+class Negatives:
     """Further candidates of the anchors of direction 1, in addition to the features of the batch.
 
     Attributes:
@@ -66,7 +66,7 @@ class PairOptions(NamedTuple):
     Attributes:
         distinct: the first key has no repeats and is the only one, as known on the host.
         directions: ``D``, number of modalities or views that are anchors, the first ones.
-        extra: further candidates of the anchors of direction 1.
+        negatives: further candidates of the anchors of direction 1.
         unimodal: both views of the other samples are candidates (otherwise the features of the other modality).
         bounded: features have norm at most one.
         chunk_size: rows per block, with blocks recomputed in the gradients; ``None`` stores all blocks.
@@ -79,7 +79,7 @@ class PairOptions(NamedTuple):
 
     distinct: bool
     directions: int = 2
-    extra: Extra | None = None
+    negatives: Negatives | None = None
     unimodal: bool = False
     bounded: bool = True
     chunk_size: int | None = None
@@ -91,16 +91,16 @@ class PairOptions(NamedTuple):
     @property
     def guides(self) -> list[Tensor]:
         """All features of the guide."""
-        return [*self.guide, *([] if self.extra is None or self.extra.guide is None else [self.extra.guide])]
+        return [*self.guide, *([] if self.negatives is None or self.negatives.guide is None else [self.negatives.guide])]
 
     def axis(self, views: Sequence[int], own: slice, outside: slice | None = None) -> Axis:
         """Return the axis of some views of the samples ``own``, followed by the further candidates ``outside``."""
-        extra, count = self.extra, len(views)
+        negatives, count = self.negatives, len(views)
         guides = [self.guide[view][own] for view in views] if self.guide else []
         keys = [] if self.key is None else [self.key[own]] * count
-        if extra is not None and outside is not None:
-            guides += [] if extra.guide is None else [extra.guide[outside]]
-            keys += [] if extra.key is None else [extra.key[outside]]
+        if negatives is not None and outside is not None:
+            guides += [] if negatives.guide is None else [negatives.guide[outside]]
+            keys += [] if negatives.key is None else [negatives.key[outside]]
         guide, key = (torch.cat(parts) if parts else None for parts in (guides, keys))
         return Axis(guide, key, count * (own.stop - own.start))
 
@@ -121,7 +121,7 @@ class Pairs:
 
     Attributes:
         distinct: only the anchor's own sample is excluded from its candidates, as known on the host.
-        negatives: smallest ``|N_i|`` if only the anchor's own sample is excluded; keys may exclude more.
+        least: smallest ``|N_i|`` if only the anchor's own sample is excluded; keys may exclude more.
         positive: ``s_ii``, ``(B, D)`` like all statistics, with a column per direction.
         count: ``|N_i|`` as float; 0 for an anchor without negatives. A number if it is equal for all anchors and known
             on the host.
@@ -145,10 +145,11 @@ class Pairs:
         sizes: Sequence[int] = (),
         block: Callable[..., Block] = Block,
     ) -> None:
-        self.block, self.options, self.keys, self.extra = block, options, keys, options.extra
+        self.block, self.options, self.keys, self.negatives = block, options, keys, options.negatives
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
         self.directions, self.unimodal, self.moments = options.directions, options.unimodal, options.moments
         # in unimodal mode further candidates are excluded for the anchors of view 2
-        told = self.extra is None or (self.extra.positions is None and not self.unimodal)
+        told = self.negatives is None or (self.negatives.positions is None and not self.unimodal)
         self.distinct = told and options.distinct
         self._z, self._everyone = own, own.unbind() if everyone is None else everyone
         self._momentum, self._sizes = momentum, sizes
@@ -193,7 +194,7 @@ class Pairs:
 
     def _shared(self) -> Block:
         """Return the matrix of both directions."""
-        B, extra = self._batch, self.extra
+        B, negatives = self._batch, self.negatives
         x, y = (self._z.view(-1, self._z.shape[2]),) * 2 if self.unimodal else self._z.unbind()
         rows, columns = ((0, 1), (0, 1)) if self.unimodal else ((0,), (1,))
         if self.unimodal:
@@ -201,12 +202,12 @@ class Pairs:
             own = [*positives, Diagonal(0, 2 * B, 0)]
         else:
             own = positives = [Diagonal(0, B, 0)]
-        further = None if self.distinct or extra is None else self._further(extra)
+        further = None if self.distinct or negatives is None else self._further(negatives)
         apart = Apart(own if self.distinct else None, lambda: (self.names(rows), self.names(columns)), further)
         both, limits = not self.unimodal and self.directions == 2, self._thresholds
         return self.block(
             x,
-            y if extra is None else torch.cat([y, extra.features]),
+            y if negatives is None else torch.cat([y, negatives.features]),
             self._form,
             apart,
             self._by_row(self._scale),
@@ -226,22 +227,22 @@ class Pairs:
         """Return the matrix of some samples of a modality or view, which are anchors if it has a direction."""
         views = (0, 1) if self.unimodal else (1 - direction,)
         y = self._all if self.unimodal else (self._momentum or self._everyone)[1 - direction]
-        extra = self.extra if direction == 0 else None
+        negatives = self.negatives if direction == 0 else None
         count, z = part.stop - part.start, self._z[direction]
         x = z if count == len(z) else z[part.start - self._own.start : part.stop - self._own.start]
         at = [view * self._batch + part.start if self.unimodal else part.start for view in views]
         own = [Diagonal(0, count, column) for column in at]
-        further = None if self.distinct or extra is None else self._further(extra, part)
+        further = None if self.distinct or negatives is None else self._further(negatives, part)
         keys = lambda: ([key[part] for key in self.keys], self.names(views))  # noqa: E731
         apart = Apart(own if self.distinct else None, keys, further)
         anchors = direction < self.directions
         rows, scale, limits = None, self._scale, self._thresholds
         if anchors:
             rows = scale[part, direction] if isinstance(scale, Tensor) else scale
-        outside = slice(None) if extra is not None else None
+        outside = slice(None) if negatives is not None else None
         return (block or self.block)(
             x,
-            y if extra is None else torch.cat([y, extra.everyone]),
+            y if negatives is None else torch.cat([y, negatives.everyone]),
             self._form if form is None else form,
             apart,
             rows,
@@ -255,25 +256,25 @@ class Pairs:
             ),
         )
 
-    def _of_extra(self, extra: Extra) -> Block:
+    def _of_negatives(self, negatives: Negatives) -> Block:
         """Return the matrix of this rank's further candidates, whose columns are the anchors of direction 1."""
 
         def further(part: slice) -> Tensor:
-            return extra.same(slice(None), slice(extra.own.start + part.start, extra.own.start + part.stop)).T
+            return negatives.same(slice(None), slice(negatives.own.start + part.start, negatives.own.start + part.stop)).T
 
-        y, rows, columns = self._everyone[0], ((), slice(0, 0), extra.own), ((0,), slice(0, self._batch), None)
+        y, rows, columns = self._everyone[0], ((), slice(0, 0), negatives.own), ((0,), slice(0, self._batch), None)
         limits = self._thresholds
         selected = self._selection(rows, columns, None, None if limits is None else {"threshold": limits[:, 0]})
-        apart = Apart([]) if extra.positions is None else Apart(None, None, further)
-        return Block(extra.features, y, self._form, apart, given=True, selected=selected)
+        apart = Apart([]) if negatives.positions is None else Apart(None, None, further)
+        return Block(negatives.features, y, self._form, apart, given=True, selected=selected)
 
-    def _further(self, extra: Extra, part: slice | None = None) -> Callable[[slice], Tensor]:
+    def _further(self, negatives: Negatives, part: slice | None = None) -> Callable[[slice], Tensor]:
         """Return a function of rows of a matrix to the mask of further candidates; they are none of view 2's."""
 
         def mask(rows: slice) -> Tensor:
             if part is not None:
-                return extra.same(slice(part.start + rows.start, part.start + rows.stop))
-            same = extra.same(slice(rows.start, min(rows.stop, self._batch)))
+                return negatives.same(slice(part.start + rows.start, part.start + rows.stop))
+            same = negatives.same(slice(rows.start, min(rows.stop, self._batch)))
             missing = rows.stop - rows.start - len(same)
             # cat() instead of pad(), which raises for a tensor without entries in torch 2.4
             return torch.cat([same, same.new_ones(missing, same.shape[1])]) if missing else same
@@ -308,9 +309,9 @@ class Pairs:
         if not given or (not self.unimodal and 1 - direction >= self.directions):
             return None
         columns = {name: v.T.reshape(-1) if self.unimodal else v[:, 1 - direction] for name, v in given.items()}
-        if direction == 1 or self.extra is None:
+        if direction == 1 or self.negatives is None:
             return columns
-        more = len(self.extra.everyone)
+        more = len(self.negatives.everyone)
         return {name: pad(value, (0, more), value=OUTSIDE[name]) for name, value in columns.items()}
 
     # -- statistics --------------------------------------------------------------------------------------------
@@ -321,24 +322,22 @@ class Pairs:
         if columns is None:
             every = [None if x is None else x.view(-1, B).T for x in block.sums]
         else:  # one copy for all quantities, since every copy is a kernel launch on an accelerator
-            pairs = zip(block.sums, columns.first(B), strict=True)
-            every = [None if x is None or y is None else torch.stack([x, y]).T for x, y in pairs]
+            sides = zip(block.sums, columns.first(B), strict=True)
+            copied = torch.stack([x for both in sides for x in both if x is not None]).view(-1, 2, B).mT
+            each = iter(copied)
+            every = [None if x is None else next(each) for x in block.sums]
         total, shift, dot, excluded = every
         assert total is not None
-        self._total = total
-        others = len(block.y) if self.unimodal else B
-        self._set(block.positive[:B, None].expand(-1, self.directions), [len(block.y), others], excluded)
-        if shift is None:
-            self._offset = self.positive * (-self._scale)
-        else:
-            self._offset = (shift - self.positive) * self._scale
+        self._total, minus = total, block.minus_positive[:B, None]
+        self._count([len(block.y), len(block.y) if self.unimodal else B], excluded)
+        self._offset = minus if shift is None else (shift + minus) * self._scale
         self.log_sum = self.real(total.log() + self._offset)
-        self.mean_h = None if dot is None else self.real(dot / total - self.positive)
+        self.mean_h = None if dot is None else self.real(dot / total + minus)
 
     def _exchange(self, ranks: Ranks) -> None:
         """Gather the statistics of each rank's anchors on all ranks."""
         blocks, sizes = self._blocks[: self.directions], self._sizes or [self._z.shape[1]]
-        self._scale = scale = _spread_out(self._scale, self._z.new_empty(self._batch, self.directions))
+        self._scale = scale = _spread_out(self._scale, self._z.new_empty(self.shape))
         mine, zero = scale[self._own], self._z.new_zeros(())
         positives = [block.positive for block in (blocks if self._momentum else blocks[:1])]
         logs = [block.sums.log_total(mine[:, direction]) for direction, block in enumerate(blocks)]
@@ -346,31 +345,68 @@ class Pairs:
         more += [[block.sums.excluded for block in blocks if block.sums.excluded is not None]]
         own = [torch.stack(values, dim=1) for values in (positives, logs, *more) if values]
         positive, log_total, *rest = ranks.gather(own, sizes)
-        excluded = rest[-1] if more[1] else None
-        self._set(positive.expand(-1, self.directions), [len(block.y) for block in blocks], excluded)
+        self.positive = positive = positive.expand(self.shape)
+        self._count([len(block.y) for block in blocks], rest[-1] if more[1] else None)
         shifts = [
             zero.expand_as(block.sums.total) if block.sums.shift is None else block.sums.shift for block in blocks
         ]
-        self._offset = (torch.stack(shifts, dim=1) - self.positive[self._own]) * mine
+        self._offset = (torch.stack(shifts, dim=1) - positive[self._own]) * mine
         self._total = torch.stack([block.sums.total for block in blocks], dim=1)
-        self.log_sum = self.real(log_total - self.positive * scale)
-        self.mean_h = self.real(rest[0] - self.positive) if self.moments else None
+        self.log_sum = self.real(log_total - positive * scale)
+        self.mean_h = self.real(rest[0] - positive) if self.moments else None
 
-    def _set(self, positive: Tensor, candidates: Sequence[int], excluded: Tensor | None) -> None:
-        """Set positives and counts, from the candidates by direction and the numbers of those excluded, ``(B, D)``."""
-        self.positive, own, candidates = positive, 2 if self.unimodal else 1, candidates[: self.directions]
-        self.negatives = min(candidates) - own
+    def _count(self, candidates: Sequence[int], excluded: Tensor | None) -> None:
+        """Set the counts, from the candidates by direction and the numbers of those excluded, ``(B, D)``."""
+        own, candidates, like = 2 if self.unimodal else 1, candidates[: self.directions], self._z
+        self.least = min(candidates) - own
         numbers = [number - (own if excluded is None else 0) for number in candidates]
         count: Scalar = float(numbers[0])
         if len(set(numbers)) > 1:  # filled on the device, without a copy from the host that synchronises
-            count = torch.stack([positive.new_full((), float(number)) for number in numbers]).expand_as(positive)
-        self.count = count if excluded is None else count - excluded.to(positive.dtype)
+            count = torch.stack([like.new_full((), float(number)) for number in numbers]).expand(self.shape)
+        self.count = count if excluded is None else count - excluded.to(like.dtype)
         self.log_count = log(self.divisor)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the statistics, ``(B, D)``."""
+        return self._batch, self.directions
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the statistics."""
+        return self._z.dtype
+
+    @cached_property
+    def positive(self) -> Tensor:
+        """``s_ii``, ``(B, D)``."""
+        return self._blocks[0].positive[: self._batch, None].expand(self.shape)
+
+    @cached_property
+    def minus_logit(self) -> Tensor:
+        """``-s_ii / tau_i``, ``(B, 1)`` or ``(B, D)``."""
+        return self._offset if self._relative else self.positive * -self._scale
+
+    @property
+    def _relative(self) -> bool:
+        """Return whether no maximum was subtracted, so that ``_offset`` is ``-s_ii / tau_i``."""
+        return self._ranks is None and self._form.tau is not None
 
     @cached_property  # used by normalizers and by the gradients
     def log_ghat(self) -> Tensor:
         """``log ghat_i``, the batch estimate of the inner function, ``(B, D)``."""
         return self.log_sum - self.log_count
+
+    def log_inner(self, inside: Scalar) -> Tensor:
+        """Return ``log`` of the mean of ``exp((s_ij - s_ii) / tau_i)``, times ``exp(inside s_ii / tau_i)``, ``(B, D)``.
+
+        ``inside`` is 0 or 1, a number or a tensor.
+        """
+        if isinstance(inside, float):
+            if inside == 0.0:
+                return self.log_ghat
+            if inside == 1.0 and self._relative:  # without -s_ii / tau_i, which would be added and subtracted
+                return self.real(self._total.log() - self.log_count)
+        return self.log_ghat - inside * self.minus_logit
 
     @property
     def may_lack_negatives(self) -> bool:
@@ -384,7 +420,19 @@ class Pairs:
 
     def sum_weights(self, alpha: Tensor) -> Tensor:
         """Return ``sum_j w_ij``, ``(B, D)``."""
+        if self._ranks is None:
+            return self.real(self._scaled(alpha)[1] / self.divisor)
         return self.real((self.log_ghat - alpha).exp_())
+
+    def _scaled(self, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factor from the terms of a sum to ``|N_i| w_ij``, and ``|N_i| sum_j w_ij``, ``(B, D)`` each.
+
+        They are kept, since gradients of temperatures and of features need both.
+        """
+        if self._kept is None or self._kept[0] is not alpha:
+            factor = (self._offset - alpha).exp_()
+            self._kept = alpha, factor, self._total * factor
+        return self._kept[1:]
 
     def real(self, per_anchor: Tensor, outside: Scalar = 0.0) -> Tensor:
         """Set values of anchors without negatives, which labels and index2 can cause, to zero.
@@ -403,7 +451,7 @@ class Pairs:
         """Return a factor per anchor, zero without negatives; a number if ``count`` is a number."""
         if isinstance(self.count, float):
             return value
-        value = value if isinstance(value, Tensor) else self.positive.new_full((), value)
+        value = value if isinstance(value, Tensor) else self._z.new_full((), value)
         return torch.where(self.count > 0, value, 0)
 
     def of_other_view(self, per_anchor: Tensor) -> Tensor:
@@ -440,47 +488,49 @@ class Pairs:
             ``(M, d)``, if there are any.
         """
         coefficient = self.factor(coefficient)
-        weight = None if positive_weight is None else coefficient * positive_weight
         if self._ranks is None:
-            found = self._shared_gradients(alpha, coefficient, weight)
+            found = self._shared_gradients(alpha, coefficient, positive_weight)
         else:
-            found = self._own_gradients(alpha, coefficient, weight)
+            found = self._own_gradients(alpha, coefficient, positive_weight)
         self.release()  # so that the next steps of the gradient can reuse the memory
         return found
 
     def _shared_gradients(
-        self, alpha: Tensor, coefficient: Scalar, weight: Scalar | None
+        self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar | None
     ) -> tuple[Tensor, Tensor | None]:
-        (block,), extra = self._blocks, self.extra
-        # factor from the terms of a sum to coefficient_i * w_ij
-        factor = (self._offset - alpha).exp_().mul_(coefficient / self.divisor)
-        weight = self._total * factor if weight is None else weight
-        weight = weight.expand_as(self.positive) if isinstance(weight, Tensor) else weight
+        (block,), negatives, ratio = self._blocks, self.negatives, coefficient / self.divisor
+        factor, weight = self._scaled(alpha) if positive_weight is None else ((self._offset - alpha).exp_(), None)
+        scale = 1.0 if isinstance(ratio, Tensor) else ratio  # of all weights: a factor of the products
+        if isinstance(ratio, Tensor):
+            factor, weight = factor * ratio, None if weight is None else weight * ratio
+        pulls: Scalar = positive_weight * (coefficient / scale) if weight is None else weight
+        pulls = pulls.expand(self.shape) if isinstance(pulls, Tensor) else pulls
         gradient = torch.zeros_like(self._z) if block.recompute else torch.empty_like(self._z)
-        outside = None if extra is None else torch.zeros_like(extra.features)
+        outside = None if negatives is None else torch.zeros_like(negatives.features)
         rows = self._by_row(factor)
         if not self.unimodal:
             columns = self._by_column(0, factor=factor)
-            pull = weight.sum(1) if isinstance(weight, Tensor) else weight * self.directions
-            of_rows, of_columns = gradient.unbind()
-            block.products(rows, None if columns is None else columns["factor"], pull, of_rows, of_columns, outside)
+            pull, of = pulls.sum(1) if isinstance(pulls, Tensor) else pulls * self.directions, gradient.unbind()
+            block.products(rows, None if columns is None else columns["factor"], pull, *of, outside, scale=scale)
             return gradient, outside
         of_all = gradient.view(-1, gradient.shape[2])
-        if self._form.tau is not None and extra is None:  # exp(S) is its own transpose: A + A^T in one product
-            pull = weight.sum(1).repeat(2) if isinstance(weight, Tensor) else 2 * weight
-            block.products(rows, rows, pull, of_all)
+        if self._form.tau is not None and negatives is None:  # exp(S) is its own transpose: A + A^T in one product
+            pull = pulls.sum(1).repeat(2) if isinstance(pulls, Tensor) else 2 * pulls
+            block.products(rows, rows, pull, of_all, scale=scale)
         else:
-            block.products(rows, None, self._by_row(weight), of_all, of_all, outside)
+            block.products(rows, None, self._by_row(pulls), of_all, of_all, outside, scale)
         return gradient, outside
 
-    def _own_gradients(self, alpha: Tensor, coefficient: Scalar, weight: Scalar | None) -> tuple[Tensor, Tensor | None]:
+    def _own_gradients(
+        self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of this rank's features as anchors, and as candidates of the anchors of all ranks."""
-        own, scale, shape = self._own, self._scale, self.positive
+        own, scale, like = self._own, self._scale, self.positive
         assert isinstance(scale, Tensor)  # since _exchange()
-        alpha, log_count = alpha.expand_as(shape), _spread_out(self.log_count, shape)
-        factor = _spread_out(coefficient, shape)
+        alpha, log_count = alpha.expand_as(like), _spread_out(self.log_count, like)
+        factor = _spread_out(coefficient, like)
         mine = (self._offset - alpha[own] - log_count[own]).exp_().mul_(factor[own])
-        weight = self._total * mine if weight is None else _spread_out(weight, shape)[own]
+        weight = self._total * mine if positive_weight is None else (factor * positive_weight)[own]
         level = self.positive * scale + alpha + log_count
         gradient = torch.zeros_like(self._z)
         for direction, block in enumerate(self._blocks):
@@ -490,15 +540,16 @@ class Pairs:
             pull = weight[:, direction] if self._momentum else weight.sum(1)
             block.products(rows, None if given is None else Given(**given), pull, gradient[direction])
             block.release()
-        if self.extra is None:
+        if self.negatives is None:
             return gradient, None
-        outside = torch.zeros_like(self.extra.features)
+        outside = torch.zeros_like(self.negatives.features)
         anchors = Given(scale[:, 0], level[:, 0], factor[:, 0])
-        self._of_extra(self.extra).products(None, anchors, None, outside)
+        self._of_negatives(self.negatives).products(None, anchors, None, outside)
         return gradient, outside
 
     def release(self) -> None:
         """Free the memory that only :meth:`gradients` needs; for calls that do not use that method."""
+        self._kept = None
         for block in self._blocks:
             block.release()
 

@@ -87,7 +87,7 @@ class SupConLoss:
             own = Features.of(z1, z2, normalize=self.normalize)
             everyone = torch.stack(self.ranks.gather(own.unit.unbind(), batch.sizes))
             value, gradient = self._evaluate(own.unit, everyone, batch)
-            pairs = own.pull_back(gradient.mul_(self.ranks.size))
+            pairs = [own.pull_back(gradient.mul_(self.ranks.size))]
         return with_gradients(value, pairs)
 
     def _evaluate(self, z: Tensor, everyone: Tensor, batch: Agreement) -> tuple[Tensor, Tensor]:
