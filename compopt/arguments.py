@@ -90,7 +90,9 @@ class Given:
     @property
     def want_gradients(self) -> bool:
         """Return whether any features require a gradient."""
-        return self.graph and (self.own.want_gradients or (self.negatives is not None and self.negatives.want_gradients))
+        return self.graph and (
+            self.own.want_gradients or (self.negatives is not None and self.negatives.want_gradients)
+        )
 
 
 class Called(Protocol):

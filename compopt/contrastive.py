@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.options import with_arguments_of
 from compopt.estimator.reader import ROW_KEYS, either
 from compopt.functional import Scalar
-from compopt.kernel.features import with_gradients, zero_or_nan
+from compopt.kernel.features import Slope, with_gradients, zero_or_nan
 from compopt.kernel.pairs import PairOptions, Pairs
 from compopt.kernel.triton.block import block_of
 from compopt.kernel.triton.choice import BACKENDS, Backend
@@ -349,8 +348,7 @@ class ContrastiveEstimator(Estimator):
         # torch.save refuses views that change the dtype. The copy is kept, because a spawned process opens the memory
         # of the tensors that are pickled for it only afterwards.
         if self._last is not None:
-            count, effective = self._last.count, partial(list[Tensor], self._last.effective())
-            self._last = replace(self._last, count=None if count is None else count.clone(), effective=effective)
+            self._last = self._last.evaluated()
         self._shown = {name: value() if callable(value) else value for name, value in self._shown.items()}
         return {**super().__getstate__(), "_at_first": None}
 
@@ -493,11 +491,10 @@ class ContrastiveEstimator(Estimator):
             valid = valid.all(dim=1, keepdim=True) if call.unimodal else valid
         self._deposit(batch, proposals, valid)
 
-    def _gradients(
-        self, objective: Objective, given: Given, temperature: float | Tensor
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of a tensor that requires a gradient on this rank and its gradient."""
-        encoder, found = given.encoder, []
+    def _gradients(self, objective: Objective, given: Given, temperature: float | Tensor) -> list[Slope]:
+        """Return the tensors that may require a gradient on this rank, with their gradients."""
+        encoder = given.encoder
+        found: list[Slope] = []
         if given.want_gradients:
             found = objective.feature_gradients(given.own, given.negatives)
         elif objective.ranks > 1 or (encoder is not None and encoder.wants_gradients):

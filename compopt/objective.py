@@ -71,8 +71,7 @@ class Objective:
         With ``estimate.positive_weight`` ``p_i``, ``sum_j w_ij s_ij - p_i s_ii`` replaces ``sum_j w_ij h_ij``.
         """
         pairs, estimate, level = self.pairs, self.estimate, self._level
-        assert pairs.mean_h is not None
-        sum_wh = self._sum_weights * pairs.mean_h if estimate.weights is None else estimate.weights.sum_wh
+        sum_wh = pairs.sum_wh(self._weight_alpha) if estimate.weights is None else estimate.weights.sum_wh
         if estimate.outside_wh is not None:
             sum_wh = sum_wh + estimate.outside_wh
         if estimate.positive_weight is not None:

@@ -117,8 +117,8 @@ class Estimate:
         positive_weight: weight of each anchor's positive, a number or ``(B, A)``, if it is not ``sum_j w_ij``.
         through_alpha: function ``f(slope, gradient)`` that adds, in place, the gradient through ``alpha`` to that of
             this rank's features, ``(2, b, d)``; ``slope`` is the derivative of the value with respect to ``alpha``,
-            a number or ``(B, A)``. It is called at most once. With ``gradient=None`` it only takes part in the communication with
-            ranks whose features need a gradient. ``None``: ``alpha`` is held constant.
+            a number or ``(B, A)``. It is called at most once. With ``gradient=None`` it only takes part in the
+            communication with ranks whose features need a gradient. ``None``: ``alpha`` is held constant.
         learned: pairs of a 0-d parameter of the normalizer and the derivative of ``alpha`` with respect to it,
             ``(B, A)``.
         metrics: 0-d tensors, or picklable functions that compute them on demand, by name.

@@ -338,7 +338,7 @@ class Block:
         of_further: Tensor | None = None,
         scale: float = 1.0,
     ) -> None:
-        """Write ``scale A Y`` to ``of_rows``, and ``scale A^T X`` of the first and of the remaining columns to the others.
+        """Write ``scale A Y``, and ``scale A^T X`` of the first and of the remaining columns.
 
         If blocks are recomputed, the results are added, to zeros; ``of_columns`` may be ``of_rows``, to which it is
         added.

@@ -91,7 +91,10 @@ class PairOptions(NamedTuple):
     @property
     def guides(self) -> list[Tensor]:
         """All features of the guide."""
-        return [*self.guide, *([] if self.negatives is None or self.negatives.guide is None else [self.negatives.guide])]
+        return [
+            *self.guide,
+            *([] if self.negatives is None or self.negatives.guide is None else [self.negatives.guide]),
+        ]
 
     def axis(self, views: Sequence[int], own: slice, outside: slice | None = None) -> Axis:
         """Return the axis of some views of the samples ``own``, followed by the further candidates ``outside``."""
@@ -126,8 +129,6 @@ class Pairs:
         count: ``|N_i|`` as float; 0 for an anchor without negatives. A number if it is equal for all anchors and known
             on the host.
         log_count: ``log |N_i|``; 0 for anchors without negatives.
-        log_sum: ``log sum_{j in N_i} exp(h_ij / tau_i)``; 0 for anchors without negatives.
-        mean_h: mean of ``h_ij`` under the batch softmax, or ``None``.
 
     Communicates, with several ranks: one all-gather of ``1 + D`` to ``1 + 3 D`` floats per sample (with momentum
     ``2 D`` to ``4 D``).
@@ -147,6 +148,7 @@ class Pairs:
     ) -> None:
         self.block, self.options, self.keys, self.negatives = block, options, keys, options.negatives
         self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+        self._dot: Tensor | None = None
         self.directions, self.unimodal, self.moments = options.directions, options.unimodal, options.moments
         # in unimodal mode further candidates are excluded for the anchors of view 2
         told = self.negatives is None or (self.negatives.positions is None and not self.unimodal)
@@ -260,7 +262,9 @@ class Pairs:
         """Return the matrix of this rank's further candidates, whose columns are the anchors of direction 1."""
 
         def further(part: slice) -> Tensor:
-            return negatives.same(slice(None), slice(negatives.own.start + part.start, negatives.own.start + part.stop)).T
+            return negatives.same(
+                slice(None), slice(negatives.own.start + part.start, negatives.own.start + part.stop)
+            ).T
 
         y, rows, columns = self._everyone[0], ((), slice(0, 0), negatives.own), ((0,), slice(0, self._batch), None)
         limits = self._thresholds
@@ -331,8 +335,7 @@ class Pairs:
         self._total, minus = total, block.minus_positive[:B, None]
         self._count([len(block.y), len(block.y) if self.unimodal else B], excluded)
         self._offset = minus if shift is None else (shift + minus) * self._scale
-        self.log_sum = self.real(total.log() + self._offset)
-        self.mean_h = None if dot is None else self.real(dot / total + minus)
+        self._dot, self._minus = dot, minus
 
     def _exchange(self, ranks: Ranks) -> None:
         """Gather the statistics of each rank's anchors on all ranks."""
@@ -391,7 +394,17 @@ class Pairs:
         """Return whether no maximum was subtracted, so that ``_offset`` is ``-s_ii / tau_i``."""
         return self._ranks is None and self._form.tau is not None
 
-    @cached_property  # used by normalizers and by the gradients
+    @cached_property
+    def log_sum(self) -> Tensor:
+        """``log sum_{j in N_i} exp(h_ij / tau_i)``, ``(B, D)``; 0 for anchors without negatives."""
+        return self.real(self._total.log() + self._offset)
+
+    @cached_property
+    def mean_h(self) -> Tensor | None:
+        """Mean of ``h_ij`` under the batch softmax, ``(B, D)``, or ``None``."""
+        return None if self._dot is None else self.real(self._dot / self._total + self._minus)
+
+    @cached_property
     def log_ghat(self) -> Tensor:
         """``log ghat_i``, the batch estimate of the inner function, ``(B, D)``."""
         return self.log_sum - self.log_count
@@ -423,6 +436,14 @@ class Pairs:
         if self._ranks is None:
             return self.real(self._scaled(alpha)[1] / self.divisor)
         return self.real((self.log_ghat - alpha).exp_())
+
+    def sum_wh(self, alpha: Tensor) -> Tensor:
+        """Return ``sum_j w_ij h_ij``, ``(B, D)``; needs moments."""
+        if self._dot is None:
+            assert self.mean_h is not None
+            return self.sum_weights(alpha) * self.mean_h
+        moment = torch.addcmul(self._dot, self._total, self._minus)
+        return self.real(self._scaled(alpha)[0] * moment / self.divisor)
 
     def _scaled(self, alpha: Tensor) -> tuple[Tensor, Tensor]:
         """Return the factor from the terms of a sum to ``|N_i| w_ij``, and ``|N_i| sum_j w_ij``, ``(B, D)`` each.
@@ -499,19 +520,20 @@ class Pairs:
         self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar | None
     ) -> tuple[Tensor, Tensor | None]:
         (block,), negatives, ratio = self._blocks, self.negatives, coefficient / self.divisor
-        factor, weight = self._scaled(alpha) if positive_weight is None else ((self._offset - alpha).exp_(), None)
         scale = 1.0 if isinstance(ratio, Tensor) else ratio  # of all weights: a factor of the products
+        factor, weight = self._scaled(alpha) if positive_weight is None else ((self._offset - alpha).exp_(), 0.0)
         if isinstance(ratio, Tensor):
-            factor, weight = factor * ratio, None if weight is None else weight * ratio
-        pulls: Scalar = positive_weight * (coefficient / scale) if weight is None else weight
+            factor, weight = factor * ratio, weight * ratio
+        pulls = weight if positive_weight is None else positive_weight * (coefficient / scale)
         pulls = pulls.expand(self.shape) if isinstance(pulls, Tensor) else pulls
         gradient = torch.zeros_like(self._z) if block.recompute else torch.empty_like(self._z)
         outside = None if negatives is None else torch.zeros_like(negatives.features)
         rows = self._by_row(factor)
         if not self.unimodal:
             columns = self._by_column(0, factor=factor)
-            pull, of = pulls.sum(1) if isinstance(pulls, Tensor) else pulls * self.directions, gradient.unbind()
-            block.products(rows, None if columns is None else columns["factor"], pull, *of, outside, scale=scale)
+            pull = pulls.sum(1) if isinstance(pulls, Tensor) else pulls * self.directions
+            of_columns = None if columns is None else columns["factor"]
+            block.products(rows, of_columns, pull, gradient[0], gradient[1], outside, scale)
             return gradient, outside
         of_all = gradient.view(-1, gradient.shape[2])
         if self._form.tau is not None and negatives is None:  # exp(S) is its own transpose: A + A^T in one product

@@ -192,7 +192,9 @@ class MemoryNormalizer(Normalizer):
         uniform = is_uniform(call.tau, pairs.options) and scale <= LARGEST_SCALE
         if uniform and included is not None:
             included = included.to(logits.dtype)  # once, for the product and for the count
-        count = float(queue.shape[1]) if included is None else self._by_sample(included.sum(2, dtype=z.dtype), pairs.shape)
+        count = (
+            float(queue.shape[1]) if included is None else self._by_sample(included.sum(2, dtype=z.dtype), pairs.shape)
+        )
         log_sum = pairs.log_sum
         if isinstance(pairs.count, Tensor):  # it is 0 for an anchor without negatives in the batch
             log_sum = log_sum.masked_fill((pairs.count == 0) & (count > 0), -math.inf)
@@ -206,9 +208,9 @@ class MemoryNormalizer(Normalizer):
             if included is not None:
                 logits.masked_fill_(~included, -math.inf)
             weighted = self._hardened(logits, pairs, scale, policy.hardness)
-            e, share, total, log_total = shifted_sums(weighted, others, keep=pairs.mean_h is not None)
+            e, share, total, log_total = shifted_sums(weighted, others, keep=pairs.moments)
         outside_wh: Tensor | None = None
-        if pairs.mean_h is not None:
+        if pairs.moments:
             of_slots = logits if included is None else logits.masked_fill(~included, 0)
             outside_wh = self._by_sample((e * of_slots).sum(2).div_(total.squeeze(2)), pairs.shape) / scale
         by_queue, log_total = log_total, self._by_sample(log_total, pairs.shape)
@@ -318,14 +320,16 @@ class MemoryNormalizer(Normalizer):
     def _queue(self, state: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return the queue as it is stored, ``(Q, M, d)``."""
         queue = state["queue"].to(dtype)
-        return queue.view(1, -1, self.dim) if self._views else queue
+        return queue.reshape(1, -1, self.dim) if self._views else queue
 
     def _keys(self, batch: Batch) -> dict[str, Tensor]:
         """Return the keys of a batch that slots also store, if they are passed."""
         keys = {name: key for name, key in batch.keys.items() if name != "index" or batch.named}
         return {**keys, "within": batch.values["within1"]} if self._within else keys
 
-    def _included(self, keys: Mapping[str, Tensor], state: Mapping[str, Tensor], size: int, directions: int) -> Tensor | None:
+    def _included(
+        self, keys: Mapping[str, Tensor], state: Mapping[str, Tensor], size: int, directions: int
+    ) -> Tensor | None:
         """Return a mask of the slots that are negatives of an anchor: filled, and of other samples; ``(1, P, M)``.
 
         ``None`` if the host knows that all slots are.
@@ -342,9 +346,11 @@ class MemoryNormalizer(Normalizer):
 
     def _logits(self, z: Tensor, queue: Tensor, partners: Tensor, scale: Scalar) -> Tensor:
         """Return ``h_iq / tau_i`` of all slots, ``(Q, P, M)``; the batch's mean is in neither term of ``h_iq``."""
-        anchors, alpha = z[: self._directions], scale
+        anchors, alpha = z[: self._directions], 1.0
         if isinstance(scale, Tensor):
-            anchors, alpha = anchors * scale.T.unsqueeze(2), 1.0  # the narrow matrix
+            anchors = anchors * scale.T.unsqueeze(2)  # the narrow matrix
+        else:
+            alpha = scale
         own = torch.linalg.vecdot(anchors, partners[: self._directions])
         if self._views:  # both views share one queue
             anchors, own = anchors.view(1, -1, self.dim), own.view(1, -1)
@@ -386,7 +392,10 @@ class MemoryNormalizer(Normalizer):
         queue, (_, partners) = self._queue(state, z.dtype), self._centred(z)
         chunks = []
         for names in torch.arange(z.shape[1], device=z.device).split(STORED_CHUNK):
-            of_names, shape = tau[names] if isinstance(tau, Tensor) and tau.dim() else tau, (len(names), self._directions)
+            of_names, shape = (
+                tau[names] if isinstance(tau, Tensor) and tau.dim() else tau,
+                (len(names), self._directions),
+            )
             logits = self._logits(z[:, names], queue, partners[:, names], scale_of(of_names, z, *shape))
             included, log_count = self._included({"index": names}, state, *shape), log(float(queue.shape[1]))
             if included is not None:
@@ -418,9 +427,7 @@ def shifted_sums(logits: Tensor, log_sum: Tensor, keep: bool) -> tuple[Tensor, T
     return e, share, total, total.squeeze(2).log().add_(shift)
 
 
-def bounded_sums(
-    logits: Tensor, included: Tensor | None, log_sum: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def bounded_sums(logits: Tensor, included: Tensor | None, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return :func:`shifted_sums` of logits whose exponentials need no shift; overwrites the logits.
 
     ``included`` is 1 for the logits that are candidates and 0 for the others; ``None``: all are.

@@ -106,7 +106,8 @@ class TritonBlock(Block):
         if of_columns is not None:
             shared = of_columns.data_ptr() == of_rows.data_ptr()
             of_columns.copy_(back + found if shared else back)
-        for d in self.positives if pull is not None else ():
+        pull = 0.0 if pull is None else pull
+        for d in self.positives:
             at, other = slice(d.start, d.stop), slice(d.column, d.column + d.stop - d.start)
             weight = pull[at, None] if isinstance(pull, Tensor) else pull
             of_rows[at] -= weight * self.y[other]
