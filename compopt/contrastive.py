@@ -399,6 +399,7 @@ class ContrastiveEstimator(Estimator):
             policy=policy,
             guide=[values["guide1"], values["guide2"]] if "guide1" in values else (),
             key=values.get("within1"),
+            sums=self.normalizer.sums,
         )
         unsupported = {"keys=": given.momentum, "negatives=": given.negatives, "pairs=": policy}
         block = block_of(self.backend, own, unsupported)

@@ -495,6 +495,7 @@ class Normalizer(Component):
     """
 
     role = "normalizer"
+    sums = True  # pairs have sums of exponentials; otherwise positives and counts only
 
     @property
     def averages_views(self) -> bool:

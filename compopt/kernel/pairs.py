@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar, log
-from compopt.kernel.block import Apart, Block, Diagonal, Form, Given
+from compopt.kernel.block import CPU_BLOCK_ROWS, Apart, Block, Diagonal, Form, Given, same_sample
 from compopt.pairs import Axis, PairPolicy, Selection
 
 # Above this 1/tau, exp(s/tau) of a unit-norm pair approaches the range of float32, and a maximum must be subtracted.
@@ -75,6 +75,7 @@ class PairOptions(NamedTuple):
         guide: features from which the policy finds false negatives, by modality or view, ``(B, g)`` each; empty: those
             of the estimator.
         key: keys ``within=`` of the policy, of all ranks, ``(B,)``, or ``None``.
+        sums: compute sums of exponentials; otherwise positives and counts only.
     """
 
     distinct: bool
@@ -87,6 +88,7 @@ class PairOptions(NamedTuple):
     policy: PairPolicy | None = None
     guide: Sequence[Tensor] = ()
     key: Tensor | None = None
+    sums: bool = True
 
     @property
     def guides(self) -> list[Tensor]:
@@ -155,13 +157,16 @@ class Pairs:
         self.distinct = told and options.distinct
         self._z, self._everyone = own, own.unbind() if everyone is None else everyone
         self._momentum, self._sizes = momentum, sizes
+        self._tau, self._blocks = tau, list[Block]()
         self._batch, first = len(self._everyone[0]), 0 if ranks is None else sum(sizes[: ranks.rank])
         self._own = slice(first, first + own.shape[1])
         self._scale = scale_of(tau, own, self._batch, self.directions)
         uniform = tau if isinstance(tau, float) and is_uniform(tau, options) else None
         self._form = Form(uniform, self.moments, options.chunk_size)
         self._thresholds = self._limits()
-        if (ranks is None or ranks.size == 1) and not momentum:
+        if not options.sums:
+            self._count_pairs()
+        elif (ranks is None or ranks.size == 1) and not momentum:
             self._ranks = None
             self._blocks = [self._shared()]
             self._read_shared(self._blocks[0])
@@ -358,6 +363,16 @@ class Pairs:
         self.log_sum = self.real(log_total - positive * scale)
         self.mean_h = self.real(rest[0] - positive) if self.moments else None
 
+    def _count_pairs(self) -> None:
+        """Set the positives and the counts without sums of exponentials."""
+        self.positive = torch.linalg.vecdot(*self._everyone).unsqueeze(1).expand(self.shape)
+        views, excluded = 2 if self.unimodal else 1, None
+        if not self.distinct:
+            parts = zip(*(key.split(self.options.chunk_size or CPU_BLOCK_ROWS) for key in self.keys), strict=True)
+            excluded = torch.cat([same_sample(part, self.keys).sum(1) for part in parts]).mul_(views)
+            excluded = excluded.unsqueeze(1).expand(self.shape)
+        self._count([views * self._batch] * 2, excluded)
+
     def _count(self, candidates: Sequence[int], excluded: Tensor | None) -> None:
         """Set the counts, from the candidates by direction and the numbers of those excluded, ``(B, D)``."""
         own, candidates, like = 2 if self.unimodal else 1, candidates[: self.directions], self._z
@@ -397,6 +412,9 @@ class Pairs:
     @cached_property
     def log_sum(self) -> Tensor:
         """``log sum_{j in N_i} exp(h_ij / tau_i)``, ``(B, D)``; 0 for anchors without negatives."""
+        if not self.options.sums:  # for a metric
+            options, z = self.options._replace(sums=True, moments=False), torch.stack(tuple(self._everyone))
+            return Pairs(z, self._tau, self.keys, options).log_sum
         return self.real(self._total.log() + self._offset)
 
     @cached_property
