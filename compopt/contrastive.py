@@ -49,16 +49,29 @@ LEAST_SCALE = 5.0  # from here on a temperature may be a logit scale, which is u
 class ContrastiveEstimator(Estimator):
     r"""Contrastive loss composed of a normalizer and a temperature, with optional state per sample.
 
+    Example:
+        >>> import torch, compopt
+        >>> u = compopt.MovingAverageEstimator(n=1000, gamma=0.8)
+        >>> est = compopt.ContrastiveEstimator(u, compopt.TemperatureDual(n=1000, rho=1.0))
+        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(8)).backward()
+        >>> est.step()  # or est.attach(optimizer)
+        >>> est.read(torch.tensor([0, 999]))["count"].tolist()
+        [1, 0]
+
     .. math::
         \nabla F = \frac{1}{2B} \sum_{\text{directions}} \sum_i \sum_{j \in N_i} w_{ij}\, \nabla h_{ij},
         \qquad w_{ij} = \frac{1}{|N_i|}\, e^{h_{ij}/\tau_i - \alpha_i}, \qquad h_{ij} = s_{ij} - s_{ii}
 
-    If the normalizer keeps the positive out of the inner function (``reference="none"``: SogCLR), the weight of an
-    anchor's positive is 1 instead of ``sum_j w_ij``: ``-grad s_ii + sum_j w_ij grad s_ij``.
+    A call ``est(z1, z2, index)`` returns the estimated objective of a batch, ``mean of tau_i (alpha_i + rho_i)``:
 
-    The normalizer computes ``alpha`` and the temperature component computes ``tau``. The returned value is the
-    estimated objective ``mean of tau_i (alpha_i + rho_i)``; its gradient is the one above. Gradients are computed in
-    closed form: the ``B x B`` matrix is never part of an autograd graph.
+    1. The arguments are checked, the features are normalised, and with several ranks the global batch is gathered.
+    2. The rows of its samples are read, and the temperature component returns ``tau_i``.
+    3. The kernel computes the similarities and ``log ghat_i``, the mean of ``e^{h_ij / tau_i}`` over the batch.
+    4. The normalizer turns it and the rows into ``alpha_i``. Where the positive is kept out of the inner function
+       (``reference="none"``: SogCLR), its weight in the gradient is 1 instead of ``sum_j w_ij``.
+    5. In training mode the proposed rows and temperatures are deposited, until :meth:`step` commits them.
+    6. The gradient above is computed in closed form and waits for ``backward()``; no ``B x B`` matrix is in a graph.
 
     Args:
         normalizer: a :class:`~compopt.BatchNormalizer`, :class:`~compopt.MovingAverageEstimator`, ...
@@ -93,14 +106,18 @@ class ContrastiveEstimator(Estimator):
 
     State: the columns of both parts in one row per sample, see :class:`~compopt.Estimator`.
 
-    Communicates, with K ranks, in every call: a message of 3 integers per sample and a few more, over a CPU group
-    (sizes, indices, values that must be equal on all ranks); one all-gather of the features, without gradient, and of
-    the rows of this rank's samples; one all-gather of 3 to 7 floats per sample (2 to 4 with one direction). With
-    ``shard=True`` one all-reduce of the global batch's rows replaces the all-gather of rows. ``negatives`` need one
-    more all-gather, and a normalizer may communicate too; ``keys`` are gathered with the features. The backward
-    pass and :meth:`step` communicate nothing. Every rank computes its own anchors against all candidates, returns the
-    global loss, and receives the complete gradient of its own features, multiplied by K for wrappers that average over
-    ranks.
+    Policies: ``pairs`` leaves candidates out or weights them, see :class:`~compopt.PairPolicy`. A policy that needs
+    tensors of the batch is bound to them in every call, ``pairs=policy.bind(...)``.
+
+    Ranks: every rank computes its own anchors against all candidates, returns the global loss, and receives the
+    complete gradient of its own features, multiplied by their number K for wrappers that average over ranks.
+
+    Communicates, in every call: a message of 3 integers per sample and a few more, over a CPU group (sizes, indices,
+    values that must be equal on all ranks); one all-gather of the features, without gradient, and of the rows of this
+    rank's samples; one all-gather of 3 to 7 floats per sample (2 to 4 with one direction). With ``shard=True`` one
+    all-reduce of the global batch's rows replaces the all-gather of rows. ``negatives`` need one more all-gather, and a
+    normalizer may communicate too; ``keys`` are gathered with the features. The backward pass and :meth:`step`
+    communicate nothing.
 
     Raises:
         TypeError, ValueError, IndexError: invalid arguments, at construction or call; the state is unchanged.
@@ -114,16 +131,6 @@ class ContrastiveEstimator(Estimator):
             5 or more, if all samples share it and it is known on the host, since it is probably a logit scale; with
             ``offload="disk"`` a disk with less room than the table needs, or a file that was removed; and the warnings
             of :class:`~compopt.Estimator`.
-
-    Example:
-        >>> import torch, compopt
-        >>> u = compopt.MovingAverageEstimator(n=1000, gamma=0.8)
-        >>> est = compopt.ContrastiveEstimator(u, compopt.TemperatureDual(n=1000, rho=1.0))
-        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
-        >>> est(z1, z2, torch.arange(8)).backward()
-        >>> est.step()  # or est.attach(optimizer)
-        >>> est.read(torch.tensor([0, 999]))["count"].tolist()
-        [1, 0]
     """
 
     _parts = ("normalizer", "temperature")
