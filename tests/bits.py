@@ -1,7 +1,8 @@
-"""Record and compare losses, gradients and states of every entry of the database bit for bit, around a refactoring.
+"""Record and compare losses, gradients and states of every entry of the database, around a refactoring.
 
-python -m tests.bits record before.pt    # at the commit before
-python -m tests.bits compare before.pt   # at the commit after, on the same machine; configurations that remain
+python -m tests.bits record before.pt                      # at the commit before
+python -m tests.bits compare before.pt                     # at the commit after, on the same machine: bit for bit
+python -m tests.bits compare before.pt --tolerance 1e-5    # differences relative to a tensor's largest value
 
 Each entry runs in both modes and both dtypes: whole and in chunks, with rows in memory, in host memory and on disk,
 with two calls per commit, some of them with ``labels`` or ``index2``, on one process and on two ranks. The recorded
@@ -16,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.database import BY_NAME, DATABASE, MODES
@@ -87,6 +89,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("do", choices=("record", "compare"))
     parser.add_argument("file")
+    parser.add_argument("--tolerance", type=float, default=0.0, help="largest relative difference in float32")
+    parser.add_argument("--tolerance64", type=float, default=0.0, help="the same in float64")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -96,17 +100,41 @@ def main() -> None:
         print(f"{len(found)} configurations, {sum(map(len, found.values()))} values")
         return
     before = torch.load(args.file, weights_only=True)
-    different = [
-        f"{key}: {name}"
-        for key in sorted(before.keys() & found.keys())
-        for name in sorted({*before.get(key, {}), *found.get(key, {})})
-        if before.get(key, {}).get(name) != found.get(key, {}).get(name)
-    ]
-    print(f"{len(found)} configurations, {sum(map(len, found.values()))} values, {len(different)} differ")
-    print(f"not compared: {len(before.keys() ^ found.keys())} configurations that one commit lacks")
-    print(*sorted({key.split()[0] for key in different}))
-    print("\n".join(different[:20]))
-    raise SystemExit(bool(different))
+    both = sorted(before.keys() & found.keys())
+    print(f"{len(both)} configurations in both; not compared: {sorted(before.keys() ^ found.keys())}")
+    allowed = {"float32": args.tolerance, "float64": args.tolerance64}
+    largest, wrong, missing = dict.fromkeys(allowed, (0.0, "")), [], set()
+    for key in both:
+        missing |= {name.partition(".")[2] for name in before[key].keys() ^ found[key].keys()}
+        for name in before[key].keys() & found[key].keys():
+            dtype, gap = difference(before[key][name], found[key][name])
+            if dtype in largest:
+                largest[dtype] = max(largest[dtype], (gap, f"{key}: {name}"))
+            if gap > allowed.get(dtype, 0.0):
+                wrong.append((gap, f"{key}: {name}"))
+    print(f"largest difference: {largest}")
+    print(f"{len(wrong)} values differ by more, in {len({where.split()[0] for _, where in wrong})} entries")
+    print(f"values of one commit only: {sorted(missing)}")
+    print(*sorted(wrong, reverse=True)[:20], sep="\n")
+    raise SystemExit(bool(wrong))
+
+
+def difference(before: bytes, after: bytes) -> tuple[str, float]:
+    """Return the dtype of two recorded tensors and their largest difference, relative to the largest value.
+
+    The difference of other values, of shapes and of integers is 0 or infinite; NaN equals NaN.
+    """
+    (header, one), (other, two) = (
+        value.split(b") ", 1) if b") " in value else (value, b"") for value in (before, after)
+    )
+    dtype = header.decode().removeprefix("torch.").partition(" ")[0]
+    if before == after or header != other or not dtype.startswith("float"):
+        return dtype, 0.0 if before == after else float("inf")
+    a, b = (np.frombuffer(value, dtype).astype(np.float64) for value in (one, two))
+    if not np.array_equal(np.isnan(a), np.isnan(b)):
+        return dtype, float("inf")
+    gap = np.nan_to_num(np.abs(a - b)).max(initial=0.0)
+    return dtype, float(gap / max(np.nan_to_num(np.abs(a)).max(initial=0.0), np.finfo(dtype).tiny))
 
 
 if __name__ == "__main__":
