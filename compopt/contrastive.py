@@ -11,20 +11,11 @@ import torch
 from torch import Tensor
 
 from compopt import checks
-from compopt.arguments import (
-    DIRECTIONS,
-    Given,
-    at_least,
-    check_cached,
-    check_call,
-    check_options,
-    check_policy,
-    full_precision,
-    three_by_position,
-)
+from compopt.arguments import Given, check_cached, check_call, check_policy
 from compopt.batch import Batch
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
+from compopt.checks.inputs import three_by_position
 from compopt.distributed.ranks import ProcessGroup
 from compopt.estimator.base import Estimator
 from compopt.estimator.component import Call, Component, Normalizer, Setting, Temperature
@@ -33,7 +24,7 @@ from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.options import with_arguments_of
 from compopt.estimator.reader import ROW_KEYS, either
 from compopt.functional import Scalar
-from compopt.kernel.features import Slope, with_gradients, zero_or_nan
+from compopt.kernel.features import Slope, at_least, full_precision, with_gradients, zero_or_nan
 from compopt.kernel.pairs import PairOptions, Pairs
 from compopt.kernel.triton.block import block_of
 from compopt.kernel.triton.choice import BACKENDS, Backend
@@ -154,7 +145,7 @@ class ContrastiveEstimator(Estimator):
         pairs: PairPolicy | None = None,
         backend: Backend = "auto",
     ) -> None:
-        check_options(mode, directions, normalize, multiply_tau)
+        checks.loss_options(mode, directions, normalize, multiply_tau)
         self.directions, self.normalize, self.multiply_tau = directions, normalize, multiply_tau
         self.chunk_size = None if chunk_size is None else checks.count("chunk_size", chunk_size)
         checks.one_of("backend", backend, BACKENDS)
@@ -169,7 +160,7 @@ class ContrastiveEstimator(Estimator):
         self.pairs = pairs = None if pairs == NO_POLICY else pairs
         for part in parts.values():
             part.keep_edits()
-        count = len(DIRECTIONS[directions])
+        count = len(checks.DIRECTIONS[directions])
         # defaults are left out, so that checkpoints of earlier versions still load
         more: dict[str, str] = {} if directions == "both" else {"directions": directions}
         more |= {} if pairs is None else {"pairs": repr(pairs)}
@@ -206,7 +197,7 @@ class ContrastiveEstimator(Estimator):
 
     @property
     def _row_keys(self) -> Sequence[str]:
-        return ROW_KEYS[: len(DIRECTIONS[self.directions])]  # with one direction the second modality has no rows
+        return ROW_KEYS[: len(checks.DIRECTIONS[self.directions])]  # with one direction the second modality has no rows
 
     # -- the call ----------------------------------------------------------------------------------------------
 
@@ -363,14 +354,8 @@ class ContrastiveEstimator(Estimator):
 
     def _gather(self, given: Given) -> Batch:
         """Gather the samples of all ranks, and read their rows."""
-        values = {f"z{number}": z for number, z in enumerate(given.own.unit.unbind(), start=1)}
-        if isinstance(given.tau, Tensor) and given.tau.dim():  # one per sample: gathered from all ranks
-            values["tau"] = given.tau.detach().to(given.own.unit.device)
-        values |= given.values
-        if given.momentum is not None:
-            values |= zip(("k1", "k2"), given.momentum, strict=True)
         more = 0 if given.negatives is None else given.negatives.unit.shape[1]
-        batch = self._read(given.keys, values, given.facts, least=2, more=more)
+        batch = self._read(given.keys, given.values, given.facts, least=2, more=more)
         batch.named = given.named
         if (shared := batch.values.pop("shared", None)) is not None:
             batch.bad = either(batch.bad, self._engine.async_checks.alike(shared))
@@ -408,7 +393,7 @@ class ContrastiveEstimator(Estimator):
             key=values.get("within1"),
             sums=self.normalizer.sums,
         )
-        unsupported = {"keys=": given.momentum, "negatives=": given.negatives, "pairs=": policy}
+        unsupported = {"keys=": values.get("k1"), "negatives=": given.negatives, "pairs=": policy}
         block = block_of(self.backend, own, unsupported)
         sides, ranks = (batch.features, batch.momentum), self._engine.ranks
         pairs = Pairs(own, tau, list(batch.keys.values()), options, *sides, ranks, batch.sizes, block)
@@ -467,15 +452,14 @@ class ContrastiveEstimator(Estimator):
         """Return the value, or NaN with a warning if a feature is not finite."""
         pairs, batch, unit = objective.pairs, objective.batch, given.own.unit
         value = objective.value().to(unit.dtype)
-        if pairs.negatives is not None or pairs.may_lack_negatives or given.momentum is not None:
+        if pairs.negatives is not None or pairs.may_lack_negatives or batch.momentum:
             # a bad feature may be in no pair (z2 with one direction and momentum), or not reach alpha (negatives and
             # a network): the value must be NaN all the same
             more = () if pairs.negatives is None else (pairs.negatives.everyone,)
             value = value + zero_or_nan(*batch.features, *batch.momentum, *more, *pairs.options.guides)
         encoded = None if given.encoder is None else given.encoder.encoded
         units = [features.unit for features in (given.negatives, encoded) if features is not None]
-        units += given.guides
-        units += [] if given.momentum is None else [given.momentum]
+        units += given.of_others
         # before anything is deposited, since a warning may be an error
         self._engine.async_checks.watch_features(self._engine.handshake.agree, value, unit, *units)
         return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compopt import accelerator
 from compopt.checks.context import refuse_derivatives
 from compopt.checks.inputs import check_features
+from compopt.distributed.handshake import NOTHING
 from compopt.pairs import MASKED
 
 NORM_MIN = 1e-12  # as F.normalize
@@ -48,6 +51,23 @@ def prepare(z: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
         return torch.where(norm < NORM_MAX, z, torch.nan), None
     norm = norm.nan_to_num_(nan=torch.nan, posinf=torch.nan).clamp_(min=NORM_MIN)
     return z.div_(norm), norm
+
+
+def other_units(features: Sequence[Tensor], like: Tensor, normalize: bool) -> list[Tensor]:
+    """Return prepared features of another model, on the device of ``like`` and in its working dtype."""
+    there = (accelerator.to_device(z.detach(), like.device) for z in features)
+    return [prepare(z.to(working_dtype(like.dtype), copy=True), normalize)[0] for z in there]
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context that disables autocast, which would compute similarities in half precision."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else NOTHING
+
+
+def at_least(tau: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast ``tau`` to at least the working dtype, since ``1 / tau`` in half precision has only three digits."""
+    wanted = working_dtype(tau.dtype, dtype)
+    return tau if tau.dtype == wanted else tau.to(wanted)
 
 
 def zero_or_nan(*features: Tensor) -> Tensor:

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator, checks
-from compopt.arguments import full_precision
 from compopt.checks import Mode
 from compopt.checks.context import outside_of_graphs, refuse_derivatives
 from compopt.checks.inputs import check_features, check_vector
 from compopt.distributed.handshake import Agreement, Handshake, fingerprint
 from compopt.distributed.ranks import ProcessGroup, Ranks
-from compopt.kernel.features import Features, with_gradients
+from compopt.kernel.features import Features, full_precision, with_gradients
 
 Block = tuple[int, slice, Tensor, Tensor, Tensor]
 
