@@ -168,7 +168,8 @@ class Pairs:
             self._count_pairs()
         elif (ranks is None or ranks.size == 1) and not momentum:
             self._ranks = None
-            self._blocks = [self._shared()]
+            rows, columns = ((0, 1), (0, 1)) if self.unimodal else ((0,), (1,))
+            self._blocks = [self._matrix(rows, columns, slice(0, self._batch), shared=True)]
             self._read_shared(self._blocks[0])
         else:
             self._ranks = Ranks.alone() if ranks is None else ranks
@@ -177,9 +178,10 @@ class Pairs:
 
     # -- matrices ----------------------------------------------------------------------------------------------
 
-    def names(self, views: Sequence[int]) -> Sequence[Tensor]:
+    def names(self, views: Sequence[int], part: slice = slice(None)) -> Sequence[Tensor]:
         """Return keys of the features of some views, one after the other; features with an equal key are not a pair."""
-        return self.keys if len(views) == 1 else [key.repeat(len(views)) for key in self.keys]
+        keys = [key[part] for key in self.keys]
+        return keys if len(views) == 1 else [key.repeat(len(views)) for key in keys]
 
     @cached_property
     def _all(self) -> Tensor:
@@ -199,96 +201,77 @@ class Pairs:
         positive = torch.linalg.vecdot(*(self.options.guide or self._everyone))
         return policy.threshold(positive.unsqueeze(1).expand(-1, self.directions))
 
-    def _shared(self) -> Block:
-        """Return the matrix of both directions."""
-        B, negatives = self._batch, self.negatives
-        x, y = (self._z.view(-1, self._z.shape[2]),) * 2 if self.unimodal else self._z.unbind()
-        rows, columns = ((0, 1), (0, 1)) if self.unimodal else ((0,), (1,))
-        if self.unimodal:
-            positives = [Diagonal(0, B, B), Diagonal(B, 2 * B, 0)]
-            own = [*positives, Diagonal(0, 2 * B, 0)]
-        else:
-            own = positives = [Diagonal(0, B, 0)]
-        further = None if self.distinct or negatives is None else self._further(negatives)
-        apart = Apart(own if self.distinct else None, lambda: (self.names(rows), self.names(columns)), further)
-        both, limits = not self.unimodal and self.directions == 2, self._thresholds
-        return self.block(
-            x,
-            y if negatives is None else torch.cat([y, negatives.features]),
-            self._form,
-            apart,
-            self._by_row(self._scale),
-            (self._scale[:, 1] if isinstance(self._scale, Tensor) else self._scale) if both else None,
-            positives=positives,
-            selected=self._selection(
-                (rows, slice(0, B), None),
-                (columns, slice(0, B), slice(None)),
-                None if limits is None else self._by_row(limits),
-                self._by_column(0, threshold=limits) if both else None,
-            ),
-        )
-
     def _of_direction(
         self, direction: int, part: slice, form: Form | None = None, block: Callable[..., Block] | None = None
     ) -> Block:
         """Return the matrix of some samples of a modality or view, which are anchors if it has a direction."""
-        views = (0, 1) if self.unimodal else (1 - direction,)
-        y = self._all if self.unimodal else (self._momentum or self._everyone)[1 - direction]
-        negatives = self.negatives if direction == 0 else None
-        count, z = part.stop - part.start, self._z[direction]
-        x = z if count == len(z) else z[part.start - self._own.start : part.stop - self._own.start]
-        at = [view * self._batch + part.start if self.unimodal else part.start for view in views]
-        own = [Diagonal(0, count, column) for column in at]
-        further = None if self.distinct or negatives is None else self._further(negatives, part)
-        keys = lambda: ([key[part] for key in self.keys], self.names(views))  # noqa: E731
-        apart = Apart(own if self.distinct else None, keys, further)
-        anchors = direction < self.directions
-        rows, scale, limits = None, self._scale, self._thresholds
-        if anchors:
-            rows = scale[part, direction] if isinstance(scale, Tensor) else scale
-        outside = slice(None) if negatives is not None else None
+        return self._matrix((direction,), (0, 1) if self.unimodal else (1 - direction,), part, False, form, block)
+
+    def _matrix(
+        self,
+        rows: Sequence[int],
+        columns: Sequence[int],
+        part: slice,
+        shared: bool,
+        form: Form | None = None,
+        block: Callable[..., Block] | None = None,
+    ) -> Block:
+        """Return the matrix of the views ``rows`` of some samples with the views ``columns`` of all samples.
+
+        Further candidates follow the columns. ``shared``: it is the only matrix of the call.
+        """
+        limits, anchors = self._thresholds, rows[0] < self.directions
+        both = shared and not self.unimodal and self.directions == 2  # the columns are anchors, too
+        by_row, of_rows = (
+            None if value is None or not anchors else self._by_row(value, rows, part) for value in (limits, self._scale)
+        )
+        by_column = self._by_column(rows[0], threshold=limits) if both or not (shared or self._momentum) else None
+        of_columns = (self._scale[:, 1] if isinstance(self._scale, Tensor) else self._scale) if both else None
+        B, count, negatives = self._batch, part.stop - part.start, self.negatives if rows[0] == 0 else None
+        x = self._z[rows[0]] if len(rows) == 1 else self._z.view(-1, self._z.shape[2])
+        if len(rows) * count < len(x):
+            x = x[part.start - self._own.start : part.stop - self._own.start]
+        y = x if columns == rows else self._all if len(columns) > 1 else (self._momentum or self._everyone)[columns[0]]
+        own, positives = [], []
+        for at, row in enumerate(rows):
+            for to, column in enumerate(columns):
+                own.append(Diagonal(at * count, (at + 1) * count, to * B + part.start))
+                positives += [own[-1]] if row != column else []
+
+        def further(some: slice) -> Tensor:
+            """Return the mask of the further candidates for some rows; none is a candidate of view 2."""
+            assert negatives is not None
+            same = negatives.same(slice(part.start + some.start, part.start + min(some.stop, count)))
+            missing = some.stop - some.start - len(same)
+            # cat() instead of pad(), which raises for a tensor without entries in torch 2.4
+            return torch.cat([same, same.new_ones(missing, same.shape[1])]) if missing else same
+
+        keys = lambda: (self.names(rows, part), self.names(columns))  # noqa: E731
+        outside = None if negatives is None else slice(None)
         return (block or self.block)(
             x,
             y if negatives is None else torch.cat([y, negatives.everyone]),
-            self._form if form is None else form,
-            apart,
-            rows,
-            given=not self._momentum,
-            positives=[Diagonal(0, count, at[1 - direction] if self.unimodal else part.start)],
-            selected=self._selection(
-                ((direction,), part, None),
-                (views, slice(0, self._batch), outside),
-                limits[part, direction] if limits is not None and anchors else None,
-                None if self._momentum else self._by_column(direction, threshold=limits),
-            ),
+            form or self._form,
+            Apart(own if self.distinct else None, keys, None if self.distinct or negatives is None else further),
+            of_rows,
+            of_columns,
+            given=not (shared or self._momentum),
+            positives=positives,
+            selected=self._selection((rows, part, None), (columns, slice(0, B), outside), by_row, by_column),
         )
 
     def _of_negatives(self, negatives: Negatives) -> Block:
         """Return the matrix of this rank's further candidates, whose columns are the anchors of direction 1."""
 
         def further(part: slice) -> Tensor:
-            return negatives.same(
-                slice(None), slice(negatives.own.start + part.start, negatives.own.start + part.stop)
-            ).T
+            first = negatives.own.start
+            return negatives.same(slice(None), slice(first + part.start, first + part.stop)).T
 
         y, rows, columns = self._everyone[0], ((), slice(0, 0), negatives.own), ((0,), slice(0, self._batch), None)
         limits = self._thresholds
         selected = self._selection(rows, columns, None, None if limits is None else {"threshold": limits[:, 0]})
         apart = Apart([]) if negatives.positions is None else Apart(None, None, further)
         return Block(negatives.features, y, self._form, apart, given=True, selected=selected)
-
-    def _further(self, negatives: Negatives, part: slice | None = None) -> Callable[[slice], Tensor]:
-        """Return a function of rows of a matrix to the mask of further candidates; they are none of view 2's."""
-
-        def mask(rows: slice) -> Tensor:
-            if part is not None:
-                return negatives.same(slice(part.start + rows.start, part.start + rows.stop))
-            same = negatives.same(slice(rows.start, min(rows.stop, self._batch)))
-            missing = rows.stop - rows.start - len(same)
-            # cat() instead of pad(), which raises for a tensor without entries in torch 2.4
-            return torch.cat([same, same.new_ones(missing, same.shape[1])]) if missing else same
-
-        return mask
 
     def _selection(
         self,
@@ -303,11 +286,11 @@ class Pairs:
         limits = None if by_row is None else by_row[:, None], None if by_column is None else by_column["threshold"]
         return Selection(self.options.policy, self.options.axis(*rows), self.options.axis(*columns), limits)
 
-    def _by_row(self, per_anchor: Any) -> Any:
-        """Rearrange ``(B, D)`` into one value per row of the shared matrix; a number stays a number."""
+    def _by_row(self, per_anchor: Any, rows: Sequence[int], part: slice = slice(None)) -> Any:
+        """Rearrange ``(B, D)`` into one value per row of a matrix; a number stays a number."""
         if not isinstance(per_anchor, Tensor):
             return per_anchor
-        return per_anchor.T.reshape(-1) if self.unimodal else per_anchor[:, 0]
+        return per_anchor[part, rows[0]] if len(rows) == 1 else per_anchor.T.reshape(-1)
 
     def _by_column(self, direction: int, **values: Tensor | None) -> dict[str, Tensor] | None:
         """Return values of the anchors along the columns of a matrix, ``(B, D)`` each; other candidates have weight 0.
@@ -546,7 +529,8 @@ class Pairs:
         pulls = pulls.expand(self.shape) if isinstance(pulls, Tensor) else pulls
         gradient = torch.zeros_like(self._z) if block.recompute else torch.empty_like(self._z)
         outside = None if negatives is None else torch.zeros_like(negatives.features)
-        rows = self._by_row(factor)
+        views = (0, 1) if self.unimodal else (0,)
+        rows = self._by_row(factor, views)
         if not self.unimodal:
             columns = self._by_column(0, factor=factor)
             pull = pulls.sum(1) if isinstance(pulls, Tensor) else pulls * self.directions
@@ -558,7 +542,7 @@ class Pairs:
             pull = pulls.sum(1).repeat(2) if isinstance(pulls, Tensor) else 2 * pulls
             block.products(rows, rows, pull, of_all, scale=scale)
         else:
-            block.products(rows, None, self._by_row(pulls), of_all, of_all, outside, scale)
+            block.products(rows, None, self._by_row(pulls, views), of_all, of_all, outside, scale)
         return gradient, outside
 
     def _own_gradients(
