@@ -101,40 +101,59 @@ def main() -> None:
         return
     before = torch.load(args.file, weights_only=True)
     both = sorted(before.keys() & found.keys())
-    print(f"{len(both)} configurations in both; not compared: {sorted(before.keys() ^ found.keys())}")
-    allowed = {"float32": args.tolerance, "float64": args.tolerance64}
-    largest, wrong, missing = dict.fromkeys(allowed, (0.0, "")), [], set()
+    redefined = [
+        key for key in both if any(before[key][name] != found[key][name] for name in configuration(before[key]))
+    ]
+    both = [key for key in both if key not in redefined]
+    largest, wrong, lacking = {}, [], set()
     for key in both:
-        missing |= {name.partition(".")[2] for name in before[key].keys() ^ found[key].keys()}
-        for name in before[key].keys() & found[key].keys():
-            dtype, gap = difference(before[key][name], found[key][name])
-            if dtype in largest:
-                largest[dtype] = max(largest[dtype], (gap, f"{key}: {name}"))
-            if gap > allowed.get(dtype, 0.0):
+        lacking |= {name.partition(".")[2] for name in before[key].keys() ^ found[key].keys()}
+        for dtype, gap, name in differences(before[key], found[key]):
+            largest[dtype] = max(largest.get(dtype, (0.0, "")), (gap, f"{key}: {name}"))
+            if gap > {"float32": args.tolerance, "float64": args.tolerance64}.get(dtype, 0.0):
                 wrong.append((gap, f"{key}: {name}"))
-    print(f"largest difference: {largest}")
-    print(f"{len(wrong)} values differ by more, in {len({where.split()[0] for _, where in wrong})} entries")
-    print(f"values of one commit only: {sorted(missing)}")
+    print(f"{len(both)} configurations compared; {len(before.keys() ^ found.keys())} are of one commit only:")
+    print(*sorted({key.split()[0] for key in before.keys() ^ found.keys()}))
+    print(f"{len(redefined)} have another configuration:", *sorted({key.split()[0] for key in redefined}))
+    print("values of one commit only:", *sorted(lacking))
+    print(*(f"largest difference, {dtype}: {gap:.2g}, {where}" for dtype, (gap, where) in largest.items()), sep="\n")
+    print(f"{len(wrong)} values differ by more than the tolerance")
     print(*sorted(wrong, reverse=True)[:20], sep="\n")
     raise SystemExit(bool(wrong))
 
 
-def difference(before: bytes, after: bytes) -> tuple[str, float]:
-    """Return the dtype of two recorded tensors and their largest difference, relative to the largest value.
+def configuration(values: Mapping[str, bytes]) -> list[str]:
+    """Return the names of the entries of a configuration in the recorded state."""
+    return [name for name in values if ".state.config." in name]
 
-    The difference of other values, of shapes and of integers is 0 or infinite; NaN equals NaN.
+
+def differences(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iterator[tuple[str, float, str]]:
+    """Yield the dtype, the largest difference and the name of all tensors of two records of a configuration.
+
+    Differences are relative to the largest value of the same tensor in all steps; those of other values, of shapes and
+    of integers are 0 or infinite. NaN equals NaN.
     """
-    (header, one), (other, two) = (
-        value.split(b") ", 1) if b") " in value else (value, b"") for value in (before, after)
-    )
-    dtype = header.decode().removeprefix("torch.").partition(" ")[0]
-    if before == after or header != other or not dtype.startswith("float"):
-        return dtype, 0.0 if before == after else float("inf")
-    a, b = (np.frombuffer(value, dtype).astype(np.float64) for value in (one, two))
-    if not np.array_equal(np.isnan(a), np.isnan(b)):
-        return dtype, float("inf")
-    gap = np.nan_to_num(np.abs(a - b)).max(initial=0.0)
-    return dtype, float(gap / max(np.nan_to_num(np.abs(a)).max(initial=0.0), np.finfo(dtype).tiny))
+    sizes: dict[str, float] = {}
+    for name, value in before.items():
+        kind = name.partition(".")[2]
+        sizes[kind] = max(sizes.get(kind, 0.0), np.abs(np.nan_to_num(decoded(value)[1])).max(initial=0.0))
+    for name in before.keys() & after.keys():
+        (header, a), (other, b) = decoded(before[name]), decoded(after[name])
+        if before[name] == after[name]:
+            gap = 0.0
+        elif header != other or not header.startswith("float") or not np.array_equal(np.isnan(a), np.isnan(b)):
+            gap = float("inf")
+        else:
+            gap = float(np.nan_to_num(np.abs(a - b)).max() / max(sizes[name.partition(".")[2]], 1e-30))
+        yield header.partition(" ")[0], gap, name
+
+
+def decoded(value: bytes) -> tuple[str, np.ndarray]:
+    """Return dtype and shape of a recorded tensor, and its values if it is of floating point."""
+    header, _, rest = value.partition(b") ")
+    name = header.decode(errors="replace").removeprefix("torch.")
+    dtype = name.partition(" ")[0]
+    return name, np.frombuffer(rest, dtype if dtype in ("float32", "float64") else np.uint8).astype(np.float64)
 
 
 if __name__ == "__main__":
