@@ -28,7 +28,7 @@ from torch import Tensor
 import compopt
 from benchmarks.fuzz_damage import digest
 from tests import database
-from tests.helpers import features, make
+from tests.helpers import asked, features, make
 from tests.reference import FixedReference
 from tests.reference.pairs import may_be_negative
 
@@ -673,13 +673,9 @@ class Trial:
 
     def asked(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call from their parts, and give the sampler its ``encode``."""
-        if hasattr(self.est.normalizer, "encode"):
-            self.est.normalizer.encode = args.get("encode")
-        given = {name: value for name, value in args.items() if name not in ("extra", "extra_index", "encode")}
-        if args.get("extra") is not None or args.get("extra_index") is not None:
-            positions = args.get("extra_index")
-            given["negatives"] = args.get("extra") if positions is None else (args.get("extra"), positions)
-        return given
+        sampler = hasattr(self.est.normalizer, "encode")
+        parts = {name: value for name, value in args.items() if name != "encode"}
+        return asked(self.est, **parts, **({"encode": args.get("encode")} if sampler else {}))
 
     def attempt(self, kind: str, action: Callable[[], object]) -> Exception | None:
         """Run an action and return its error, if any; raise :class:`Wrong` if the error is not clear."""

@@ -5,27 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from compopt import checks
-from compopt.arguments import (
-    DIRECTIONS,
-    Given,
-    at_least,
-    check_cached,
-    check_call,
-    check_options,
-    check_policy,
-    full_precision,
-    three_by_position,
-)
+from compopt.arguments import Given, check_cached, check_call, check_policy
 from compopt.batch import Batch
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
+from compopt.checks.inputs import three_by_position
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator.base import Fixed, Form, check_dtype
 from compopt.estimator.container import Container
@@ -35,7 +25,7 @@ from compopt.estimator.parts import Call, Normalizer, Temperature
 from compopt.estimator.reader import ROW_KEYS, either
 from compopt.functional import Scalar
 from compopt.kernel.block import Block
-from compopt.kernel.features import with_gradients, zero_or_nan
+from compopt.kernel.features import Slope, at_least, full_precision, with_gradients, zero_or_nan
 from compopt.kernel.pairs import PairOptions, Pairs
 from compopt.kernel.triton.block import block_of
 from compopt.kernel.triton.choice import BACKENDS, Backend
@@ -52,16 +42,29 @@ LEAST_SCALE = 5.0  # from here on a temperature may be a logit scale, which is u
 class ContrastiveEstimator(Container):
     r"""Contrastive loss composed of a normalizer and a temperature, with optional state per sample.
 
+    Example:
+        >>> import torch, compopt
+        >>> u = compopt.MovingAverageEstimator(n=1000, gamma=0.8)
+        >>> est = compopt.ContrastiveEstimator(u, compopt.TemperatureDual(n=1000, rho=1.0))
+        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(8)).backward()
+        >>> est.step()  # or est.attach(optimizer)
+        >>> est.read(torch.tensor([0, 999]))["count"].tolist()
+        [1, 0]
+
     .. math::
         \nabla F = \frac{1}{2B} \sum_{\text{directions}} \sum_i \sum_{j \in N_i} w_{ij}\, \nabla h_{ij},
         \qquad w_{ij} = \frac{1}{|N_i|}\, e^{h_{ij}/\tau_i - \alpha_i}, \qquad h_{ij} = s_{ij} - s_{ii}
 
-    If the normalizer keeps the positive out of the inner function (``reference="none"``: SogCLR), the weight of an
-    anchor's positive is 1 instead of ``sum_j w_ij``: ``-grad s_ii + sum_j w_ij grad s_ij``.
+    A call ``est(z1, z2, index)`` returns the estimated objective of a batch, ``mean of tau_i (alpha_i + rho_i)``:
 
-    The normalizer computes ``alpha`` and the temperature component computes ``tau``. The returned value is the
-    estimated objective ``mean of tau_i (alpha_i + rho_i)``; its gradient is the one above. Gradients are computed in
-    closed form: the ``B x B`` matrix is never part of an autograd graph.
+    1. The arguments are checked, the features are normalised, and with several ranks the global batch is gathered.
+    2. The rows of its samples are read, and the temperature component returns ``tau_i``.
+    3. The kernel computes the similarities and ``log ghat_i``, the mean of ``e^{h_ij / tau_i}`` over the batch.
+    4. The normalizer turns it and the rows into ``alpha_i``. Where the positive is kept out of the inner function
+       (``reference="none"``: SogCLR), its weight in the gradient is 1 instead of ``sum_j w_ij``.
+    5. In training mode the proposed rows and temperatures are deposited, until :meth:`step` commits them.
+    6. The gradient above is computed in closed form and waits for ``backward()``; no ``B x B`` matrix is in a graph.
 
     Args:
         normalizer: a :class:`~compopt.BatchNormalizer`, :class:`~compopt.MovingAverageEstimator`, ...
@@ -96,14 +99,18 @@ class ContrastiveEstimator(Container):
 
     State: the columns of both parts in one row per sample, see :class:`~compopt.Estimator`.
 
-    Communicates, with K ranks, in every call: a message of 3 integers per sample and a few more, over a CPU group
-    (sizes, indices, values that must be equal on all ranks); one all-gather of the features, without gradient, and of
-    the rows of this rank's samples; one all-gather of 3 to 7 floats per sample (2 to 4 with one direction). With
-    ``shard=True`` one all-reduce of the global batch's rows replaces the all-gather of rows. ``negatives`` need one
-    more all-gather, and a normalizer may communicate too; ``keys`` are gathered with the features. The backward
-    pass and :meth:`step` communicate nothing. Every rank computes its own anchors against all candidates, returns the
-    global loss, and receives the complete gradient of its own features, multiplied by K for wrappers that average over
-    ranks.
+    Policies: ``pairs`` leaves candidates out or weights them, see :class:`~compopt.PairPolicy`. A policy that needs
+    tensors of the batch is bound to them in every call, ``pairs=policy.bind(...)``.
+
+    Ranks: every rank computes its own anchors against all candidates, returns the global loss, and receives the
+    complete gradient of its own features, multiplied by their number K for wrappers that average over ranks.
+
+    Communicates, in every call: a message of 3 integers per sample and a few more, over a CPU group (sizes, indices,
+    values that must be equal on all ranks); one all-gather of the features, without gradient, and of the rows of this
+    rank's samples; one all-gather of 3 to 7 floats per sample (2 to 4 with one direction). With ``shard=True`` one
+    all-reduce of the global batch's rows replaces the all-gather of rows. ``negatives`` need one more all-gather, and a
+    normalizer may communicate too; ``keys`` are gathered with the features. The backward pass and :meth:`step`
+    communicate nothing.
 
     Raises:
         TypeError, ValueError, IndexError: invalid arguments, at construction or call; the state is unchanged.
@@ -117,16 +124,6 @@ class ContrastiveEstimator(Container):
             5 or more, if all samples share it and it is known on the host, since it is probably a logit scale; with
             ``offload="disk"`` a disk with less room than the table needs, or a file that was removed; and the warnings
             of :class:`~compopt.Estimator`.
-
-    Example:
-        >>> import torch, compopt
-        >>> u = compopt.MovingAverageEstimator(n=1000, gamma=0.8)
-        >>> est = compopt.ContrastiveEstimator(u, compopt.TemperatureDual(n=1000, rho=1.0))
-        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
-        >>> est(z1, z2, torch.arange(8)).backward()
-        >>> est.step()  # or est.attach(optimizer)
-        >>> est.read(torch.tensor([0, 999]))["count"].tolist()
-        [1, 0]
     """
 
     mode: Mode = cast(Any, Fixed())
@@ -155,8 +152,8 @@ class ContrastiveEstimator(Container):
         pairs: PairPolicy | None = None,
         backend: Backend = "auto",
     ) -> None:
-        check_options(mode, directions, normalize, multiply_tau)
-        count = len(DIRECTIONS[directions])
+        checks.loss_options(mode, directions, normalize, multiply_tau)
+        count = len(checks.DIRECTIONS[directions])
         self.mode, self.directions, self.normalize, self.multiply_tau = mode, directions, normalize, multiply_tau
         self.chunk_size = None if chunk_size is None else checks.count("chunk_size", chunk_size)
         checks.one_of("backend", backend, BACKENDS)
@@ -351,8 +348,7 @@ class ContrastiveEstimator(Container):
         # torch.save refuses views that change the dtype. The copy is kept, because a spawned process opens the memory
         # of the tensors that are pickled for it only afterwards.
         if self._last is not None:
-            count, effective = self._last.count, partial(list[Tensor], self._last.effective())
-            self._last = replace(self._last, count=None if count is None else count.clone(), effective=effective)
+            self._last = self._last.evaluated()
         self._shown = {name: value() if callable(value) else value for name, value in self._shown.items()}
         return {**super().__getstate__(), "_at_first": None}
 
@@ -360,14 +356,8 @@ class ContrastiveEstimator(Container):
 
     def _gather(self, given: Given) -> Batch:
         """Gather the samples of all ranks, and read their rows."""
-        values = {f"z{number}": z for number, z in enumerate(given.own.unit.unbind(), start=1)}
-        if isinstance(given.tau, Tensor) and given.tau.dim():  # one per sample: gathered from all ranks
-            values["tau"] = given.tau.detach().to(given.own.unit.device)
-        values |= given.values
-        if given.momentum is not None:
-            values |= zip(("k1", "k2"), given.momentum, strict=True)
-        more = 0 if given.extra is None else given.extra.unit.shape[1]
-        batch = self._read(given.keys, values, given.facts, least=2, more=more)
+        more = 0 if given.negatives is None else given.negatives.unit.shape[1]
+        batch = self._read(given.keys, given.values, given.facts, least=2, more=more)
         batch.named = given.named
         if (shared := batch.values.pop("shared", None)) is not None:
             batch.bad = either(batch.bad, self._async_checks.alike(shared))
@@ -391,7 +381,7 @@ class ContrastiveEstimator(Container):
         options = PairOptions(
             distinct=batch.distinct,
             directions=self._anchors,
-            extra=given.gather_extra(batch, self._ranks),
+            negatives=given.gather_negatives(batch, self._ranks),
             unimodal=self.mode == "unimodal",
             bounded=self.normalize,
             chunk_size=self.chunk_size,
@@ -399,13 +389,14 @@ class ContrastiveEstimator(Container):
             policy=policy,
             guide=[values["guide1"], values["guide2"]] if "guide1" in values else (),
             key=values.get("within1"),
+            sums=self.normalizer.sums,
         )
-        unsupported = {"keys=": given.momentum, "negatives=": given.extra, "pairs=": policy}
+        unsupported = {"keys=": values.get("k1"), "negatives=": given.negatives, "pairs=": policy}
         block = block_of(self.backend, own, unsupported) if self.backend == "triton" else Block
         sides, ranks = (batch.features, batch.momentum), self._ranks
         pairs = Pairs(own, tau, list(batch.keys.values()), options, *sides, ranks, batch.sizes, block)
-        if self.temperature.learns and pairs.negatives:  # before any proposal, since a warning may be an error
-            self.temperature.look_at_negatives(pairs.negatives + self.normalizer.outside)
+        if self.temperature.learns and pairs.least:  # before any proposal, since a warning may be an error
+            self.temperature.look_at_negatives(pairs.least + self.normalizer.outside)
         self._look_at_temperature(temperature)
         return pairs
 
@@ -442,7 +433,7 @@ class ContrastiveEstimator(Container):
             return
         if lacking.device.type == "cpu":
             call.batch.depositing &= not bool(lacking)
-        elif call.batch.alike and not (pairs.extra or self.normalizer.outside):
+        elif call.batch.alike and not (pairs.negatives or self.normalizer.outside):
             call.batch.depositing = False
         if "negatives" not in self._settled:
             self._async_checks.watch(lacking.to(torch.int32), self._warn_negatives)
@@ -460,15 +451,14 @@ class ContrastiveEstimator(Container):
         """Return the value, or NaN with a warning if a feature is not finite."""
         pairs, batch, unit = objective.pairs, objective.batch, given.own.unit
         value = objective.value().to(unit.dtype)
-        if pairs.extra is not None or pairs.may_lack_negatives or given.momentum is not None:
+        if pairs.negatives is not None or pairs.may_lack_negatives or batch.momentum:
             # a bad feature may be in no pair (z2 with one direction and momentum), or not reach alpha (negatives and
             # a network): the value must be NaN all the same
-            more = () if pairs.extra is None else (pairs.extra.everyone,)
+            more = () if pairs.negatives is None else (pairs.negatives.everyone,)
             value = value + zero_or_nan(*batch.features, *batch.momentum, *more, *pairs.options.guides)
         encoded = None if given.encoder is None else given.encoder.encoded
-        units = [features.unit for features in (given.extra, encoded) if features is not None]
-        units += given.guides
-        units += [] if given.momentum is None else [given.momentum]
+        units = [features.unit for features in (given.negatives, encoded) if features is not None]
+        units += given.of_others
         # before anything is deposited, since a warning may be an error
         self._async_checks.watch_features(self._handshake.agree, value, unit, *units)
         return value
@@ -490,13 +480,12 @@ class ContrastiveEstimator(Container):
             proposals["temperature"] = part.proposals(own, gradient)
         self._deposit_parts(batch, proposals, valid)
 
-    def _gradients(
-        self, objective: Objective, given: Given, temperature: float | Tensor
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of a tensor that requires a gradient on this rank and its gradient."""
-        encoder, found = given.encoder, []
+    def _gradients(self, objective: Objective, given: Given, temperature: float | Tensor) -> list[Slope]:
+        """Return the tensors that may require a gradient on this rank, with their gradients."""
+        encoder = given.encoder
+        found: list[Slope] = []
         if given.want_gradients:
-            found = objective.feature_gradients(given.own, given.extra)
+            found = objective.feature_gradients(given.own, given.negatives)
         elif objective.ranks > 1 or (encoder is not None and encoder.wants_gradients):
             objective.serve_others()
         if isinstance(temperature, Tensor) and given.wants(temperature):

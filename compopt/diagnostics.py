@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compopt import checks
-from compopt.arguments import DIRECTIONS, check_options
 from compopt.batch import Batch
 from compopt.checks import Directions, Mode
 from compopt.checks.inputs import check_features, check_tau
@@ -348,11 +347,11 @@ def _about(est: ContrastiveEstimator, z1: Tensor, z2: Tensor) -> tuple[Batch, fl
 def _check(
     z1: Tensor, z2: Tensor, tau: float | Tensor, mode: str, views: str, chunk_size: int, directions: str
 ) -> float | Tensor:
-    check_options(mode, directions, normalize=True, multiply_tau=True)
+    checks.loss_options(mode, directions, normalize=True, multiply_tau=True)
     checks.one_of("views", views, get_args(Views))
     checks.count("chunk_size", chunk_size)
     check_features(z1, z2)
-    return check_tau(tau, len(z1), len(DIRECTIONS[directions]))
+    return check_tau(tau, len(z1), len(checks.DIRECTIONS[directions]))
 
 
 def _prepare(z: Tensor, normalize: bool) -> Tensor:
@@ -361,7 +360,7 @@ def _prepare(z: Tensor, normalize: bool) -> Tensor:
 
 
 def _pairs(z: list[Tensor], tau: float | Tensor, mode: str, bounded: bool, chunk_size: int, directions: str) -> Pairs:
-    count, unimodal = len(DIRECTIONS[directions]), mode == "unimodal"
+    count, unimodal = len(checks.DIRECTIONS[directions]), mode == "unimodal"
     options = PairOptions(True, count, unimodal=unimodal, bounded=bounded, chunk_size=chunk_size)
     index = torch.arange(len(z[0]), device=z[0].device)
     return Pairs(torch.stack([side.detach() for side in z]), tau, [index], options)

@@ -10,7 +10,7 @@ from torch import Tensor
 from compopt import functional as F
 from compopt.estimator.parts import Call, Estimate
 from compopt.functional import Scalar
-from compopt.kernel.features import Features
+from compopt.kernel.features import Features, Slope
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Objective:
         """``sum_j w_ij``."""
         return self.pairs.sum_weights(self._weight_alpha)
 
-    @property
+    @cached_property
     def _weight_alpha(self) -> Tensor:
         """Log-normalizers of the pairs' weights, ``(B, A)``."""
         given = self.estimate.weight_alpha
@@ -51,7 +51,7 @@ class Objective:
 
     def _per_anchor(self, value: Tensor) -> Tensor:
         """Expand a column that both directions share to ``(B, A)``."""
-        return value if value.shape == self.pairs.positive.shape else value.expand_as(self.pairs.positive)
+        return value if value.shape == self.pairs.shape else value.expand(self.pairs.shape)
 
     def value(self) -> Tensor:
         """Return the objective, 0-d."""
@@ -71,8 +71,7 @@ class Objective:
         With ``estimate.positive_weight`` ``p_i``, ``sum_j w_ij s_ij - p_i s_ii`` replaces ``sum_j w_ij h_ij``.
         """
         pairs, estimate, level = self.pairs, self.estimate, self._level
-        assert pairs.mean_h is not None
-        sum_wh = self._sum_weights * pairs.mean_h if estimate.weights is None else estimate.weights.sum_wh
+        sum_wh = pairs.sum_wh(self._weight_alpha) if estimate.weights is None else estimate.weights.sum_wh
         if estimate.outside_wh is not None:
             sum_wh = sum_wh + estimate.outside_wh
         if estimate.positive_weight is not None:
@@ -92,22 +91,22 @@ class Objective:
         g, share = g[self.batch.own], len(tau) * self.ranks / len(self.batch.rows) if self.ranks > 1 else 1
         return tau, (g / g.numel()).sum_to_size(tau.shape).to(tau.dtype) * share
 
-    def learned_gradients(self) -> list[tuple[Tensor, Tensor]]:
+    def learned_gradients(self) -> list[Slope]:
         """Return pairs of a parameter of the normalizer and its whole gradient."""
-        return [(p, (self._alpha_slope() * d).sum().to(p.dtype)) for p, d in self.estimate.learned]
+        shape = self.pairs.shape
+        return [(p, (self._alpha_slope() * d.expand(shape)).sum().to(p.dtype)) for p, d in self.estimate.learned]
 
     # -- gradients of features, with constant pair weights -----------------------------------------------------
 
-    def feature_gradients(self, own: Features, extra: Features | None) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of a tensor (features or ``extra`` of this rank) and its gradient; consumes the pairs."""
-        gradient, of_extra = self._weighted()
+    def feature_gradients(self, own: Features, negatives: Features | None) -> list[Slope]:
+        """Return the features and ``negatives`` of this rank with their gradients; consumes the pairs."""
+        gradient, of_negatives = self._weighted()
         if self.estimate.through_alpha is not None:
             self.estimate.through_alpha(self._alpha_slope(), gradient)
         gradients = [(own, gradient)]
-        if extra is not None and of_extra is not None:
-            gradients.append((extra, of_extra[None]))
-        scaled = [(features, g if self.ranks == 1 else g * self.ranks) for features, g in gradients]
-        return [pair for features, g in scaled for pair in features.pull_back(g)]
+        if negatives is not None and of_negatives is not None:
+            gradients.append((negatives, of_negatives[None]))
+        return [features.pull_back(g if self.ranks == 1 else g * self.ranks) for features, g in gradients]
 
     def serve_others(self) -> None:
         """Take part in the gradients of other ranks, or of features outside the batch, if this rank's need none."""
@@ -116,16 +115,18 @@ class Objective:
         if self.estimate.through_alpha is not None:
             self.estimate.through_alpha(self._alpha_slope(), None)
 
-    def _alpha_slope(self) -> Tensor:
-        """Return the derivative of the value with respect to ``alpha``, ``(B, A)``."""
-        like = self.pairs.positive
-        slope = (self.tau if self.multiply_tau else 1.0) / like.numel()
-        slope = slope.to(like.dtype) if isinstance(slope, Tensor) else like.new_full((), slope)
-        return self._real(slope.expand_as(like))
+    def _alpha_slope(self) -> Scalar:
+        """Return the derivative of the value with respect to ``alpha``, a number or ``(B, A)``."""
+        pairs, slope = self.pairs, (self.tau if self.multiply_tau else 1.0) / self.alpha.numel()
+        if not isinstance(slope, Tensor):
+            if isinstance(pairs.count, float):
+                return slope
+            slope = self.alpha.new_full((), slope)
+        return self._real(slope.to(pairs.dtype).expand(pairs.shape))
 
     def _weighted(self) -> tuple[Tensor, Tensor | None]:
         """Return ``sum_i (tau_i w_ij / A B) grad h_ij`` for this rank's features and further candidates."""
-        alpha, dtype = self._weight_alpha, self.pairs.positive.dtype
+        alpha, dtype = self._weight_alpha, self.pairs.dtype
         alpha = alpha if alpha.dtype == dtype else alpha.to(dtype)
         share = 1.0 / alpha.numel()
         # grad (h / tau) contributes a factor 1 / tau, which multiply_tau cancels

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ class Summary:
         alpha: log-normalizers, ``(B, A)``.
         tau: temperatures.
         effective: function that returns the effective numbers of negatives of the first anchors, by direction.
-        log_sum, negatives: ``log sum_j exp(h_ij / tau_i)``, ``(B, A)``, and the number of negatives, ``|N_i|``.
+        log_sum: function that returns ``log sum_j exp(h_ij / tau_i)``, ``(B, A)``.
+        negatives: the number of negatives, ``|N_i|``.
         rows: data-set positions, ``(B, R)``.
         count: visits so far, ``(B, D)``; ``None`` if visits are not counted.
     """
@@ -29,7 +31,7 @@ class Summary:
     alpha: Tensor
     tau: float | Tensor
     effective: Callable[[], list[Tensor]]
-    log_sum: Tensor
+    log_sum: Callable[[], Tensor]
     negatives: Scalar
     rows: Tensor
     count: Tensor | None
@@ -38,8 +40,13 @@ class Summary:
     def of(cls, objective: Objective) -> Summary:
         """Return the summary of a call from its objective."""
         batch, pairs, alpha = objective.batch, objective.pairs, objective.alpha
-        sums = pairs.effective, pairs.log_sum, pairs.count
+        sums = pairs.effective, partial(getattr, pairs, "log_sum"), pairs.count
         return cls(alpha, objective.tau, *sums, batch.rows, batch.visits)
+
+    def evaluated(self) -> Summary:
+        """Return the summary with results in place of functions that hold the features, and without views."""
+        count, sums = self.count, (partial(list[Tensor], self.effective()), partial(torch.clone, self.log_sum()))
+        return replace(self, effective=sums[0], log_sum=sums[1], count=None if count is None else count.clone())
 
     def metrics(self) -> dict[str, Tensor]:
         """Return the metrics as 0-d tensors, without waiting for the device."""
@@ -57,7 +64,7 @@ class Summary:
 
     def cross_entropy(self) -> Tensor:
         """Return ``-log softmax`` of each anchor's positive among its candidates, ``(B, A)``; 0 without negatives."""
-        loss = softplus(self.log_sum, threshold=60.0)
+        loss = softplus(self.log_sum(), threshold=60.0)
         return torch.where(self.negatives > 0, loss, 0) if isinstance(self.negatives, Tensor) else loss
 
     def _new_rows(self) -> Tensor:

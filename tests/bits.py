@@ -1,7 +1,8 @@
-"""Record and compare losses, gradients and states of every entry of the database bit for bit, around a refactoring.
+"""Record and compare losses, gradients and states of every entry of the database, around a refactoring.
 
-python -m tests.bits record before.pt    # at the commit before
-python -m tests.bits compare before.pt   # at the commit after, on the same machine; configurations that remain
+python -m tests.bits record before.pt                      # at the commit before
+python -m tests.bits compare before.pt                     # at the commit after, on the same machine: bit for bit
+python -m tests.bits compare before.pt --tolerance 1e-5    # differences relative to a tensor's largest value
 
 Each entry runs in both modes and both dtypes: whole and in chunks, with rows in memory, in host memory and on disk,
 with two calls per commit, some of them with ``labels`` or ``index2``, on one process and on two ranks. The recorded
@@ -16,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.database import BY_NAME, DATABASE, MODES
@@ -87,6 +89,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("do", choices=("record", "compare"))
     parser.add_argument("file")
+    parser.add_argument("--tolerance", type=float, default=0.0, help="largest relative difference in float32")
+    parser.add_argument("--tolerance64", type=float, default=0.0, help="the same in float64")
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -96,17 +100,60 @@ def main() -> None:
         print(f"{len(found)} configurations, {sum(map(len, found.values()))} values")
         return
     before = torch.load(args.file, weights_only=True)
-    different = [
-        f"{key}: {name}"
-        for key in sorted(before.keys() & found.keys())
-        for name in sorted({*before.get(key, {}), *found.get(key, {})})
-        if before.get(key, {}).get(name) != found.get(key, {}).get(name)
+    both = sorted(before.keys() & found.keys())
+    redefined = [
+        key for key in both if any(before[key][name] != found[key][name] for name in configuration(before[key]))
     ]
-    print(f"{len(found)} configurations, {sum(map(len, found.values()))} values, {len(different)} differ")
-    print(f"not compared: {len(before.keys() ^ found.keys())} configurations that one commit lacks")
-    print(*sorted({key.split()[0] for key in different}))
-    print("\n".join(different[:20]))
-    raise SystemExit(bool(different))
+    both = [key for key in both if key not in redefined]
+    largest, wrong, lacking = {}, [], set()
+    for key in both:
+        lacking |= {name.partition(".")[2] for name in before[key].keys() ^ found[key].keys()}
+        for dtype, gap, name in differences(before[key], found[key]):
+            largest[dtype] = max(largest.get(dtype, (0.0, "")), (gap, f"{key}: {name}"))
+            if gap > {"float32": args.tolerance, "float64": args.tolerance64}.get(dtype, 0.0):
+                wrong.append((gap, f"{key}: {name}"))
+    print(f"{len(both)} configurations compared; {len(before.keys() ^ found.keys())} are of one commit only:")
+    print(*sorted({key.split()[0] for key in before.keys() ^ found.keys()}))
+    print(f"{len(redefined)} have another configuration:", *sorted({key.split()[0] for key in redefined}))
+    print("values of one commit only:", *sorted(lacking))
+    print(*(f"largest difference, {dtype}: {gap:.2g}, {where}" for dtype, (gap, where) in largest.items()), sep="\n")
+    print(f"{len(wrong)} values differ by more than the tolerance")
+    print(*sorted(wrong, reverse=True)[:20], sep="\n")
+    raise SystemExit(bool(wrong))
+
+
+def configuration(values: Mapping[str, bytes]) -> list[str]:
+    """Return the names of the entries of a configuration in the recorded state."""
+    return [name for name in values if ".state.config." in name]
+
+
+def differences(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iterator[tuple[str, float, str]]:
+    """Yield the dtype, the largest difference and the name of all tensors of two records of a configuration.
+
+    Differences are relative to the largest value of the same tensor in all steps; those of other values, of shapes and
+    of integers are 0 or infinite. NaN equals NaN.
+    """
+    sizes: dict[str, float] = {}
+    for name, value in before.items():
+        kind = name.partition(".")[2]
+        sizes[kind] = max(sizes.get(kind, 0.0), np.abs(np.nan_to_num(decoded(value)[1])).max(initial=0.0))
+    for name in before.keys() & after.keys():
+        (header, a), (other, b) = decoded(before[name]), decoded(after[name])
+        if before[name] == after[name]:
+            gap = 0.0
+        elif header != other or not header.startswith("float") or not np.array_equal(np.isnan(a), np.isnan(b)):
+            gap = float("inf")
+        else:
+            gap = float(np.nan_to_num(np.abs(a - b)).max() / max(sizes[name.partition(".")[2]], 1e-30))
+        yield header.partition(" ")[0], gap, name
+
+
+def decoded(value: bytes) -> tuple[str, np.ndarray]:
+    """Return dtype and shape of a recorded tensor, and its values if it is of floating point."""
+    header, _, rest = value.partition(b") ")
+    name = header.decode(errors="replace").removeprefix("torch.")
+    dtype = name.partition(" ")[0]
+    return name, np.frombuffer(rest, dtype if dtype in ("float32", "float64") else np.uint8).astype(np.float64)
 
 
 if __name__ == "__main__":

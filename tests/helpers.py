@@ -59,7 +59,7 @@ def asked(est, extra=None, extra_index=None, guide=None, within=None, **given):
     """
     if "encode" in given:
         est.normalizer.encode = given.pop("encode")
-    if extra is not None:
+    if extra is not None or extra_index is not None:
         given["negatives"] = extra if extra_index is None else (extra, extra_index)
     if guide is not None or within is not None:
         given["pairs"] = (given.get("pairs") or est.pairs or PairPolicy()).bind(guide=guide, within=within)

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pydoc
 import re
 import subprocess
 import sys
@@ -30,6 +31,22 @@ def test_python_blocks_compile():
     for page in PAGES:
         for block in blocks(page, "python"):
             compile(block, name(page), "exec")
+
+
+ESTIMATORS = [
+    name
+    for name, value in vars(compopt).items()
+    if inspect.isclass(value) and issubclass(value, compopt.ContrastiveEstimator)
+]
+
+
+@pytest.mark.parametrize("name", [*ESTIMATORS, "recommended"])
+def test_help_shows_an_example_on_its_first_screen(name):
+    """A terminal has 24 lines, of which the pager takes one."""
+    screen = pydoc.plain(pydoc.render_doc(getattr(compopt, name))).splitlines()[:23]
+    at = next(number for number, line in enumerate(screen) if line.lstrip("| ").startswith("Example:"))
+    assert not all(line.strip("| ") for line in screen[at:])  # the example ends on the screen
+    assert f"compopt.{name}(" in "\n".join(screen[at:])
 
 
 def test_names_of_the_library_exist():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import compopt
 from compopt.normalizers.sigmoid import SigmoidPairs
@@ -109,6 +110,40 @@ def test_ranks(kind):
             near(part[at], whole[at], 1e-11)
     for at in range(1, len(whole) - 2):
         near(torch.cat([part[at] for part in parts], dim=whole[at].dim() - 2) / 3, whole[at], 1e-10)
+
+
+class Largest(TorchDispatchMode):
+    """Dispatch mode that records the bytes of the largest tensor that an operation returns."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for value in found if isinstance(found, tuple | list) else [found]:
+            self.nbytes = max(self.nbytes, value.nbytes if isinstance(value, torch.Tensor) else 0)
+        return found
+
+
+def largest(group, kind, chunk_size, labelled):
+    size, ranks = 400 // dist.get_world_size(group), dist.get_world_size(group)
+    z = torch.randn(2, size, DIM, dtype=torch.float64, requires_grad=True)
+    est = build(kind, chunk_size=chunk_size, process_group=group)
+    with Largest() as found:
+        est(*z, labels=torch.arange(size) // 2 if labelled else None).backward()
+    return found.nbytes, size * ranks
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["bimodal", "unimodal", pytest.param("forward", marks=pytest.mark.full)])
+def test_no_tensor_is_larger_than_a_chunk_of_rows(kind, ranks):
+    """Memory is O(chunk_size x B), for B samples on all ranks; the features of all ranks are as large here."""
+    views = 2 if kind == "unimodal" else 1
+    for labelled in (False, True):
+        for nbytes, B in the_pool().run(largest, ranks, kind, 8, labelled):
+            assert nbytes <= 8 * 8 * B * views
+    (nbytes, B), *_ = the_pool().run(largest, ranks, kind, None, False)
+    assert nbytes == 8 * B * B * views // ranks  # of up to 1,024 rows
 
 
 def without_gradients(group, views):

@@ -11,6 +11,8 @@ from torch import Tensor
 
 Mode = Literal["bimodal", "unimodal"]
 Directions = Literal["both", "forward"]
+# Directions with anchors, by the value of directions=.
+DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, 3.4e38  # bounds of values that are used in float32 arithmetic
 
 
@@ -92,3 +94,13 @@ def known_keys(what: str, given: Mapping[str, Any], known: Collection[str]) -> N
     for key in given:
         if key not in known:
             raise ValueError(f"{what} has no hyper-parameter {key!r}; known are {', '.join(sorted(known))}")
+
+
+def loss_options(mode: str, directions: str, normalize: bool, multiply_tau: bool) -> None:
+    """Refuse unknown options of an estimator, and options that exclude each other."""
+    one_of("mode", mode, ("bimodal", "unimodal"))
+    one_of("directions", directions, DIRECTIONS)
+    if directions == "forward" and mode == "unimodal":
+        raise ValueError('directions="forward" is for two modalities; in mode="unimodal" both views are anchors')
+    flag("normalize", normalize)
+    flag("multiply_tau", multiply_tau)

@@ -6,8 +6,9 @@ flag or NaN there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from compopt import checks
 
+E = TypeVar("E")
+P = ParamSpec("P")
+R = TypeVar("R")
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INDEX_REMEDY = (
     "pass positions in the data set of n samples, from 0 on. Those of a part (Subset, random_split, train_test_split) "
@@ -25,6 +29,20 @@ EXTRA_REMEDY = (
 )
 SMALL = 512  # largest number of integers for which Python's functions are faster than NumPy's
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def three_by_position(call: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    """Refuse a call with more positional arguments, usually an unpacked output of a model, and name the remedy."""
+
+    @functools.wraps(call)
+    def checked(self: E, *args: P.args, **given: P.kwargs) -> R:
+        if len(args) > 3:
+            raise TypeError(
+                f"a call has up to three arguments by position, z1, z2 and index, got {len(args)}{remedy_for(args[0])}"
+            )
+        return call(self, *args, **given)
+
+    return checked
 
 
 def check_strided(name: str, value: Tensor) -> None:

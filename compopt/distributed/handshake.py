@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from typing_extensions import Self
 
 from compopt.distributed.collectives import CALL, Doing, doing
 from compopt.distributed.ranks import Ranks
+
+if TYPE_CHECKING:
+    from compopt.arguments import Given
+    from compopt.contrastive import ContrastiveEstimator
 
 KEYS = ("index", "index2", "labels")
 # Values that must be equal on all ranks, with their description in error messages.
@@ -91,6 +95,41 @@ def tau_facts(tau: float | Tensor | None) -> dict[str, int]:
         return {"tau_kind": 1, "tau": fingerprint(tau)}
     kind = (1 if tau.dim() == 0 else 1 + tau.shape[1]) + 4 * tau.requires_grad + 8 * (tau.dtype == torch.float64)
     return {"tau_kind": kind, "tau": fingerprint(tau.item()) if tau.dim() == 0 and tau.device.type == "cpu" else 0}
+
+
+def add_facts(est: ContrastiveEstimator, given: Given) -> None:
+    """Add the facts that all ranks compare; parameters on a device are compared there, as ``shared`` in ``values``."""
+    tau, learned = given.tau, getattr(est.temperature, "tensor", None)
+    shared = [*est.parameters(), *([] if learned is None else [learned])]
+    wants = tau.requires_grad if isinstance(tau, Tensor) else tau is None and est.temperature.wants_gradient
+    policy = {name: value.shape[1:] for name, value in given.values.items() if name[:-1] in ("guide", "within")}
+    given.facts |= {
+        "named": int(given.named),
+        "encode": int(given.encoder is not None),
+        "momentum": int("k1" in given.values),
+        "negatives": 0 if given.negatives is None else 1 + ("positions" in given.of_negatives),
+        **tau_facts(tau),
+        "parameters": _parameters(est, shared),
+        "learning": int(wants and given.graph),
+    }
+    if given.policy is not None:  # a fingerprint, since facts are single integers
+        given.facts["policy"] = fingerprint({"pairs": given.policy, "dimensions": policy})
+    numbers = [*shared, *([tau] if isinstance(tau, Tensor) and tau.dim() == 0 else [])]
+    on_device = [number.detach().flatten().float() for number in numbers if number.device.type != "cpu"]
+    if on_device:
+        unit = given.own.unit
+        given.values["shared"] = torch.cat([number.to(unit.device) for number in on_device]).expand(unit.shape[1], -1)
+
+
+def _parameters(est: ContrastiveEstimator, shared: Sequence[Tensor]) -> int:
+    """Return the fact for these tensors on the host; on a device, and for a dual, for their values at the first call.
+
+    The host would wait for a device, where :meth:`AsyncChecks.alike` compares them in later calls.
+    """
+    if est._at_first is not None and (est.temperature.learns or any(x.device.type != "cpu" for x in shared)):
+        return est._at_first
+    values = [f"{x.detach().cpu().tolist()} {x.dtype}" for x in shared]
+    return fingerprint({"parameters": values, "tau": est.temperature.constants()})
 
 
 class Handshake:

@@ -89,8 +89,8 @@ class Estimate:
         positive_weight: weight of each anchor's positive, a number or ``(B, A)``, if it is not ``sum_j w_ij``.
         through_alpha: function ``f(slope, gradient)`` that adds, in place, the gradient through ``alpha`` to that of
             this rank's features, ``(2, b, d)``; ``slope`` is the derivative of the value with respect to ``alpha``,
-            ``(B, A)``. It is called at most once. With ``gradient=None`` it only takes part in the communication with
-            ranks whose features need a gradient. ``None``: ``alpha`` is held constant.
+            a number or ``(B, A)``. It is called at most once. With ``gradient=None`` it only takes part in the
+            communication with ranks whose features need a gradient. ``None``: ``alpha`` is held constant.
         learned: pairs of a 0-d parameter of the normalizer and the derivative of ``alpha`` with respect to it,
             ``(B, A)``.
         metrics: 0-d tensors, or picklable functions that compute them on demand, by name.
@@ -104,7 +104,7 @@ class Estimate:
     outside_count: Scalar = 0.0
     weights: SampledPairs | None = None
     positive_weight: Scalar | None = None
-    through_alpha: Callable[[Tensor, Tensor | None], None] | None = None
+    through_alpha: Callable[[Scalar, Tensor | None], None] | None = None
     learned: Sequence[tuple[Tensor, Tensor]] = ()
     metrics: Mapping[str, Tensor | Callable[[], Tensor]] = field(default_factory=dict)
 
@@ -128,6 +128,8 @@ class Normalizer(Estimator, ABC):
         >>> est(*torch.randn(2, 8, 4, requires_grad=True)).item()
         0.0
     """
+
+    sums = True  # pairs have sums of exponentials; otherwise positives and counts only
 
     @property
     def averages_views(self) -> bool:
@@ -176,8 +178,8 @@ class Normalizer(Estimator, ABC):
         estimate, kind = self.estimate(call), type(self).__name__
         if not isinstance(estimate, Estimate):
             raise TypeError(f"estimate() of {kind} must return an Estimate, got {type(estimate).__name__}")
-        like = call.pairs.positive
-        check_shape(f"alpha of {kind}", estimate.alpha, like.shape, (len(like), 1))
+        shape = call.pairs.shape
+        check_shape(f"alpha of {kind}", estimate.alpha, shape, (shape[0], 1))
         return estimate
 
     def stored(

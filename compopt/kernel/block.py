@@ -108,7 +108,9 @@ class Sums(NamedTuple):
 
     def first(self, count: int) -> Sums:
         """Return the sums of the first anchors."""
-        return Sums(*(None if value is None else value[:count] for value in self))  # type: ignore[arg-type]
+        total, *rest = (None if value is None else value[:count] for value in self)
+        assert total is not None
+        return Sums(total, *rest)
 
     def merged(self, more: Sums, scale: Scalar) -> Sums:
         """Add sums of the same anchors over further candidates, relative to a maximum that may have grown."""
@@ -156,16 +158,18 @@ class Block:
         columns: the same of the first columns, ``(C,)``, if the rows are all their candidates; ``None``: the columns
             are not anchors, or :meth:`products` receives their weights.
         given: :meth:`products` receives weights of anchors along the columns.
-        positives: entries of the positives, which become :attr:`positive`.
+        positives: entries of the positives, which become :attr:`minus_positive`.
         selected: policy for the pairs, or ``None``.
 
     Attributes:
         sums, column_sums: sums of the anchors along the rows, if they are anchors, and along the columns, or ``None``.
-        positive: similarities of the rows' features to their positives, ``(P,)``.
+        minus_positive: negative similarities of the rows' features to their positives, divided by the temperature of
+            ``form`` if there is one, ``(P,)``.
     """
 
     sums: Sums
     column_sums: Sums | None = None
+    minus_positive: Tensor
 
     def __init__(
         self,
@@ -199,7 +203,7 @@ class Block:
         columns: Sums | None = None
         for part in self._parts():
             s = self._similarities(part)
-            positive += [diagonal.of(s, part).clone() for diagonal in self.positives]
+            positive += [diagonal.of(s, part).neg() for diagonal in self.positives]
             same = self.apart.mask(s, part)
             kept = self._exponentiate(s, part, same, None if columns is None else columns.shift)
             assert kept.sums is not None
@@ -210,9 +214,12 @@ class Block:
                 self._kept.append(kept)
         self.sums, self.column_sums = _joined(parts), columns
         if positive:
-            self.positive = positive[0] if len(positive) == 1 else torch.cat(positive)
-            if self.form.tau is not None:
-                self.positive = self.positive * self.form.tau
+            self.minus_positive = positive[0] if len(positive) == 1 else torch.cat(positive)
+
+    @property
+    def positive(self) -> Tensor:
+        """Similarities of the rows' features to their positives, ``(P,)``."""
+        return self.minus_positive * -(1.0 if self.form.tau is None else self.form.tau)
 
     def _parts(self) -> Iterator[slice]:
         for start in range(0, max(1, len(self.x)), self.block_rows):  # a rank without samples has an empty block
@@ -244,9 +251,8 @@ class Block:
     def _similarities(self, part: slice) -> Tensor:
         """Return ``s`` of some rows, divided by the temperature if all anchors share it."""
         x = self.x if self._all(part) else self.x[part]
-        if self.form.tau is not None:  # fold 1/tau into the narrow matrix
-            x = x * (1 / self.form.tau)
-        return torch.mm(x, self.y.T, out=self._buffer(0, part))
+        scale, any_matrix = 1.0 if self.form.tau is None else 1 / self.form.tau, self.y[:1, :1]
+        return torch.addmm(any_matrix, x, self.y.T, beta=0, alpha=scale, out=self._buffer(0, part))
 
     def _row_scale(self, part: slice) -> Scalar:
         """``1 / tau`` of some rows, broadcastable to their similarities."""
@@ -330,8 +336,9 @@ class Block:
         of_rows: Tensor,
         of_columns: Tensor | None = None,
         of_further: Tensor | None = None,
+        scale: float = 1.0,
     ) -> None:
-        """Write ``A Y`` to ``of_rows``, and ``A^T X`` of the first and of the remaining columns to the others.
+        """Write ``scale A Y``, and ``scale A^T X`` of the first and of the remaining columns.
 
         If blocks are recomputed, the results are added, to zeros; ``of_columns`` may be ``of_rows``, to which it is
         added.
@@ -340,6 +347,7 @@ class Block:
             rows, columns: ``f_i`` of the anchors, ``(P,)`` and ``(Q,)``; columns may also be :class:`Given`.
             pull: subtracted from ``A`` at the positives, a number or ``(P,)``, or ``None``.
             of_rows, of_columns, of_further: results, ``(P, d)``, ``(C, d)`` and ``(Q - C, d)``.
+            scale: factor of the results.
         """
         back = of_columns is not None or of_further is not None
         for kept in self._recomputed() if self.recompute else iter(self._kept):
@@ -349,13 +357,13 @@ class Block:
                 for diagonal in self.positives:
                     low, high = max(diagonal.start, part.start), min(diagonal.stop, part.stop)
                     diagonal.of(a, part).sub_(pull[low:high] if isinstance(pull, Tensor) else pull)
-            _product(a, self.y, of_rows if self._all(part) else of_rows[part], self.recompute)
+            _product(a, self.y, of_rows if self._all(part) else of_rows[part], self.recompute, scale)
             if back and self.recompute:
-                _add_columns(a, self.x[part], True, of_columns, of_further)
+                _add_columns(a, self.x[part], True, scale, of_columns, of_further)
         if back and not self.recompute:
             a = self._buffers[1 if self._again else 0] if self._buffers else a
             shared = of_columns is not None and of_columns.data_ptr() == of_rows.data_ptr()
-            _add_columns(a, self.x, shared, of_columns, of_further)
+            _add_columns(a, self.x, shared, scale, of_columns, of_further)
 
     def release(self) -> None:
         """Free the work matrices."""
@@ -400,29 +408,29 @@ class Block:
         return theirs if mine is None or kept.rows is None else kept.rows.mul_(mine).add_(theirs)
 
 
-def _add_columns(a: Tensor, x: Tensor, add: bool, of_columns: Tensor | None, of_further: Tensor | None) -> None:
+def _add_columns(
+    a: Tensor, x: Tensor, add: bool, scale: float, of_columns: Tensor | None, of_further: Tensor | None
+) -> None:
     """Write, or add with ``add``, ``A^T X`` of some matrix rows for the first columns and the remaining ones."""
     count = a.shape[1] if of_further is None else a.shape[1] - len(of_further)
     if of_columns is not None:
-        _product(a.T if of_further is None else a[:, :count].T, x, of_columns, add)
+        _product(a.T if of_further is None else a[:, :count].T, x, of_columns, add, scale)
     if of_further is not None:
-        _product(a[:, count:].T, x, of_further, add)
+        _product(a[:, count:].T, x, of_further, add, scale)
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    """Write ``A B`` to ``out``, or add it with ``add``."""
-    if add:
-        out.addmm_(a, b)
-    else:
-        torch.mm(a, b, out=out)
+def _product(a: Tensor, b: Tensor, out: Tensor, add: bool, scale: float) -> None:
+    """Write ``scale A B`` to ``out``, or add it with ``add``."""
+    torch.addmm(out, a, b, beta=1 if add else 0, alpha=scale, out=out)
 
 
 def _joined(parts: Sequence[Sums]) -> Sums:
     """Concatenate sums of different anchors."""
     if len(parts) == 1:
         return parts[0]
-    fields = zip(*parts, strict=True)
-    return Sums(*(None if values[0] is None else torch.cat(values) for values in fields))  # type: ignore[arg-type]
+    total, *rest = (None if values[0] is None else torch.cat(values) for values in zip(*parts, strict=True))
+    assert total is not None
+    return Sums(total, *rest)
 
 
 def exp_(x: Tensor) -> Tensor:

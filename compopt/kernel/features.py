@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compopt import accelerator
 from compopt.checks.context import refuse_derivatives
 from compopt.checks.inputs import check_features
+from compopt.distributed.handshake import NOTHING
 from compopt.pairs import MASKED
 
 NORM_MIN = 1e-12  # as F.normalize
@@ -20,6 +23,8 @@ NORM_MIN = 1e-12  # as F.normalize
 NORM_MAX = math.sqrt(-MASKED)
 
 Encode = Callable[[Tensor], "Tensor | tuple[Tensor, Tensor]"]
+# A tensor and its gradient, or tensors of one shape and dtype and their gradients, stacked.
+Slope = tuple[Tensor | tuple[Tensor, ...], Tensor]
 
 
 def working_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -46,6 +51,23 @@ def prepare(z: Tensor, normalize: bool) -> tuple[Tensor, Tensor | None]:
         return torch.where(norm < NORM_MAX, z, torch.nan), None
     norm = norm.nan_to_num_(nan=torch.nan, posinf=torch.nan).clamp_(min=NORM_MIN)
     return z.div_(norm), norm
+
+
+def other_units(features: Sequence[Tensor], like: Tensor, normalize: bool) -> list[Tensor]:
+    """Return prepared features of another model, on the device of ``like`` and in its working dtype."""
+    there = (accelerator.to_device(z.detach(), like.device) for z in features)
+    return [prepare(z.to(working_dtype(like.dtype), copy=True), normalize)[0] for z in there]
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context that disables autocast, which would compute similarities in half precision."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else NOTHING
+
+
+def at_least(tau: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast ``tau`` to at least the working dtype, since ``1 / tau`` in half precision has only three digits."""
+    wanted = working_dtype(tau.dtype, dtype)
+    return tau if tau.dtype == wanted else tau.to(wanted)
 
 
 def zero_or_nan(*features: Tensor) -> Tensor:
@@ -83,11 +105,11 @@ class Features:
         """Return whether any of the tensors of the caller requires a gradient."""
         return any(z.requires_grad for z in self.given)
 
-    def pull_back(self, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of a given tensor and its gradient, from that of ``unit``, ``(k, b, d)``, overwritten."""
+    def pull_back(self, gradient: Tensor) -> Slope:
+        """Return the given tensors and their gradients, from that of ``unit``, ``(k, b, d)``, which is overwritten."""
         if self.norm is not None:
             through_normalization(gradient, self.unit, self.norm)
-        return list(zip(self.given, gradient.unbind(), strict=True))
+        return self.given, gradient
 
 
 class Encoder:
@@ -102,8 +124,8 @@ class Encoder:
 
     Attributes:
         encoded: the encoded features; ``None`` before the call.
-        gradients: pairs of a tensor that ``encode`` returned and its gradient, set by :meth:`receive`; empty if no
-            tensor requires one.
+        gradients: tensors that ``encode`` returned and their gradients, set by :meth:`receive`; empty if no tensor
+            requires one.
     """
 
     def __init__(self, encode: Encode, like: Tensor, normalize: bool, unimodal: bool) -> None:
@@ -112,7 +134,7 @@ class Encoder:
         self._autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         self._grad = torch.is_grad_enabled()
         self.encoded: Features | None = None
-        self.gradients: list[tuple[Tensor, Tensor]] = []
+        self.gradients: list[Slope] = []
 
     def __call__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return features of these samples as candidates of directions 1 and 2 (modalities 2 and 1), no graph."""
@@ -152,8 +174,8 @@ class Encoder:
         assert self.encoded is not None
         second, first = by_direction
         gradients = torch.stack([first + second] if self._unimodal else [first, second])
-        pairs = self.encoded.pull_back(gradients.to(self.encoded.unit.dtype))
-        self.gradients = pairs if self.wants_gradients else []
+        slope = self.encoded.pull_back(gradients.to(self.encoded.unit.dtype))
+        self.gradients = [slope] if self.wants_gradients else []
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
@@ -163,10 +185,11 @@ class _ClosedForm(torch.autograd.Function):
     """Node of the graph with known gradients, which are all that autograd stores."""
 
     @staticmethod
-    def forward(ctx: Any, known: tuple[Tensor, Sequence[Tensor]], *inputs: Tensor) -> Tensor:
-        value, gradients = known  # in a tuple, which autograd does not inspect, so that the value itself is the output
+    def forward(ctx: Any, known: tuple[Tensor, Sequence[Tensor], list[torch.dtype]], *inputs: Tensor) -> Tensor:
+        del inputs
+        # in a tuple, which autograd does not inspect, so that the value itself is the output
+        value, gradients, ctx.dtypes = known
         ctx.save_for_backward(*gradients)
-        ctx.dtypes = [tensor.dtype for tensor in inputs]
         return value
 
     @staticmethod
@@ -182,7 +205,7 @@ class _ClosedForm(torch.autograd.Function):
         for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
             same = gradient.dtype == grad_output.dtype
             scaled = gradient * (grad_output if same else grad_output.to(gradient.dtype))
-            found.append(scaled if scaled.dtype == dtype else scaled.to(dtype))
+            found += (scaled if scaled.dtype == dtype else scaled.to(dtype)).unbind()
         return tuple(found)
 
 
@@ -201,7 +224,17 @@ def reaches_others(value: Tensor, *own: Tensor) -> bool:
     return False
 
 
-def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def _wanted(tensors: Tensor | tuple[Tensor, ...], gradient: Tensor) -> tuple[tuple[Tensor, ...], Tensor] | None:
+    """Return one tensor, or the first to the last that require a gradient, and gradients, ``(k, ...)``."""
+    if isinstance(tensors, Tensor):
+        tensors, gradient = (tensors,), gradient[None]
+    found = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
+    if len(found) == len(tensors):
+        return tensors, gradient
+    return (tensors[found[0] : found[-1] + 1], gradient[found[0] : found[-1] + 1]) if found else None
+
+
+def with_gradients(value: Tensor, slopes: Sequence[Slope]) -> Tensor:
     """Return ``value`` as a node of the graph of some tensors, passed in pairs with their gradients.
 
     Tensors that do not require a gradient are ignored; if none does, the result is ``value`` itself. Gradients are
@@ -211,12 +244,12 @@ def with_gradients(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ten
     A backward pass with ``create_graph=True`` raises an error: the weights are estimates, and their derivative is not
     that of the objective.
     """
-    wanted = [pair for pair in pairs if pair[0].requires_grad]
+    wanted = [found for slope in slopes if (found := _wanted(*slope)) is not None]
     if not wanted:
         return value
     wide = value.dtype if value.dtype.itemsize >= 4 else torch.float32  # sums in half precision would overflow
-    sums = (gradient.to(tensor.dtype).sum(dtype=wide) for tensor, gradient in wanted)
+    sums = (gradient.to(tensors[0].dtype).sum(dtype=wide) for tensors, gradient in wanted)
     total = reduce(torch.add, sums)  # 0 times inf is NaN
     value = torch.add(value, total, alpha=0) if wide == value.dtype else value + (0 * total).to(value.dtype)
-    tensors, gradients = zip(*wanted, strict=True)
-    return _ClosedForm.apply((value, gradients), *tensors)
+    dtypes, gradients = [tensors[0].dtype for tensors, _ in wanted], [gradient for _, gradient in wanted]
+    return _ClosedForm.apply((value, gradients, dtypes), *(tensor for tensors, _ in wanted for tensor in tensors))

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar, log
-from compopt.kernel.block import Apart, Block, Diagonal, Form, Given
+from compopt.kernel.block import CPU_BLOCK_ROWS, Apart, Block, Diagonal, Form, Given, same_sample
 from compopt.pairs import Axis, PairPolicy, Selection
 
 # Above this 1/tau, exp(s/tau) of a unit-norm pair approaches the range of float32, and a maximum must be subtracted.
@@ -32,7 +32,7 @@ SPREAD_ANCHORS = 128
 
 
 @dataclass(frozen=True)
-class Extra:
+class Negatives:
     """Further candidates of the anchors of direction 1, in addition to the features of the batch.
 
     Attributes:
@@ -66,7 +66,7 @@ class PairOptions(NamedTuple):
     Attributes:
         distinct: the first key has no repeats and is the only one, as known on the host.
         directions: ``D``, number of modalities or views that are anchors, the first ones.
-        extra: further candidates of the anchors of direction 1.
+        negatives: further candidates of the anchors of direction 1.
         unimodal: both views of the other samples are candidates (otherwise the features of the other modality).
         bounded: features have norm at most one.
         chunk_size: rows per block, with blocks recomputed in the gradients; ``None`` stores all blocks.
@@ -75,11 +75,12 @@ class PairOptions(NamedTuple):
         guide: features from which the policy finds false negatives, by modality or view, ``(B, g)`` each; empty: those
             of the estimator.
         key: keys ``within=`` of the policy, of all ranks, ``(B,)``, or ``None``.
+        sums: compute sums of exponentials; otherwise positives and counts only.
     """
 
     distinct: bool
     directions: int = 2
-    extra: Extra | None = None
+    negatives: Negatives | None = None
     unimodal: bool = False
     bounded: bool = True
     chunk_size: int | None = None
@@ -87,20 +88,24 @@ class PairOptions(NamedTuple):
     policy: PairPolicy | None = None
     guide: Sequence[Tensor] = ()
     key: Tensor | None = None
+    sums: bool = True
 
     @property
     def guides(self) -> list[Tensor]:
         """All features of the guide."""
-        return [*self.guide, *([] if self.extra is None or self.extra.guide is None else [self.extra.guide])]
+        return [
+            *self.guide,
+            *([] if self.negatives is None or self.negatives.guide is None else [self.negatives.guide]),
+        ]
 
     def axis(self, views: Sequence[int], own: slice, outside: slice | None = None) -> Axis:
         """Return the axis of some views of the samples ``own``, followed by the further candidates ``outside``."""
-        extra, count = self.extra, len(views)
+        negatives, count = self.negatives, len(views)
         guides = [self.guide[view][own] for view in views] if self.guide else []
         keys = [] if self.key is None else [self.key[own]] * count
-        if extra is not None and outside is not None:
-            guides += [] if extra.guide is None else [extra.guide[outside]]
-            keys += [] if extra.key is None else [extra.key[outside]]
+        if negatives is not None and outside is not None:
+            guides += [] if negatives.guide is None else [negatives.guide[outside]]
+            keys += [] if negatives.key is None else [negatives.key[outside]]
         guide, key = (torch.cat(parts) if parts else None for parts in (guides, keys))
         return Axis(guide, key, count * (own.stop - own.start))
 
@@ -121,13 +126,11 @@ class Pairs:
 
     Attributes:
         distinct: only the anchor's own sample is excluded from its candidates, as known on the host.
-        negatives: smallest ``|N_i|`` if only the anchor's own sample is excluded; keys may exclude more.
+        least: smallest ``|N_i|`` if only the anchor's own sample is excluded; keys may exclude more.
         positive: ``s_ii``, ``(B, D)`` like all statistics, with a column per direction.
         count: ``|N_i|`` as float; 0 for an anchor without negatives. A number if it is equal for all anchors and known
             on the host.
         log_count: ``log |N_i|``; 0 for anchors without negatives.
-        log_sum: ``log sum_{j in N_i} exp(h_ij / tau_i)``; 0 for anchors without negatives.
-        mean_h: mean of ``h_ij`` under the batch softmax, or ``None``.
 
     Communicates, with several ranks: one all-gather of ``1 + D`` to ``1 + 3 D`` floats per sample (with momentum
     ``2 D`` to ``4 D``).
@@ -145,22 +148,28 @@ class Pairs:
         sizes: Sequence[int] = (),
         block: Callable[..., Block] = Block,
     ) -> None:
-        self.block, self.options, self.keys, self.extra = block, options, keys, options.extra
+        self.block, self.options, self.keys, self.negatives = block, options, keys, options.negatives
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+        self._dot: Tensor | None = None
         self.directions, self.unimodal, self.moments = options.directions, options.unimodal, options.moments
         # in unimodal mode further candidates are excluded for the anchors of view 2
-        told = self.extra is None or (self.extra.positions is None and not self.unimodal)
+        told = self.negatives is None or (self.negatives.positions is None and not self.unimodal)
         self.distinct = told and options.distinct
         self._z, self._everyone = own, own.unbind() if everyone is None else everyone
         self._momentum, self._sizes = momentum, sizes
+        self._tau, self._blocks = tau, list[Block]()
         self._batch, first = len(self._everyone[0]), 0 if ranks is None else sum(sizes[: ranks.rank])
         self._own = slice(first, first + own.shape[1])
         self._scale = scale_of(tau, own, self._batch, self.directions)
         uniform = tau if isinstance(tau, float) and is_uniform(tau, options) else None
         self._form = Form(uniform, self.moments, options.chunk_size)
         self._thresholds = self._limits()
-        if (ranks is None or ranks.size == 1) and not momentum:
+        if not options.sums:
+            self._count_pairs()
+        elif (ranks is None or ranks.size == 1) and not momentum:
             self._ranks = None
-            self._blocks = [self._shared()]
+            rows, columns = ((0, 1), (0, 1)) if self.unimodal else ((0,), (1,))
+            self._blocks = [self._matrix(rows, columns, slice(0, self._batch), shared=True)]
             self._read_shared(self._blocks[0])
         else:
             self._ranks = Ranks.alone() if ranks is None else ranks
@@ -169,9 +178,10 @@ class Pairs:
 
     # -- matrices ----------------------------------------------------------------------------------------------
 
-    def names(self, views: Sequence[int]) -> Sequence[Tensor]:
+    def names(self, views: Sequence[int], part: slice = slice(None)) -> Sequence[Tensor]:
         """Return keys of the features of some views, one after the other; features with an equal key are not a pair."""
-        return self.keys if len(views) == 1 else [key.repeat(len(views)) for key in self.keys]
+        keys = [key[part] for key in self.keys]
+        return keys if len(views) == 1 else [key.repeat(len(views)) for key in keys]
 
     @cached_property
     def _all(self) -> Tensor:
@@ -191,94 +201,77 @@ class Pairs:
         positive = torch.linalg.vecdot(*(self.options.guide or self._everyone))
         return policy.threshold(positive.unsqueeze(1).expand(-1, self.directions))
 
-    def _shared(self) -> Block:
-        """Return the matrix of both directions."""
-        B, extra = self._batch, self.extra
-        x, y = (self._z.view(-1, self._z.shape[2]),) * 2 if self.unimodal else self._z.unbind()
-        rows, columns = ((0, 1), (0, 1)) if self.unimodal else ((0,), (1,))
-        if self.unimodal:
-            positives = [Diagonal(0, B, B), Diagonal(B, 2 * B, 0)]
-            own = [*positives, Diagonal(0, 2 * B, 0)]
-        else:
-            own = positives = [Diagonal(0, B, 0)]
-        further = None if self.distinct or extra is None else self._further(extra)
-        apart = Apart(own if self.distinct else None, lambda: (self.names(rows), self.names(columns)), further)
-        both, limits = not self.unimodal and self.directions == 2, self._thresholds
-        return self.block(
-            x,
-            y if extra is None else torch.cat([y, extra.features]),
-            self._form,
-            apart,
-            self._by_row(self._scale),
-            (self._scale[:, 1] if isinstance(self._scale, Tensor) else self._scale) if both else None,
-            positives=positives,
-            selected=self._selection(
-                (rows, slice(0, B), None),
-                (columns, slice(0, B), slice(None)),
-                None if limits is None else self._by_row(limits),
-                self._by_column(0, threshold=limits) if both else None,
-            ),
-        )
-
     def _of_direction(
         self, direction: int, part: slice, form: Form | None = None, block: Callable[..., Block] | None = None
     ) -> Block:
         """Return the matrix of some samples of a modality or view, which are anchors if it has a direction."""
-        views = (0, 1) if self.unimodal else (1 - direction,)
-        y = self._all if self.unimodal else (self._momentum or self._everyone)[1 - direction]
-        extra = self.extra if direction == 0 else None
-        count, z = part.stop - part.start, self._z[direction]
-        x = z if count == len(z) else z[part.start - self._own.start : part.stop - self._own.start]
-        at = [view * self._batch + part.start if self.unimodal else part.start for view in views]
-        own = [Diagonal(0, count, column) for column in at]
-        further = None if self.distinct or extra is None else self._further(extra, part)
-        keys = lambda: ([key[part] for key in self.keys], self.names(views))  # noqa: E731
-        apart = Apart(own if self.distinct else None, keys, further)
-        anchors = direction < self.directions
-        rows, scale, limits = None, self._scale, self._thresholds
-        if anchors:
-            rows = scale[part, direction] if isinstance(scale, Tensor) else scale
-        outside = slice(None) if extra is not None else None
-        return (block or self.block)(
-            x,
-            y if extra is None else torch.cat([y, extra.everyone]),
-            self._form if form is None else form,
-            apart,
-            rows,
-            given=not self._momentum,
-            positives=[Diagonal(0, count, at[1 - direction] if self.unimodal else part.start)],
-            selected=self._selection(
-                ((direction,), part, None),
-                (views, slice(0, self._batch), outside),
-                limits[part, direction] if limits is not None and anchors else None,
-                None if self._momentum else self._by_column(direction, threshold=limits),
-            ),
+        return self._matrix((direction,), (0, 1) if self.unimodal else (1 - direction,), part, False, form, block)
+
+    def _matrix(
+        self,
+        rows: Sequence[int],
+        columns: Sequence[int],
+        part: slice,
+        shared: bool,
+        form: Form | None = None,
+        block: Callable[..., Block] | None = None,
+    ) -> Block:
+        """Return the matrix of the views ``rows`` of some samples with the views ``columns`` of all samples.
+
+        Further candidates follow the columns. ``shared``: it is the only matrix of the call.
+        """
+        limits, anchors = self._thresholds, rows[0] < self.directions
+        both = shared and not self.unimodal and self.directions == 2  # the columns are anchors, too
+        by_row, of_rows = (
+            None if value is None or not anchors else self._by_row(value, rows, part) for value in (limits, self._scale)
         )
+        by_column = self._by_column(rows[0], threshold=limits) if both or not (shared or self._momentum) else None
+        of_columns = (self._scale[:, 1] if isinstance(self._scale, Tensor) else self._scale) if both else None
+        B, count, negatives = self._batch, part.stop - part.start, self.negatives if rows[0] == 0 else None
+        x = self._z[rows[0]] if len(rows) == 1 else self._z.view(-1, self._z.shape[2])
+        if len(rows) * count < len(x):
+            x = x[part.start - self._own.start : part.stop - self._own.start]
+        y = x if columns == rows else self._all if len(columns) > 1 else (self._momentum or self._everyone)[columns[0]]
+        own, positives = [], []
+        for at, row in enumerate(rows):
+            for to, column in enumerate(columns):
+                own.append(Diagonal(at * count, (at + 1) * count, to * B + part.start))
+                positives += [own[-1]] if row != column else []
 
-    def _of_extra(self, extra: Extra) -> Block:
-        """Return the matrix of this rank's further candidates, whose columns are the anchors of direction 1."""
-
-        def further(part: slice) -> Tensor:
-            return extra.same(slice(None), slice(extra.own.start + part.start, extra.own.start + part.stop)).T
-
-        y, rows, columns = self._everyone[0], ((), slice(0, 0), extra.own), ((0,), slice(0, self._batch), None)
-        limits = self._thresholds
-        selected = self._selection(rows, columns, None, None if limits is None else {"threshold": limits[:, 0]})
-        apart = Apart([]) if extra.positions is None else Apart(None, None, further)
-        return Block(extra.features, y, self._form, apart, given=True, selected=selected)
-
-    def _further(self, extra: Extra, part: slice | None = None) -> Callable[[slice], Tensor]:
-        """Return a function of rows of a matrix to the mask of further candidates; they are none of view 2's."""
-
-        def mask(rows: slice) -> Tensor:
-            if part is not None:
-                return extra.same(slice(part.start + rows.start, part.start + rows.stop))
-            same = extra.same(slice(rows.start, min(rows.stop, self._batch)))
-            missing = rows.stop - rows.start - len(same)
+        def further(some: slice) -> Tensor:
+            """Return the mask of the further candidates for some rows; none is a candidate of view 2."""
+            assert negatives is not None
+            same = negatives.same(slice(part.start + some.start, part.start + min(some.stop, count)))
+            missing = some.stop - some.start - len(same)
             # cat() instead of pad(), which raises for a tensor without entries in torch 2.4
             return torch.cat([same, same.new_ones(missing, same.shape[1])]) if missing else same
 
-        return mask
+        keys = lambda: (self.names(rows, part), self.names(columns))  # noqa: E731
+        outside = None if negatives is None else slice(None)
+        return (block or self.block)(
+            x,
+            y if negatives is None else torch.cat([y, negatives.everyone]),
+            form or self._form,
+            Apart(own if self.distinct else None, keys, None if self.distinct or negatives is None else further),
+            of_rows,
+            of_columns,
+            given=not (shared or self._momentum),
+            positives=positives,
+            selected=self._selection((rows, part, None), (columns, slice(0, B), outside), by_row, by_column),
+        )
+
+    def _of_negatives(self, negatives: Negatives) -> Block:
+        """Return the matrix of this rank's further candidates, whose columns are the anchors of direction 1."""
+
+        def further(part: slice) -> Tensor:
+            first = negatives.own.start
+            return negatives.same(slice(None), slice(first + part.start, first + part.stop)).T
+
+        y, rows, columns = self._everyone[0], ((), slice(0, 0), negatives.own), ((0,), slice(0, self._batch), None)
+        limits = self._thresholds
+        selected = self._selection(rows, columns, None, None if limits is None else {"threshold": limits[:, 0]})
+        apart = Apart([]) if negatives.positions is None else Apart(None, None, further)
+        return Block(negatives.features, y, self._form, apart, given=True, selected=selected)
 
     def _selection(
         self,
@@ -293,11 +286,11 @@ class Pairs:
         limits = None if by_row is None else by_row[:, None], None if by_column is None else by_column["threshold"]
         return Selection(self.options.policy, self.options.axis(*rows), self.options.axis(*columns), limits)
 
-    def _by_row(self, per_anchor: Any) -> Any:
-        """Rearrange ``(B, D)`` into one value per row of the shared matrix; a number stays a number."""
+    def _by_row(self, per_anchor: Any, rows: Sequence[int], part: slice = slice(None)) -> Any:
+        """Rearrange ``(B, D)`` into one value per row of a matrix; a number stays a number."""
         if not isinstance(per_anchor, Tensor):
             return per_anchor
-        return per_anchor.T.reshape(-1) if self.unimodal else per_anchor[:, 0]
+        return per_anchor[part, rows[0]] if len(rows) == 1 else per_anchor.T.reshape(-1)
 
     def _by_column(self, direction: int, **values: Tensor | None) -> dict[str, Tensor] | None:
         """Return values of the anchors along the columns of a matrix, ``(B, D)`` each; other candidates have weight 0.
@@ -308,9 +301,9 @@ class Pairs:
         if not given or (not self.unimodal and 1 - direction >= self.directions):
             return None
         columns = {name: v.T.reshape(-1) if self.unimodal else v[:, 1 - direction] for name, v in given.items()}
-        if direction == 1 or self.extra is None:
+        if direction == 1 or self.negatives is None:
             return columns
-        more = len(self.extra.everyone)
+        more = len(self.negatives.everyone)
         return {name: pad(value, (0, more), value=OUTSIDE[name]) for name, value in columns.items()}
 
     # -- statistics --------------------------------------------------------------------------------------------
@@ -321,24 +314,21 @@ class Pairs:
         if columns is None:
             every = [None if x is None else x.view(-1, B).T for x in block.sums]
         else:  # one copy for all quantities, since every copy is a kernel launch on an accelerator
-            pairs = zip(block.sums, columns.first(B), strict=True)
-            every = [None if x is None or y is None else torch.stack([x, y]).T for x, y in pairs]
+            sides = zip(block.sums, columns.first(B), strict=True)
+            copied = torch.stack([x for both in sides for x in both if x is not None]).view(-1, 2, B).mT
+            each = iter(copied)
+            every = [None if x is None else next(each) for x in block.sums]
         total, shift, dot, excluded = every
         assert total is not None
-        self._total = total
-        others = len(block.y) if self.unimodal else B
-        self._set(block.positive[:B, None].expand(-1, self.directions), [len(block.y), others], excluded)
-        if shift is None:
-            self._offset = self.positive * (-self._scale)
-        else:
-            self._offset = (shift - self.positive) * self._scale
-        self.log_sum = self.real(total.log() + self._offset)
-        self.mean_h = None if dot is None else self.real(dot / total - self.positive)
+        self._total, minus = total, block.minus_positive[:B, None]
+        self._count([len(block.y), len(block.y) if self.unimodal else B], excluded)
+        self._offset = minus if shift is None else (shift + minus) * self._scale
+        self._dot, self._minus = dot, minus
 
     def _exchange(self, ranks: Ranks) -> None:
         """Gather the statistics of each rank's anchors on all ranks."""
         blocks, sizes = self._blocks[: self.directions], self._sizes or [self._z.shape[1]]
-        self._scale = scale = _spread_out(self._scale, self._z.new_empty(self._batch, self.directions))
+        self._scale = scale = _spread_out(self._scale, self._z.new_empty(self.shape))
         mine, zero = scale[self._own], self._z.new_zeros(())
         positives = [block.positive for block in (blocks if self._momentum else blocks[:1])]
         logs = [block.sums.log_total(mine[:, direction]) for direction, block in enumerate(blocks)]
@@ -346,31 +336,91 @@ class Pairs:
         more += [[block.sums.excluded for block in blocks if block.sums.excluded is not None]]
         own = [torch.stack(values, dim=1) for values in (positives, logs, *more) if values]
         positive, log_total, *rest = ranks.gather(own, sizes)
-        excluded = rest[-1] if more[1] else None
-        self._set(positive.expand(-1, self.directions), [len(block.y) for block in blocks], excluded)
+        self.positive = positive = positive.expand(self.shape)
+        self._count([len(block.y) for block in blocks], rest[-1] if more[1] else None)
         shifts = [
             zero.expand_as(block.sums.total) if block.sums.shift is None else block.sums.shift for block in blocks
         ]
-        self._offset = (torch.stack(shifts, dim=1) - self.positive[self._own]) * mine
+        self._offset = (torch.stack(shifts, dim=1) - positive[self._own]) * mine
         self._total = torch.stack([block.sums.total for block in blocks], dim=1)
-        self.log_sum = self.real(log_total - self.positive * scale)
-        self.mean_h = self.real(rest[0] - self.positive) if self.moments else None
+        self.log_sum = self.real(log_total - positive * scale)
+        self.mean_h = self.real(rest[0] - positive) if self.moments else None
 
-    def _set(self, positive: Tensor, candidates: Sequence[int], excluded: Tensor | None) -> None:
-        """Set positives and counts, from the candidates by direction and the numbers of those excluded, ``(B, D)``."""
-        self.positive, own, candidates = positive, 2 if self.unimodal else 1, candidates[: self.directions]
-        self.negatives = min(candidates) - own
+    def _count_pairs(self) -> None:
+        """Set the positives and the counts without sums of exponentials."""
+        self.positive = torch.linalg.vecdot(*self._everyone).unsqueeze(1).expand(self.shape)
+        views, excluded = 2 if self.unimodal else 1, None
+        if not self.distinct:
+            parts = zip(*(key.split(self.options.chunk_size or CPU_BLOCK_ROWS) for key in self.keys), strict=True)
+            excluded = torch.cat([same_sample(part, self.keys).sum(1) for part in parts]).mul_(views)
+            excluded = excluded.unsqueeze(1).expand(self.shape)
+        self._count([views * self._batch] * 2, excluded)
+
+    def _count(self, candidates: Sequence[int], excluded: Tensor | None) -> None:
+        """Set the counts, from the candidates by direction and the numbers of those excluded, ``(B, D)``."""
+        own, candidates, like = 2 if self.unimodal else 1, candidates[: self.directions], self._z
+        self.least = min(candidates) - own
         numbers = [number - (own if excluded is None else 0) for number in candidates]
         count: Scalar = float(numbers[0])
         if len(set(numbers)) > 1:  # filled on the device, without a copy from the host that synchronises
-            count = torch.stack([positive.new_full((), float(number)) for number in numbers]).expand_as(positive)
-        self.count = count if excluded is None else count - excluded.to(positive.dtype)
+            count = torch.stack([like.new_full((), float(number)) for number in numbers]).expand(self.shape)
+        self.count = count if excluded is None else count - excluded.to(like.dtype)
         self.log_count = log(self.divisor)
 
-    @cached_property  # used by normalizers and by the gradients
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the statistics, ``(B, D)``."""
+        return self._batch, self.directions
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the statistics."""
+        return self._z.dtype
+
+    @cached_property
+    def positive(self) -> Tensor:
+        """``s_ii``, ``(B, D)``."""
+        return self._blocks[0].positive[: self._batch, None].expand(self.shape)
+
+    @cached_property
+    def minus_logit(self) -> Tensor:
+        """``-s_ii / tau_i``, ``(B, 1)`` or ``(B, D)``."""
+        return self._offset if self._relative else self.positive * -self._scale
+
+    @property
+    def _relative(self) -> bool:
+        """Return whether no maximum was subtracted, so that ``_offset`` is ``-s_ii / tau_i``."""
+        return self._ranks is None and self._form.tau is not None
+
+    @cached_property
+    def log_sum(self) -> Tensor:
+        """``log sum_{j in N_i} exp(h_ij / tau_i)``, ``(B, D)``; 0 for anchors without negatives."""
+        if not self.options.sums:  # for a metric
+            options, z = self.options._replace(sums=True, moments=False), torch.stack(tuple(self._everyone))
+            return Pairs(z, self._tau, self.keys, options).log_sum
+        return self.real(self._total.log() + self._offset)
+
+    @cached_property
+    def mean_h(self) -> Tensor | None:
+        """Mean of ``h_ij`` under the batch softmax, ``(B, D)``, or ``None``."""
+        return None if self._dot is None else self.real(self._dot / self._total + self._minus)
+
+    @cached_property
     def log_ghat(self) -> Tensor:
         """``log ghat_i``, the batch estimate of the inner function, ``(B, D)``."""
         return self.log_sum - self.log_count
+
+    def log_inner(self, inside: Scalar) -> Tensor:
+        """Return ``log`` of the mean of ``exp((s_ij - s_ii) / tau_i)``, times ``exp(inside s_ii / tau_i)``, ``(B, D)``.
+
+        ``inside`` is 0 or 1, a number or a tensor.
+        """
+        if isinstance(inside, float):
+            if inside == 0.0:
+                return self.log_ghat
+            if inside == 1.0 and self._relative:  # without -s_ii / tau_i, which would be added and subtracted
+                return self.real(self._total.log() - self.log_count)
+        return self.log_ghat - inside * self.minus_logit
 
     @property
     def may_lack_negatives(self) -> bool:
@@ -384,7 +434,27 @@ class Pairs:
 
     def sum_weights(self, alpha: Tensor) -> Tensor:
         """Return ``sum_j w_ij``, ``(B, D)``."""
+        if self._ranks is None:
+            return self.real(self._scaled(alpha)[1] / self.divisor)
         return self.real((self.log_ghat - alpha).exp_())
+
+    def sum_wh(self, alpha: Tensor) -> Tensor:
+        """Return ``sum_j w_ij h_ij``, ``(B, D)``; needs moments."""
+        if self._dot is None:
+            assert self.mean_h is not None
+            return self.sum_weights(alpha) * self.mean_h
+        moment = torch.addcmul(self._dot, self._total, self._minus)
+        return self.real(self._scaled(alpha)[0] * moment / self.divisor)
+
+    def _scaled(self, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the factor from the terms of a sum to ``|N_i| w_ij``, and ``|N_i| sum_j w_ij``, ``(B, D)`` each.
+
+        They are kept, since gradients of temperatures and of features need both.
+        """
+        if self._kept is None or self._kept[0] is not alpha:
+            factor = (self._offset - alpha).exp_()
+            self._kept = alpha, factor, self._total * factor
+        return self._kept[1:]
 
     def real(self, per_anchor: Tensor, outside: Scalar = 0.0) -> Tensor:
         """Set values of anchors without negatives, which labels and index2 can cause, to zero.
@@ -403,7 +473,7 @@ class Pairs:
         """Return a factor per anchor, zero without negatives; a number if ``count`` is a number."""
         if isinstance(self.count, float):
             return value
-        value = value if isinstance(value, Tensor) else self.positive.new_full((), value)
+        value = value if isinstance(value, Tensor) else self._z.new_full((), value)
         return torch.where(self.count > 0, value, 0)
 
     def of_other_view(self, per_anchor: Tensor) -> Tensor:
@@ -440,47 +510,51 @@ class Pairs:
             ``(M, d)``, if there are any.
         """
         coefficient = self.factor(coefficient)
-        weight = None if positive_weight is None else coefficient * positive_weight
         if self._ranks is None:
-            found = self._shared_gradients(alpha, coefficient, weight)
+            found = self._shared_gradients(alpha, coefficient, positive_weight)
         else:
-            found = self._own_gradients(alpha, coefficient, weight)
+            found = self._own_gradients(alpha, coefficient, positive_weight)
         self.release()  # so that the next steps of the gradient can reuse the memory
         return found
 
     def _shared_gradients(
-        self, alpha: Tensor, coefficient: Scalar, weight: Scalar | None
+        self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar | None
     ) -> tuple[Tensor, Tensor | None]:
-        (block,), extra = self._blocks, self.extra
-        # factor from the terms of a sum to coefficient_i * w_ij
-        factor = (self._offset - alpha).exp_().mul_(coefficient / self.divisor)
-        weight = self._total * factor if weight is None else weight
-        weight = weight.expand_as(self.positive) if isinstance(weight, Tensor) else weight
+        (block,), negatives, ratio = self._blocks, self.negatives, coefficient / self.divisor
+        scale = 1.0 if isinstance(ratio, Tensor) else ratio  # of all weights: a factor of the products
+        factor, weight = self._scaled(alpha) if positive_weight is None else ((self._offset - alpha).exp_(), 0.0)
+        if isinstance(ratio, Tensor):
+            factor, weight = factor * ratio, weight * ratio
+        pulls = weight if positive_weight is None else positive_weight * (coefficient / scale)
+        pulls = pulls.expand(self.shape) if isinstance(pulls, Tensor) else pulls
         gradient = torch.zeros_like(self._z) if block.recompute else torch.empty_like(self._z)
-        outside = None if extra is None else torch.zeros_like(extra.features)
-        rows = self._by_row(factor)
+        outside = None if negatives is None else torch.zeros_like(negatives.features)
+        views = (0, 1) if self.unimodal else (0,)
+        rows = self._by_row(factor, views)
         if not self.unimodal:
             columns = self._by_column(0, factor=factor)
-            pull = weight.sum(1) if isinstance(weight, Tensor) else weight * self.directions
-            of_rows, of_columns = gradient.unbind()
-            block.products(rows, None if columns is None else columns["factor"], pull, of_rows, of_columns, outside)
+            pull = pulls.sum(1) if isinstance(pulls, Tensor) else pulls * self.directions
+            of_columns = None if columns is None else columns["factor"]
+            block.products(rows, of_columns, pull, gradient[0], gradient[1], outside, scale)
             return gradient, outside
         of_all = gradient.view(-1, gradient.shape[2])
-        if self._form.tau is not None and extra is None:  # exp(S) is its own transpose: A + A^T in one product
-            pull = weight.sum(1).repeat(2) if isinstance(weight, Tensor) else 2 * weight
-            block.products(rows, rows, pull, of_all)
+        if self._form.tau is not None and negatives is None:  # exp(S) is its own transpose: A + A^T in one product
+            pull = pulls.sum(1).repeat(2) if isinstance(pulls, Tensor) else 2 * pulls
+            block.products(rows, rows, pull, of_all, scale=scale)
         else:
-            block.products(rows, None, self._by_row(weight), of_all, of_all, outside)
+            block.products(rows, None, self._by_row(pulls, views), of_all, of_all, outside, scale)
         return gradient, outside
 
-    def _own_gradients(self, alpha: Tensor, coefficient: Scalar, weight: Scalar | None) -> tuple[Tensor, Tensor | None]:
+    def _own_gradients(
+        self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of this rank's features as anchors, and as candidates of the anchors of all ranks."""
-        own, scale, shape = self._own, self._scale, self.positive
+        own, scale, like = self._own, self._scale, self.positive
         assert isinstance(scale, Tensor)  # since _exchange()
-        alpha, log_count = alpha.expand_as(shape), _spread_out(self.log_count, shape)
-        factor = _spread_out(coefficient, shape)
+        alpha, log_count = alpha.expand_as(like), _spread_out(self.log_count, like)
+        factor = _spread_out(coefficient, like)
         mine = (self._offset - alpha[own] - log_count[own]).exp_().mul_(factor[own])
-        weight = self._total * mine if weight is None else _spread_out(weight, shape)[own]
+        weight = self._total * mine if positive_weight is None else (factor * positive_weight)[own]
         level = self.positive * scale + alpha + log_count
         gradient = torch.zeros_like(self._z)
         for direction, block in enumerate(self._blocks):
@@ -490,15 +564,16 @@ class Pairs:
             pull = weight[:, direction] if self._momentum else weight.sum(1)
             block.products(rows, None if given is None else Given(**given), pull, gradient[direction])
             block.release()
-        if self.extra is None:
+        if self.negatives is None:
             return gradient, None
-        outside = torch.zeros_like(self.extra.features)
+        outside = torch.zeros_like(self.negatives.features)
         anchors = Given(scale[:, 0], level[:, 0], factor[:, 0])
-        self._of_extra(self.extra).products(None, anchors, None, outside)
+        self._of_negatives(self.negatives).products(None, anchors, None, outside)
         return gradient, outside
 
     def release(self) -> None:
         """Free the memory that only :meth:`gradients` needs; for calls that do not use that method."""
+        self._kept = None
         for block in self._blocks:
             block.release()
 

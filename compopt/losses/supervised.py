@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator, checks
-from compopt.arguments import full_precision
 from compopt.checks import Mode
 from compopt.checks.context import outside_of_graphs, refuse_derivatives
 from compopt.checks.inputs import check_features, check_vector
 from compopt.distributed.handshake import Agreement, Handshake, fingerprint
 from compopt.distributed.ranks import ProcessGroup, Ranks
-from compopt.kernel.features import Features, with_gradients
+from compopt.kernel.features import Features, full_precision, with_gradients
 
 Block = tuple[int, slice, Tensor, Tensor, Tensor]
 
@@ -87,7 +86,7 @@ class SupConLoss:
             own = Features.of(z1, z2, normalize=self.normalize)
             everyone = torch.stack(self.ranks.gather(own.unit.unbind(), batch.sizes))
             value, gradient = self._evaluate(own.unit, everyone, batch)
-            pairs = own.pull_back(gradient.mul_(self.ranks.size))
+            pairs = [own.pull_back(gradient.mul_(self.ranks.size))]
         return with_gradients(value, pairs)
 
     def _evaluate(self, z: Tensor, everyone: Tensor, batch: Agreement) -> tuple[Tensor, Tensor]:

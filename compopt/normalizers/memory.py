@@ -16,9 +16,9 @@ from compopt.checks.context import warn
 from compopt.estimator.base import Form
 from compopt.estimator.groups import Hyper
 from compopt.estimator.parts import Call, Estimate, Normalizer
-from compopt.functional import Scalar, add_positive, all_finite
+from compopt.functional import Scalar, add_positive, all_finite, log
 from compopt.kernel.block import exp_
-from compopt.kernel.pairs import MAX_UNSHIFTED_SCALE, is_uniform, scale_of
+from compopt.kernel.pairs import MAX_UNSHIFTED_SCALE, SPREAD_ANCHORS, Pairs, is_uniform, scale_of
 from compopt.pairs import NO_POLICY, PairPolicy
 
 KEYS = ("index", "index2", "labels")
@@ -169,68 +169,70 @@ class MemoryNormalizer(Normalizer):
 
     def estimate(self, call: Call) -> Estimate:
         pairs, directions, policy = call.pairs, call.pairs.directions, call.policy or NO_POLICY
-        positive = pairs.positive
         z, keys = self._checked(call.batch.views), self._keys(call.batch)
         state, window = self._seen(call, keys)
-        k = torch.stack(call.batch.momentum) if call.batch.momentum else z
-        scale = scale_of(call.tau, positive, *positive.shape)
-        mean = self._of_candidates(self._means(k))
-        queue, included = self._queue(state, mean), self._included(keys, state, len(positive), directions)
-        logits = self._logits(z, queue, positive, scale)
-        threshold = policy.threshold(positive)
+        scale = scale_of(call.tau, z, *pairs.shape)
+        centred, partners = self._centred(torch.stack(call.batch.momentum) if call.batch.momentum else z)
+        queue, included = self._queue(state, z.dtype), self._included(keys, state, *pairs.shape)
+        logits = self._logits(z, queue, partners, scale)
+        threshold = policy.threshold(pairs.positive) if policy.false_negatives is not None else None
         if threshold is not None:
-            included = included & (logits <= self._column((threshold - positive) * scale))
+            near = logits <= self._column((threshold - pairs.positive) * scale)
+            included = near if included is None else included & near
         uniform = is_uniform(call.tau, pairs.options) and scale <= LARGEST_SCALE
-        if uniform:
+        if uniform and included is not None:
             included = included.to(logits.dtype)  # once, for the product and for the count
-        count = self._by_sample(included.sum(2, dtype=positive.dtype), positive)
+        count = (
+            float(queue.shape[1]) if included is None else self._by_sample(included.sum(2, dtype=z.dtype), pairs.shape)
+        )
         log_sum = pairs.log_sum
         if isinstance(pairs.count, Tensor):  # it is 0 for an anchor without negatives in the batch
             log_sum = log_sum.masked_fill((pairs.count == 0) & (count > 0), -math.inf)
         # one softmax over batch and queue: the kernel's weights are divided by the sum over both
         of_batch = others = self._by_queue(log_sum)
         if self.candidates is not None:
-            others = self._by_queue(add_positive(log_sum, (pairs.count + count).log(), self.candidates))
+            others = self._by_queue(add_positive(log_sum, log(pairs.count + count), self.candidates))
         if uniform:
-            weights, share, log_total = bounded_softmax(logits, included, others)
+            e, share, total, log_total = bounded_sums(logits, included, others)
         else:
-            weighted = self._hardened(logits.masked_fill_(~included, -math.inf), positive, scale, policy.hardness)
-            weights, share, log_total = shared_softmax(weighted, others, keep=pairs.mean_h is not None)
-        log_share = of_batch - log_total  # of the batch
-        log_total = self._by_sample(log_total, positive)
+            if included is not None:
+                logits.masked_fill_(~included, -math.inf)
+            weighted = self._hardened(logits, pairs, scale, policy.hardness)
+            e, share, total, log_total = shifted_sums(weighted, others, keep=pairs.moments)
+        outside_wh: Tensor | None = None
+        if pairs.moments:
+            of_slots = logits if included is None else logits.masked_fill(~included, 0)
+            outside_wh = self._by_sample((e * of_slots).sum(2).div_(total.squeeze(2)), pairs.shape) / scale
+        by_queue, log_total = log_total, self._by_sample(log_total, pairs.shape)
         lacking = pairs.lacking(count)
         if call.training and (lacking is None or lacking.device.type != "cpu" or not lacking):
             # a bad feature of a sample without pairs is in no sum, but in the mean; it must not enter the queue
-            usable = all_finite(log_total + mean.sum() if pairs.may_lack_negatives else log_total)
+            usable = all_finite(log_total + centred.sum() if pairs.may_lack_negatives else log_total)
             usable = usable if lacking is None else usable & ~lacking
-            self._keep(call.batch, state, window, k, mean, keys, usable)
-        outside_wh: Tensor | None = None
-        if pairs.mean_h is not None:
-            dot = self._by_sample((weights * logits.masked_fill_(~included, 0)).sum(2), positive) / scale
-            outside_wh = dot
+            self._keep(call.batch, state, window, centred, keys, usable)
 
-        def through_alpha(slope: Tensor, gradient: Tensor | None) -> None:
+        def through_alpha(slope: Scalar, gradient: Tensor | None) -> None:
             """Add ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of this rank's anchors."""
             if gradient is None:
                 return
-            own = call.batch.own
-            factor = (slope * scale).T[:, own].unsqueeze(2)
-            own_weights, own_share = (x.view(directions, -1, x.shape[2])[:, own] for x in (weights, share))
-            gradient[:directions].baddbmm_(own_weights.mul_(factor), queue.expand(directions, -1, -1))
-            pulls = zip(gradient, own_share * factor, reversed(k[:, own].unbind()), strict=False)
-            for of_view, pull, partner in pulls:
-                of_view.addcmul_(pull, partner, value=-1)
+            own, factor = call.batch.own, slope * scale
+            mine, sums, totals = (x.view(directions, -1, x.shape[2])[:, own] for x in (e, share, total))
+            pull = torch.bmm(mine, queue.expand(directions, -1, -1)).addcmul_(sums, partners[:, own], value=-1)
+            if isinstance(factor, Tensor):
+                pull.mul_(factor.T[:, own].unsqueeze(2))
+            gradient[:directions].addcdiv_(pull, totals, value=1.0 if isinstance(factor, Tensor) else factor)
 
-        norms = torch.linalg.vector_norm(weights, dim=2)
-        own, of_weights = call.batch.own, (share, norms, log_share)
-        effective = partial(effective_negatives, pairs.effective, own, directions, *of_weights)
+        first = slice(call.batch.own.start, min(call.batch.own.stop, call.batch.own.start + SPREAD_ANCHORS))
+        norms = torch.linalg.vector_norm(e.view(directions, -1, e.shape[2])[:, first], dim=2)
+        effective = partial(effective_negatives, pairs.effective, first, norms, (share, total, of_batch, by_queue))
+        all_count = pairs.count + count
         return Estimate(
-            log_total - (pairs.count + count).clamp(min=1).log(),
+            log_total - log(all_count.clamp(min=1) if isinstance(all_count, Tensor) else all_count),
             weight_alpha=log_total - pairs.log_count,
             outside_wh=outside_wh,
             outside_count=count,
             through_alpha=through_alpha,
-            metrics={"queue_share": partial(torch.mean, share), "effective_negatives": effective},
+            metrics={"queue_share": partial(mean_quotient, share, total), "effective_negatives": effective},
         )
 
     def _seen(self, call: Call, keys: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -266,8 +268,7 @@ class MemoryNormalizer(Normalizer):
         batch: Batch,
         state: Mapping[str, Tensor],
         window: Mapping[str, Tensor],
-        k: Tensor,
-        mean: Tensor,
+        centred: Tensor,
         keys: Mapping[str, Tensor],
         usable: Tensor,
     ) -> None:
@@ -276,16 +277,14 @@ class MemoryNormalizer(Normalizer):
         A later call adds the mean of its own batch, so that the queue follows the encoders.
         """
         names = stored_names(keys, batch.keys["index"])[:, -self.length :]
-        features = self._of_candidates(k[:, -self.length :])
-        queue = (features - mean).to(state["queue"].dtype)
-        entries = {"queue": queue, "keys": names, "kept": torch.ones_like(names[0], dtype=torch.bool)}
         if batch.momentum:  # the queue stores the copy's features; the others may be bad, too
-            usable = usable & all_finite(batch.views) & all_finite(k)
+            usable = usable & all_finite(batch.views) & all_finite(torch.stack(batch.momentum))
         if batch.bad is not None:
             usable = usable & ~batch.bad
+        queue = centred[:, -self.length :].to(state["queue"].dtype)
+        entries = {"queue": queue, "keys": names, "kept": usable.expand(names.shape[1])}
         before = self._state_on(usable.device, True)
         self._pending_state = pushed(state, entries, usable, before)
-        entries["kept"] = usable.expand_as(entries["kept"])
         for name, new in entries.items():
             if window:
                 new = torch.cat([torch.where(usable, window[name], before[WINDOW + name]), new], dim=_axis(new))
@@ -296,49 +295,62 @@ class MemoryNormalizer(Normalizer):
             self._pending_state = {name: self._pending_state[name] for name in self.state}
         super().commit_state(found_inf)
 
-    def _means(self, k: Tensor) -> Tensor:
-        """Return the mean of each modality, ``(2, 1, d)``; in unimodal mode one mean of both views, ``(1, 1, d)``."""
-        means = k.mean(1, keepdim=True)
-        return means.mean(0, keepdim=True) if self._views else means
+    def _centred(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features without their mean, as the queues store them, and those of the anchors' positives.
 
-    def _of_candidates(self, value: Tensor) -> Tensor:
-        """Arrange values of views by queue: the candidates of direction 1 are the second view."""
-        return value if self._views else value.flip(0)[: self._directions]
+        The mean is that of each modality, in unimodal mode of both views.
+        """
+        if self._views:
+            centred = k - k.mean((0, 1), keepdim=True)
+            return centred, centred.flip(0)
+        of_candidates = k.flip(0)[: self._directions]  # the candidates of direction 1 are the second modality
+        centred = of_candidates - of_candidates.mean(1, keepdim=True)
+        return centred, centred
 
-    def _queue(self, state: Mapping[str, Tensor], mean: Tensor) -> Tensor:
-        """Return the queue, shifted to the mean of the current batch, ``(Q, M, d)``."""
-        queue = state["queue"].to(mean.dtype) + mean
-        return queue.view(1, -1, self.dim) if self._views else queue
+    def _queue(self, state: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the queue as it is stored, ``(Q, M, d)``."""
+        queue = state["queue"].to(dtype)
+        return queue.reshape(1, -1, self.dim) if self._views else queue
 
     def _keys(self, batch: Batch) -> dict[str, Tensor]:
         """Return the keys of a batch that slots also store, if they are passed."""
         keys = {name: key for name, key in batch.keys.items() if name != "index" or batch.named}
         return {**keys, "within": batch.values["within1"]} if self._within else keys
 
-    def _included(self, keys: Mapping[str, Tensor], state: Mapping[str, Tensor], size: int, directions: int) -> Tensor:
-        """Return a mask of the slots that are negatives of an anchor: filled, and of other samples; ``(1, P, M)``."""
+    def _included(
+        self, keys: Mapping[str, Tensor], state: Mapping[str, Tensor], size: int, directions: int
+    ) -> Tensor | None:
+        """Return a mask of the slots that are negatives of an anchor: filled, and of other samples; ``(1, P, M)``.
+
+        ``None`` if the host knows that all slots are.
+        """
         stored, included = state["keys"], state["kept"].expand(size, -1)
         for row, name in enumerate(KEYS):
             if name in keys:  # no other key equals UNKNOWN
                 included = included & (keys[name][:, None] != stored[row])
         if self._within:
             included = included & (keys["within"][:, None] == stored[-1])
+        if included.device.type == "cpu" and included.all():
+            return None
         return (included.repeat(directions, 2) if self._views else included).unsqueeze(0)
 
-    def _logits(self, z: Tensor, queue: Tensor, positive: Tensor, scale: Scalar) -> Tensor:
-        """Return ``h_iq / tau_i`` of all slots, ``(Q, P, M)``."""
-        anchors, alpha = self._anchors(z, positive.shape[1]), 1.0
+    def _logits(self, z: Tensor, queue: Tensor, partners: Tensor, scale: Scalar) -> Tensor:
+        """Return ``h_iq / tau_i`` of all slots, ``(Q, P, M)``; the batch's mean is in neither term of ``h_iq``."""
+        anchors, alpha = z[: self._directions], 1.0
         if isinstance(scale, Tensor):
-            anchors = anchors * self._column(scale)  # the narrow matrix
+            anchors = anchors * scale.T.unsqueeze(2)  # the narrow matrix
         else:
             alpha = scale
-        return torch.baddbmm(self._column(positive * scale), anchors, queue.mT, beta=-1, alpha=alpha)
+        own = torch.linalg.vecdot(anchors, partners[: self._directions])
+        if self._views:  # both views share one queue
+            anchors, own = anchors.view(1, -1, self.dim), own.view(1, -1)
+        return torch.baddbmm(own.unsqueeze(2), anchors, queue.mT, beta=-alpha, alpha=alpha)
 
-    def _hardened(self, logits: Tensor, positive: Tensor, scale: Scalar, beta: float | None) -> Tensor:
+    def _hardened(self, logits: Tensor, pairs: Pairs, scale: Scalar, beta: float | None) -> Tensor:
         """Return ``h_iq / tau_i + beta s_iq``."""
         if beta is None:
             return logits
-        return logits * self._column(1 + beta / scale) + self._column(beta * positive)
+        return logits * self._column(1 + beta / scale) + self._column(beta * pairs.positive)
 
     def _state_on(self, device: torch.device, training: bool) -> dict[str, Tensor]:
         return {
@@ -352,11 +364,6 @@ class MemoryNormalizer(Normalizer):
             raise ValueError(f"dim is {self.dim}, the features have {z.shape[2]} dimensions; build it with theirs")
         return z
 
-    def _anchors(self, z: Tensor, directions: int) -> Tensor:
-        """Rearrange ``(2, B, d)`` -> ``(Q, P, d)``; both views share one queue."""
-        z = z[:directions]
-        return z.view(1, -1, self.dim) if self._views else z
-
     def _by_queue(self, value: Tensor) -> Tensor:
         return value.T.reshape(1, -1) if self._views else value.T
 
@@ -364,83 +371,91 @@ class MemoryNormalizer(Normalizer):
         """Rearrange ``(B, a)`` -> ``(Q, P, 1)``; a number for all anchors stays a number."""
         return self._by_queue(value).unsqueeze(2) if isinstance(value, Tensor) else value
 
-    def _by_sample(self, value: Tensor, like: Tensor) -> Tensor:
-        return value.expand(1 if self._views else self._directions, -1).reshape(like.shape[1], len(like)).T
+    def _by_sample(self, value: Tensor, shape: tuple[int, int]) -> Tensor:
+        return value.expand(1 if self._views else self._directions, -1).reshape(shape[1], shape[0]).T
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor:
         """Return the queue's part of ``alpha``, ``(n, A)``; row ``i`` is sample ``i``. NaN without negatives."""
         z, state = self._checked(torch.stack(features)), self._state_on(features[0].device, False)
-        queue = self._queue(state, self._of_candidates(self._means(z)))
-        index = torch.arange(z.shape[1], device=z.device)
+        queue, (_, partners) = self._queue(state, z.dtype), self._centred(z)
         chunks = []
-        for own, names in zip(z.split(STORED_CHUNK, 1), index.split(STORED_CHUNK), strict=True):
-            positive = torch.linalg.vecdot(*own).unsqueeze(1).expand(-1, self._directions)
-            of_names = tau[names] if isinstance(tau, Tensor) and tau.dim() else tau
-            scale = scale_of(of_names, positive, *positive.shape)
-            included = self._included({"index": names}, state, len(names), self._directions)
-            logits = self._logits(own, queue, positive, scale).masked_fill_(~included, -math.inf)
-            log_sum, log_count = logits.logsumexp(2), included.sum(2, dtype=logits.dtype).log()
+        for names in torch.arange(z.shape[1], device=z.device).split(STORED_CHUNK):
+            of_names, shape = (
+                tau[names] if isinstance(tau, Tensor) and tau.dim() else tau,
+                (len(names), self._directions),
+            )
+            logits = self._logits(z[:, names], queue, partners[:, names], scale_of(of_names, z, *shape))
+            included, log_count = self._included({"index": names}, state, *shape), log(float(queue.shape[1]))
+            if included is not None:
+                logits.masked_fill_(~included, -math.inf)
+                log_count = included.sum(2, dtype=logits.dtype).log()
+            log_sum = logits.logsumexp(2)
             if self.candidates is not None:
                 log_sum = add_positive(log_sum, log_count, self.candidates)
-            log_mean = log_sum - log_count
-            chunks.append(self._by_sample(log_mean, positive))
+            chunks.append(self._by_sample(log_sum - log_count, shape))
         return torch.cat(chunks)
 
 
-def shared_softmax(logits: Tensor, log_sum: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a softmax along the last axis that is normalised together with other terms.
+def shifted_sums(logits: Tensor, log_sum: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return exponentials along the last axis, relative to a maximum, with their sum and a sum with other terms.
 
     Args:
         logits: logits, ``(Q, P, M)``; overwritten, unless ``keep``.
-        log_sum: log-sum-exp of the other terms, finite, ``(Q, P)``.
+        log_sum: log-sum-exp of the other terms, ``(Q, P)``.
         keep: do not overwrite the logits.
 
     Returns:
-        The weights ``(Q, P, M)``, their sums ``(Q, P, 1)``, and the log-normalizers ``(Q, P)``.
+        The exponentials ``(Q, P, M)``, their sums and those with the other terms, ``(Q, P, 1)`` each, and the
+        log-normalizers ``(Q, P)``.
     """
     shift = torch.maximum(logits.amax(2), log_sum)
     e = exp_(torch.sub(logits, shift.unsqueeze(2), out=None if keep else logits))
-    weights, share, log_total = _normalised(e, (log_sum - shift).exp_())
-    return weights, share, log_total.add_(shift)
-
-
-def bounded_softmax(logits: Tensor, included: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return :func:`shared_softmax` of logits whose exponentials need no shift; overwrites the logits.
-
-    ``included`` is 1 for the logits that are candidates and 0 for the others.
-    """
-    e = logits.exp_().mul_(included)  # faster on a CPU than masked_fill_, and than exponentials of -inf
-    return _normalised(e, log_sum.exp())
-
-
-def _normalised(e: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Divide exponentials ``e`` by their sum with ``rest``, in place; return them, their sum and the log of the sum."""
     share = e.sum(2, keepdim=True)
-    total = rest.unsqueeze(2).add_(share)
-    return e.div_(total), share.div_(total), total.squeeze(2).log_()
+    total = (log_sum - shift).exp_().unsqueeze(2).add_(share)
+    return e, share, total, total.squeeze(2).log().add_(shift)
+
+
+def bounded_sums(logits: Tensor, included: Tensor | None, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return :func:`shifted_sums` of logits whose exponentials need no shift; overwrites the logits.
+
+    ``included`` is 1 for the logits that are candidates and 0 for the others; ``None``: all are.
+    """
+    e = logits.exp_()
+    if included is not None:
+        e.mul_(included)  # faster on a CPU than masked_fill_, and than exponentials of -inf
+    share = e.sum(2, keepdim=True)
+    total = log_sum.exp().unsqueeze(2).add_(share)
+    return e, share, total, total.squeeze(2).log()
+
+
+def mean_quotient(x: Tensor, y: Tensor) -> Tensor:
+    """Return the mean of ``x / y``."""
+    return (x / y).mean()
 
 
 def effective_negatives(
-    of_batch: Callable[[], list[Tensor]], own: slice, directions: int, share: Tensor, norms: Tensor, log_share: Tensor
+    of_batch: Callable[[], list[Tensor]], own: slice, norms: Tensor, sums: tuple[Tensor, Tensor, Tensor, Tensor]
 ) -> Tensor:
-    """Return ``(sum w)^2 / sum w^2`` over batch and queue, averaged over the first anchors of each direction.
+    """Return ``(sum w)^2 / sum w^2`` over batch and queue, averaged over the anchors ``own`` of each direction.
 
-    ``of_batch`` returns it over the batch alone, ``share`` and ``norms`` are the sum and the root of the sum of squares
-    of the queue's weights for all anchors, ``log_share`` is the log of the sum of the batch's.
+    ``of_batch`` returns it over the batch alone; ``norms`` are the roots of the sums of squares of the queue's
+    exponentials, ``(D, b)``; ``sums`` are those of all anchors: of the queue's exponentials and in total, and the logs
+    of the batch's sum and of the total.
     """
-    of_anchors = (value.view(directions, -1)[:, own] for value in (share, norms, log_share.exp()))
+    share, total, log_batch, log_total = (value.reshape(len(norms), -1)[:, own] for value in sums)
     found = []
-    for number, queue, norm, batch in zip(of_batch(), *of_anchors, strict=True):
-        first = slice(len(number))
-        squares = batch[first].square() / number + norm[first].square()
-        found.append((batch + queue)[first].square() / squares)
+    values = zip(of_batch(), share / total, norms / total, (log_batch - log_total).exp(), strict=True)
+    for number, queue, norm, batch in values:
+        found.append((batch + queue).square() / (batch.square() / number + norm.square()))
     return torch.cat(found).nanmean()
 
 
 def stored_names(given: Mapping[str, Tensor], like: Tensor) -> Tensor:
     """Return keys for the slots, ``(3, B)``, or ``(4, B)`` with ``within``; :data:`UNKNOWN` for keys not passed."""
+    if set(given) == {"index"}:  # one operation
+        return torch.constant_pad_nd(given["index"][None], (0, 0, 0, len(KEYS) - 1), UNKNOWN)
     missing = torch.full_like(like, UNKNOWN)
     within = [given["within"]] if "within" in given else []
     return torch.stack([*(given.get(name, missing) for name in KEYS), *within])

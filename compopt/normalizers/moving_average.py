@@ -129,13 +129,15 @@ class MovingAverageEstimator(Normalizer):
         pairs, hyper = call.pairs, call.hyper
         self._note_temperature(call.tau)
         inside = hyper.choose("reference", REFERENCES)
-        shift = None if isinstance(inside, float) and inside == 0 else inside * pairs.positive / call.tau
-        log_g = pairs.log_ghat if shift is None else pairs.log_ghat + shift
+        log_g = pairs.log_inner(inside)
         if call.unimodal:
             log_g = F.mean_of_views(pairs.of_other_view(log_g))
         log_g = F.add_eps(log_g, hyper("eps"))
         log_u = F.moving_average(call.rows["log_u"], log_g, hyper("gamma"), first=call.unseen)
-        alpha = log_u if shift is None else log_u - shift
+        alpha = log_u
+        if isinstance(inside, Tensor) or inside != 0:
+            minus_logit = pairs.minus_logit
+            alpha = log_u + (minus_logit if isinstance(inside, float) else inside * minus_logit)
         # the positive has weight 1 if s_ii is in the outer function (SogCLR, eq. 10), sum_j w_ij if it is in h_ij
         positive_weight: Scalar | None
         if isinstance(inside, float):

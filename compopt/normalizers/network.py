@@ -288,10 +288,10 @@ class Prediction:
         """:attr:`alpha`, but at most :data:`MAX_EXCESS` below the batch's own estimate :attr:`target`."""
         return torch.maximum(self.alpha, self.target - MAX_EXCESS)
 
-    def through_alpha(self, alpha: Tensor, own: slice, slope: Tensor, gradient: Tensor | None) -> None:
+    def through_alpha(self, alpha: Tensor, own: slice, slope: Scalar, gradient: Tensor | None) -> None:
         """Add the gradient of the objective through ``alpha`` to that of the features ``own``, ``(2, b, d)``.
 
-        ``alpha`` is :attr:`bounded`, ``slope`` the derivative of the value by ``alpha``, ``(B, A)``.
+        ``alpha`` is :attr:`bounded`, ``slope`` the derivative of the value by ``alpha``, a number or ``(B, A)``.
         Collective if the prototypes are divided over the ranks, also without a gradient.
         """
         batch, features = self._batch, self._batch.features

@@ -151,8 +151,8 @@ class SigmoidNormalizer(Normalizer):
 
     Metrics: ``effective_negatives``, from the weights ``w_ij`` of this rank's anchors.
 
-    Cost: similarities are computed once by the kernel, once per direction for the sums and twice for the gradients, in
-    blocks of ``chunk_size`` rows, or 1,024.
+    Cost: similarities are computed once per direction for the sums and once per view for the gradients, in blocks of
+    ``chunk_size`` rows, or 1,024, whose memory is ``O(chunk_size x B)`` for ``B`` samples on all ranks.
 
     Raises:
         TypeError: ``bias`` is not a number, ``learn`` is neither True nor False.
@@ -167,6 +167,8 @@ class SigmoidNormalizer(Normalizer):
         >>> est = compopt.ContrastiveEstimator(sigmoid, tau, multiply_tau=False)
         >>> est(*torch.randn(2, 8, 4, requires_grad=True)).backward()
     """
+
+    sums = False  # SigmoidPairs computes its own
 
     def __init__(self, bias: float = -10.0, learn: bool = False, dtype: torch.dtype = torch.float32) -> None:
         checks.flag("learn", learn)
@@ -206,7 +208,6 @@ class SigmoidNormalizer(Normalizer):
             )
 
     def estimate(self, call: Call) -> Estimate:
-        call.pairs.release()  # SigmoidPairs computes the gradients
         batch, bias = call.batch, call.hyper("bias") if self.bias is None else self.bias
         weights = SigmoidPairs(call.pairs, batch, call.tau, bias, call.chunk_size, self._ranks)
         learned = [] if self.bias is None else [(self.bias, weights.slope)]

@@ -34,6 +34,11 @@ def _temperature(tau: float | Tensor | None, learn: bool, options: Options) -> F
 class InfoNCEEstimator(ContrastiveEstimator):
     r"""Stateless baseline: SimCLR, InfoNCE, and CLIP with ``learn_tau=True, multiply_tau=False``.
 
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.InfoNCEEstimator(tau=0.1)
+        >>> est(*torch.randn(2, 4, 8, requires_grad=True)).backward()
+
     .. math:: \alpha_i = \log \tfrac{1}{|N_i|} \Bigl([1 +] \sum_{j \in N_i} e^{h_{ij}/\tau}\Bigr)
 
     Args:
@@ -51,11 +56,6 @@ class InfoNCEEstimator(ContrastiveEstimator):
 
     References:
         van den Oord et al., 2018; Chen et al., SimCLR, 2020; Radford et al., CLIP, 2021.
-
-    Example:
-        >>> import torch, compopt
-        >>> est = compopt.InfoNCEEstimator(tau=0.1)
-        >>> est(*torch.randn(2, 4, 8, requires_grad=True)).backward()
     """
 
     @takes_options(ContrastiveEstimator, Options)
@@ -73,6 +73,11 @@ class InfoNCEEstimator(ContrastiveEstimator):
 
 class DCLEstimator(ContrastiveEstimator):
     r"""Decoupled contrastive learning: the positive pair is left out of the denominator.
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.DCLEstimator(tau=0.1)
+        >>> est(*torch.randn(2, 4, 8, requires_grad=True)).backward()
 
     .. math::
         -s_{ii} + \tau \log \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{s_{ij}/\tau}, \qquad
@@ -93,11 +98,6 @@ class DCLEstimator(ContrastiveEstimator):
 
     References:
         Yeh et al., Decoupled Contrastive Learning, ECCV 2022.
-
-    Example:
-        >>> import torch, compopt
-        >>> est = compopt.DCLEstimator(tau=0.1)
-        >>> est(*torch.randn(2, 4, 8, requires_grad=True)).backward()
     """
 
     @takes_options(ContrastiveEstimator, Options)
@@ -108,6 +108,13 @@ class DCLEstimator(ContrastiveEstimator):
 
 class SigLIPEstimator(ContrastiveEstimator):
     r"""Pairwise sigmoid loss (SigLIP): a binary classification per pair instead of a softmax, without a normalizer.
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.SigLIPEstimator()
+        >>> est(*torch.randn(2, 4, 8, requires_grad=True)).backward()
+        >>> [p.item() for p in est.parameters()]
+        [-10.0, 2.3025851249694824]
 
     .. math::
         -\frac{1}{B} \sum_{i, j} \log \sigma\bigl(y_{ij} (s_{ij} / \tau + b)\bigr), \qquad
@@ -127,13 +134,6 @@ class SigLIPEstimator(ContrastiveEstimator):
 
     References:
         Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023, Algorithm 1 (initial values too).
-
-    Example:
-        >>> import torch, compopt
-        >>> est = compopt.SigLIPEstimator()
-        >>> est(*torch.randn(2, 4, 8, requires_grad=True)).backward()
-        >>> [p.item() for p in est.parameters()]
-        [-10.0, 2.3025851249694824]
     """
 
     @takes_options(ContrastiveEstimator, CommonOptions)
@@ -148,6 +148,13 @@ class SigLIPEstimator(ContrastiveEstimator):
 
 class MemoryEstimator(ContrastiveEstimator):
     r"""DCL with a queue: negatives from the batch and from past batches, corrected for the drift of the encoders.
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.MemoryEstimator(dim=16, length=64)
+        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(8)).backward()
+        >>> est.step()
 
     .. math::
         \nabla F_i = \sum_{j \in N_i} w_{ij} \nabla h_{ij} + \sum_q w_{iq} \nabla_{z_i} h_{iq}, \qquad
@@ -165,13 +172,6 @@ class MemoryEstimator(ContrastiveEstimator):
 
     State: the queue, ``(2, length, dim)``, and three integers and a flag per slot; none per sample, so that ``index``
     is optional if no sample repeats within a batch or the queue, as it does if a batch is evaluated twice per step.
-
-    Example:
-        >>> import torch, compopt
-        >>> est = compopt.MemoryEstimator(dim=16, length=64)
-        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
-        >>> est(z1, z2, torch.arange(8)).backward()
-        >>> est.step()
     """
 
     @takes_options(ContrastiveEstimator, Options)
@@ -204,6 +204,13 @@ def recommended(
     candidates: int | None = CANDIDATES,
 ) -> ContrastiveEstimator:
     """Return the recommended estimator, which has no hyper-parameters to tune apart from the learning rate.
+
+    Example:
+        >>> import compopt
+        >>> type(compopt.recommended(512, batch_size=64)).__name__
+        'MemoryEstimator'
+        >>> type(compopt.recommended(512, batch_size=4096)).__name__
+        'InfoNCEEstimator'
 
     A :class:`~compopt.MemoryEstimator` of 128 samples at temperature 0.07; for calls of 1,024 samples or more, and
     with ``directions="forward"``, an :class:`~compopt.InfoNCEEstimator`. Nothing is kept per sample. ``docs/which.md``
@@ -243,13 +250,6 @@ def recommended(
         ValueError: dim, n or batch_size < 1, an unknown mode, ``momentum`` with ``directions="forward"``, a policy of
             pairs that the estimator refuses.
         TypeError: dim, n or batch_size is not an integer.
-
-    Example:
-        >>> import compopt
-        >>> type(compopt.recommended(512, batch_size=64)).__name__
-        'MemoryEstimator'
-        >>> type(compopt.recommended(512, batch_size=4096)).__name__
-        'InfoNCEEstimator'
     """
     checks.count("dim", dim)
     checks.flag("momentum", momentum)

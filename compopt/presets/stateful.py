@@ -27,6 +27,18 @@ Version = Literal["v0", "v1", "v2", "v3"]
 class SogCLREstimator(ContrastiveEstimator):
     r"""SogCLR: per-sample moving averages, one fixed temperature.
 
+    Example:
+        >>> import torch, compopt
+        >>> model = torch.nn.Linear(8, 4)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> est = compopt.SogCLREstimator(n=100, gamma=0.9, tau=0.07)
+        >>> handle = est.attach(optimizer)
+        >>> x1, x2 = torch.randn(2, 16, 8)
+        >>> est(model(x1), model(x2), torch.arange(16)).backward()
+        >>> optimizer.step()
+        >>> est.read(torch.tensor([0, 50]))["count"].tolist()
+        [1, 0]
+
     .. math::
         u_i \leftarrow (1-\gamma) u_i + \gamma\, \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{s_{ij}/\tau}, \qquad
         w_{ij} = \frac{e^{s_{ij}/\tau}}{|N_i|\, u_i}
@@ -49,18 +61,6 @@ class SogCLREstimator(ContrastiveEstimator):
 
     References:
         Yuan et al., Provable Stochastic Optimization for Global Contrastive Learning, ICML 2022, Algorithm 1.
-
-    Example:
-        >>> import torch, compopt
-        >>> model = torch.nn.Linear(8, 4)
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> est = compopt.SogCLREstimator(n=100, gamma=0.9, tau=0.07)
-        >>> handle = est.attach(optimizer)
-        >>> x1, x2 = torch.randn(2, 16, 8)
-        >>> est(model(x1), model(x2), torch.arange(16)).backward()
-        >>> optimizer.step()
-        >>> est.read(torch.tensor([0, 50]))["count"].tolist()
-        [1, 0]
     """
 
     @takes_options(ContrastiveEstimator, Options)
@@ -80,6 +80,13 @@ class SogCLREstimator(ContrastiveEstimator):
 
 class ISogCLREstimator(ContrastiveEstimator):
     r"""iSogCLR: per-sample moving averages and per-sample temperatures.
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.ISogCLREstimator(n=100, rho=1.0, tau_init=0.07)
+        >>> z1, z2 = torch.randn(2, 16, 8, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(16)).backward()
+        >>> est.step()
 
     .. math::
         u_i &\leftarrow (1-\gamma) u_i + \gamma\, \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{h_{ij}/\tau_i}, \qquad
@@ -102,13 +109,6 @@ class ISogCLREstimator(ContrastiveEstimator):
 
     References:
         Qiu et al., Not All Semantics are Created Equal, ICML 2023, Algorithms 1 and 2.
-
-    Example:
-        >>> import torch, compopt
-        >>> est = compopt.ISogCLREstimator(n=100, rho=1.0, tau_init=0.07)
-        >>> z1, z2 = torch.randn(2, 16, 8, requires_grad=True).unbind()
-        >>> est(z1, z2, torch.arange(16)).backward()
-        >>> est.step()
     """
 
     @takes_options(ContrastiveEstimator, Options)
@@ -139,6 +139,12 @@ class ISogCLREstimator(ContrastiveEstimator):
 
 class FastCLIPEstimator(ContrastiveEstimator):
     r"""FastCLIP: moving averages with a cosine schedule of gamma, and a choice of temperatures.
+
+    Example:
+        >>> import compopt
+        >>> est = compopt.FastCLIPEstimator(n=100, version="v3", rho=1.0)
+        >>> schedule = compopt.schedules.CosineGamma(est, decay_steps=10)
+        >>> schedule.step()  # beside optimizer.step()
 
     ``alpha_i = log u_i`` as in :class:`~compopt.MovingAverageEstimator` with ``reference="positive"``:
 
@@ -181,12 +187,6 @@ class FastCLIPEstimator(ContrastiveEstimator):
 
     References:
         Wei et al., FastCLIP, 2024; NeuCLIP, eq. 3, 4 and 13, Algorithm 2.
-
-    Example:
-        >>> import compopt
-        >>> est = compopt.FastCLIPEstimator(n=100, version="v3", rho=1.0)
-        >>> schedule = compopt.schedules.CosineGamma(est, decay_steps=10)
-        >>> schedule.step()  # beside optimizer.step()
     """
 
     @takes_options(ContrastiveEstimator, CommonOptions)
@@ -229,6 +229,15 @@ class FastCLIPEstimator(ContrastiveEstimator):
 class EMC2Estimator(ContrastiveEstimator):
     r"""EMC2: negatives sampled from the softmax over the whole data set, by a Markov chain per sample.
 
+    Example:
+        >>> import torch, compopt
+        >>> model, data = torch.nn.Linear(8, 4), torch.randn(2, 100, 8)
+        >>> encode = lambda missing: tuple(model(data[:, missing]))  # samples at which chains are, outside the batch
+        >>> est = compopt.EMC2Estimator(n=100, tau=0.2, encode=encode)
+        >>> index = torch.arange(16)
+        >>> est(*model(data[:, index]), index).backward()
+        >>> est.step()
+
     .. math::
         w_{ij} = \frac{\text{visits of chain } i \text{ to } j}{R - P}
 
@@ -247,15 +256,6 @@ class EMC2Estimator(ContrastiveEstimator):
 
     References:
         Yau et al., EMC2: Efficient MCMC Negative Sampling for Contrastive Learning, ICML 2024, Algorithm 1.
-
-    Example:
-        >>> import torch, compopt
-        >>> model, data = torch.nn.Linear(8, 4), torch.randn(2, 100, 8)
-        >>> encode = lambda missing: tuple(model(data[:, missing]))  # samples at which chains are, outside the batch
-        >>> est = compopt.EMC2Estimator(n=100, tau=0.2, encode=encode)
-        >>> index = torch.arange(16)
-        >>> est(*model(data[:, index]), index).backward()
-        >>> est.step()
     """
 
     @takes_options(ContrastiveEstimator, Options)
@@ -280,6 +280,13 @@ class EMC2Estimator(ContrastiveEstimator):
 
 class NeuCLIPEstimator(ContrastiveEstimator):
     r"""NeuCLIP: a network predicts the normalizer of every sample; nothing is stored per sample.
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.NeuCLIPEstimator(dim=8, prototypes=32, restart_every=100)
+        >>> z1, z2 = torch.randn(2, 16, 8, requires_grad=True).unbind()
+        >>> est(z1, z2).backward()
+        >>> est.step()
 
     .. math::
         \alpha_i = \log\Bigl(\epsilon + \tfrac{1}{m} \sum_{j=1}^m e^{(\cos(e_i, W_j) - s_{ii}) / \tau}\Bigr), \qquad
@@ -313,13 +320,6 @@ class NeuCLIPEstimator(ContrastiveEstimator):
 
     References:
         Wei et al., NeuCLIP, eq. 10 to 12, Algorithm 1, Table 4.
-
-    Example:
-        >>> import torch, compopt
-        >>> est = compopt.NeuCLIPEstimator(dim=8, prototypes=32, restart_every=100)
-        >>> z1, z2 = torch.randn(2, 16, 8, requires_grad=True).unbind()
-        >>> est(z1, z2).backward()
-        >>> est.step()
     """
 
     @takes_options(ContrastiveEstimator, Options)

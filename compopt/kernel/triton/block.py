@@ -74,7 +74,7 @@ class TritonBlock(Block):
         ends = [
             torch.linalg.vecdot(x[d.start : d.stop], y[d.column : d.column + d.stop - d.start]) for d in self.positives
         ]
-        self.positive = torch.cat(ends)
+        self.minus_positive = torch.cat(ends) * -(1.0 if self.form.tau is None else 1 / self.form.tau)
 
     def products(
         self,
@@ -84,6 +84,7 @@ class TritonBlock(Block):
         of_rows: Tensor,
         of_columns: Tensor | None = None,
         of_further: Tensor | None = None,
+        scale: float = 1.0,
     ) -> None:
         if not len(self.x):  # a rank without samples
             return
@@ -97,22 +98,25 @@ class TritonBlock(Block):
                 given = self._anchors(columns.scale, len(self.y), columns.factor * (-columns.level).exp())
             o = replace(o, columns=given)
         elif columns is not None:  # without anchors of their own, those of the rows
-            scale, top = (self.rows, self._tops[0]) if self.columns is None else (self.columns, self._tops[1])
-            assert scale is not None
-            o = replace(o, columns=self._anchors(scale, len(self.y), columns, top))
+            of_anchors, top = (self.rows, self._tops[0]) if self.columns is None else (self.columns, self._tops[1])
+            assert of_anchors is not None
+            o = replace(o, columns=self._anchors(of_anchors, len(self.y), columns, top))
         found, back = sweep.products(o, transposed=of_columns is not None)
         of_rows.copy_(found)
         if of_columns is not None:
             shared = of_columns.data_ptr() == of_rows.data_ptr()
             of_columns.copy_(back + found if shared else back)
-        if pull is None:
-            return
+        pull = 0.0 if pull is None else pull
         for d in self.positives:
             at, other = slice(d.start, d.stop), slice(d.column, d.column + d.stop - d.start)
             weight = pull[at, None] if isinstance(pull, Tensor) else pull
             of_rows[at] -= weight * self.y[other]
             if of_columns is not None:
                 of_columns[other] -= weight * self.x[at]
+        if scale != 1.0:
+            of_rows *= scale
+            if of_columns is not None and of_columns.data_ptr() != of_rows.data_ptr():
+                of_columns *= scale
 
 
 def block_of(backend: Backend, z: Tensor, unsupported: Mapping[str, object]) -> type[Block]:
