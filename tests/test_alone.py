@@ -333,13 +333,14 @@ def test_an_edit_counts_and_a_bad_one_is_refused(kind):
     u, edited = kind.make(**{kind.key: kind.values[0]}), kind.make()
     edited.sample_groups[0][kind.key] = kind.values[0]
     same(train(u, kind, data()), train(edited, kind, data()))
-    edited.sample_groups[0][kind.key] = -1.0 if kind.key != "betas" else (2.0, 0.5)
+    (group,) = edited.sample_groups
     with pytest.raises(ValueError, match=kind.key):
-        kind.call(edited, data()[0])
-    edited.sample_groups[0][kind.key] = kind.values[0]
-    edited.sample_groups[0]["colour"] = 1
+        group[kind.key] = -1.0 if kind.key != "betas" else (2.0, 0.5)
     with pytest.raises(ValueError, match="colour"):
-        kind.call(edited, data()[0])
+        group["colour"] = 1
+    with pytest.raises(TypeError, match="cannot be removed"):
+        del group[kind.key]
+    assert group[kind.key] == kind.values[0]
 
 
 @everywhere

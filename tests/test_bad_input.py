@@ -314,7 +314,7 @@ ACTIONS = [
     ("global-dual", edited("rho", -2.0), ValueError, ("rho",)),
     ("infonce", edited("gama", 1), ValueError, ("no hyper-parameter 'gama'; known are include_positive, tau$",)),
     ("infonce", edited("n", 1), ValueError, ("no hyper-parameter 'n'; known are include_positive, tau$",)),
-    ("sogclr", edited("gamma", LOST), KEY, ("gamma",)),
+    ("sogclr", edited("gamma", LOST), TypeError, ("gamma",)),
     ("sogclr", edited("n", N + 1), ValueError, (rf"\b{N}\b", rf"\b{N + 1}\b")),
     *(("sogclr", edited("n", n), (TypeError, ValueError), ("^n (of|must)",)) for n in ("x", None, 12.0, np.ones(3))),
     # groups
@@ -553,6 +553,8 @@ def test_load_state_dict_that_lacks_a_key(name):
     est = used(name)
     saved = used(name, "bimodal").state_dict()
     for where, changed in corruptions(saved):
+        if "notes" in where:  # optional
+            continue
         with refused((ValueError, KeyError), re.escape(str(where[-1])), est=est, remedy=False):
             est.load_state_dict(changed)
     still_works(est)

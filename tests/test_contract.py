@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import compopt
-from compopt.estimator import Estimator
 from tests.database import BY_NAME, DATABASE, MODES, STATEFUL, WITH_ROWS
 from tests.helpers import assert_same_bits, batches, bits, features, make, near, run, snapshot, warmed
 
@@ -145,11 +144,14 @@ def test_repr_names_the_parts_and_arguments_of_their_constructors():
             assert all(f"    {name}: {type(each).__name__}\n" in shown for name, each in parts.items()), shown
             taken = inspect.signature(type(part)).parameters | inspect.signature(compopt.NeuralNormalizer).parameters
             assert part.described().keys() | part.sample_groups[0].keys() <= {*taken, "tau"}, shown
-    exported = {c for c in vars(compopt).values() if inspect.isclass(c) and issubclass(c, Estimator)}
+    exported = {
+        c
+        for c in vars(compopt).values()
+        if inspect.isclass(c) and issubclass(c, compopt.Normalizer | compopt.Temperature)
+    }
     assert {type(build()) for builds in PARTS.values() for build in builds} == exported - {
         compopt.Normalizer,
         compopt.Temperature,
-        compopt.ScoreKeeper,
     }
 
 

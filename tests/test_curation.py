@@ -209,7 +209,7 @@ def test_a_keeper_that_is_removed_or_attached_again_records_no_more():
     run(other, *batch)
     assert other.pending == keeper.pending == 1, "without followers DCL has nothing to commit"
     keeper.step()
-    with pytest.raises(ValueError, match="rows of another mode, dtype or placement"):
+    with pytest.raises(ValueError, match="ScoreKeeper is in use with width=2, the estimator has 1"):
         keeper.attach(build("dcl", "unimodal"))
 
 

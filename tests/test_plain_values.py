@@ -95,9 +95,10 @@ def test_integers_and_sizes_stay_integers():
 )
 def test_what_is_no_number_is_refused_by_name(key, value, error, words):
     est = compopt.NeuCLIPEstimator(4, prototypes=8, updates=2) if key == "updates" else compopt.SogCLREstimator(N)
-    est.sample_groups[0][key] = value
+    before = dict(est.sample_groups[0])
     with pytest.raises(error, match=words):
-        train(est)
+        est.sample_groups[0][key] = value
+    assert est.sample_groups[0] == before
 
 
 def test_a_schedule_of_numpy_functions():

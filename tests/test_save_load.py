@@ -483,22 +483,21 @@ def test_sample_groups_travel(tmp_path):
     other = compopt.ISogCLREstimator([{"n": 10}, {"n": 13}])
     groups = other.sample_groups
     compopt.load(other, tmp_path)
-    assert other.sample_groups == est.sample_groups and other.sample_groups is groups
+    assert other.sample_groups == est.sample_groups
     assert isinstance(groups[0]["betas"], tuple)
 
 
 # unchanged estimators, and paths of checkpoints ------------------------------------------------------
 
 
-@pytest.mark.parametrize("spoil", [lambda g: g[0].update(gamma=5.0), lambda g: g.append({"n": 5})])
-def test_what_could_not_be_loaded_is_not_saved(spoil, tmp_path):
-    est = sogclr()
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    est = compopt.InfoNCEEstimator(tau=0.1, learn_tau=True, multiply_tau=False)
     compopt.save(est, tmp_path)
-    spoil(est.sample_groups)
+    est.temperature.log_inverse.data.fill_(torch.nan)
     with pytest.raises(ValueError):
         compopt.save(est, tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
-    compopt.load(sogclr(), tmp_path)
+    compopt.load(est, tmp_path)
 
 
 def test_versions_of_a_method_are_told_apart(tmp_path):

@@ -111,7 +111,7 @@ def test_an_interrupted_run_with_rows_on_the_disk_can_begin_again(tmp_path):
 
     with pytest.raises(KeyboardInterrupt) as kept:
         cell()
-    with pytest.raises(ValueError, match=r"another offload_dir, or delete rows\.\* in it"):
+    with pytest.raises(ValueError, match=r"another offload_dir, or delete normalizer-rows\.\* in it"):
         cell()
     for file in tmp_path.glob("*rows.*"):
         file.unlink()

@@ -138,7 +138,7 @@ def commits_saved(path):
 @pytest.mark.parametrize("copying", COPIES.values(), ids=COPIES)
 def test_nobody_copies_in_the_middle_of_a_commit(copying, monkeypatch, tmp_path):
     est, seen = in_rows(), []
-    commit = est.normalizer._table.commit
+    commit = est._table.commit
     thread = threading.Thread(target=lambda: seen.append(copying(est, tmp_path)))
 
     def slow_commit(*args):
@@ -147,7 +147,7 @@ def test_nobody_copies_in_the_middle_of_a_commit(copying, monkeypatch, tmp_path)
         thread.join(0.5)
         assert not seen
 
-    monkeypatch.setattr(est.normalizer._table, "commit", slow_commit)
+    monkeypatch.setattr(est._table, "commit", slow_commit)
     train(est, 1)
     thread.join(60)
     assert set(seen[0].values()) == {1}
@@ -156,7 +156,7 @@ def test_nobody_copies_in_the_middle_of_a_commit(copying, monkeypatch, tmp_path)
 def test_a_commit_interrupted_by_a_handler_is_not_copied(monkeypatch, tmp_path):
     """A signal handler runs in the thread that commits, which the lock does not block."""
     est = in_rows()
-    commit = est.normalizer._table.commit
+    commit = est._table.commit
 
     def interrupted(*args):
         commit(*args)
@@ -164,7 +164,7 @@ def test_a_commit_interrupted_by_a_handler_is_not_copied(monkeypatch, tmp_path):
             with pytest.raises(RuntimeError, match="middle of a commit.*save after"):
                 handler()
 
-    monkeypatch.setattr(est.normalizer._table, "commit", interrupted)
+    monkeypatch.setattr(est._table, "commit", interrupted)
     train(est, 1)
     assert est.state_dict()["t"] == 1 and not list(tmp_path.iterdir())
 

@@ -625,7 +625,10 @@ class Estimator:
         reader = self._reading()
         if not reader.tables:  # nothing to read: return the loader, whose batches need no index
             return cast(PrefetchLoader[Any], source)
-        return PrefetchLoader(source, self._prefetch, reader.forget_prefetched, index, index2)
+        return PrefetchLoader(source, self._prefetch, self._forget_prefetched, index, index2)
+
+    def _forget_prefetched(self) -> None:
+        self._reading().forget_prefetched()
 
     def _prefetch(self, index: Tensor, index2: Tensor | None = None) -> None:
         given = {"index": index} if index2 is None else {"index": index, "index2": index2}

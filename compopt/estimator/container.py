@@ -18,13 +18,15 @@ from compopt.estimator.groups import Groups, GroupView, SampleGroup, as_groups
 class Container(Estimator):
     """Estimator whose methods apply to its parts, each of which owns its groups, its rows and its other state.
 
-    The container itself keeps the number of its commits and of its pending calls. One part may be held by two
-    containers, as a module may be shared; a step of either commits the part.
+    One part may be held by two containers, as a module may be shared; a step of either commits the part.
 
     Args:
         parts: the parts, by name. A commit commits them in this order.
         form: mode, width, dtype and placement; a part keeps a dtype or a placement of its own.
         sample_groups: one mapping per data set, which overrides hyper-parameters of the parts.
+
+    State: that of the parts, and the number of commits. Communicates as its parts do, with one message for all of them
+    per call.
 
     Raises:
         ValueError: parts of different sizes; a part with rows of another form; an unknown key.
