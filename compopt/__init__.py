@@ -11,6 +11,7 @@ from compopt import (
     presets,
     samplers,
     schedules,
+    testing,
 )
 from compopt.checkpoint import load, save
 from compopt.contrastive import ContrastiveEstimator
@@ -87,6 +88,7 @@ __all__ = [
     "samplers",
     "save",
     "schedules",
+    "testing",
 ]
 
 

@@ -18,7 +18,7 @@ FLOORS = [
     {"arguments", "checkpoint", "module", "momentum"} | {"negatives", "objective", "schedules", "temperatures"},
     {"normalizers", "summary"},
     {"contrastive"},
-    {"curation", "diagnostics", "gradient_cache", "losses", "presets"},
+    {"curation", "diagnostics", "gradient_cache", "losses", "presets", "testing"},
     {"integrations", "samplers"},
 ]
 # Optional packages, which are imported inside the functions that use them. Callbacks of trainers derive from classes of

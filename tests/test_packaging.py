@@ -163,7 +163,7 @@ def test_examples_in_docstrings_run(name, monkeypatch):
 
 
 # Modules with an API reference. Integrations are included if their packages are installed.
-LOOKED_UP = ["", ".data", ".diagnostics", ".estimator", ".functional", ".samplers", ".schedules"]
+LOOKED_UP = ["", ".data", ".diagnostics", ".estimator", ".functional", ".samplers", ".schedules", ".testing"]
 LOOKED_UP += [
     f".integrations.{name}"
     for name in "accelerate amp dcp deepspeed lightning sentence_transformers transformers".split()
