@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from compopt import accelerator
 from compopt.batch import Batch
-from compopt.checks import inputs
+from compopt.checks import Mode, inputs
 from compopt.checks.context import refuse_derivatives
 from compopt.distributed.handshake import add_facts
 from compopt.distributed.ranks import Ranks
-from compopt.estimator.parts import Normalizer
+from compopt.estimator.parts import Normalizer, Temperature
 from compopt.kernel.features import Encoder, Features, at_least, full_precision, other_units
 from compopt.kernel.pairs import Negatives
 from compopt.pairs import NO_POLICY, BoundPolicy, PairPolicy
-
-if TYPE_CHECKING:
-    from compopt.contrastive import ContrastiveEstimator
 
 
 @dataclass
@@ -62,8 +60,7 @@ class Given:
     @property
     def want_gradients(self) -> bool:
         """Return whether any features require a gradient."""
-        given = (self.own, *([] if self.negatives is None else [self.negatives]))
-        return self.graph and any(features.want_gradients for features in given)
+        return self.graph and any(z.want_gradients for z in (self.own, self.negatives) if z is not None)
 
     @property
     def of_others(self) -> list[Tensor]:
@@ -78,14 +75,31 @@ class Given:
         own = self.negatives.unit[0]
         values = {"features": own, **self.of_negatives}
         gathered = ranks.gather([*values.values()], batch.more) if max(batch.more) else values.values()
-        found, first = dict(zip(values, gathered, strict=True)), sum(batch.more[: ranks.rank])
+        of, first = dict(zip(values, gathered, strict=True)), sum(batch.more[: ranks.rank])
         positive, at = batch.keys.get("index2", batch.keys["index"]), slice(first, first + len(own))
-        positions, guide, key = (found.get(name) for name in ("positions", "guide", "within"))
-        return Negatives(own, found["features"], positive, positions, at, guide, key)
+        return Negatives(own, of["features"], positive, of.get("positions"), at, of.get("guide"), of.get("within"))
+
+
+class Called(Protocol):
+    """Protocol of the estimator against which arguments are checked."""
+
+    normalize: bool
+    normalizer: Normalizer
+    temperature: Temperature
+    mode: Mode
+    pairs: PairPolicy | None
+    _anchors: int
+
+    @property
+    def n(self) -> int | None: ...
+    @property
+    def _ranks(self) -> Ranks: ...
+    def _guard(self) -> AbstractContextManager[None]: ...
+    def _index(self, index: Tensor | None, count: int) -> Tensor: ...
 
 
 def check_call(
-    est: ContrastiveEstimator,
+    est: Called,
     z1: Tensor,
     z2: Tensor,
     index: Tensor | None,
@@ -99,8 +113,7 @@ def check_call(
     """Check all arguments that one rank can check by itself, in their order, and prepare the features."""
     ranks, normalizer, policy = est._ranks, est.normalizer, est.pairs if pairs is None else pairs
     further: Tensor | None = None
-    values: dict[str, Tensor] = {}
-    of_negatives: dict[str, Tensor] = {}
+    values, of_negatives = dict[str, Tensor](), dict[str, Tensor]()
     with est._guard():
         refuse_derivatives(("z1", z1), ("z2", z2))
         inputs.check_features(z1, z2, least=0 if ranks.size > 1 else 2)
@@ -108,7 +121,7 @@ def check_call(
         if tau is not None:
             tau = _check_tau(est, tau, len(z1))
         if negatives is not None:
-            further = _check_negatives(est, negatives, of_samples, index is not None, z1, of_negatives)
+            further, of_negatives = _check_negatives(est, negatives, of_samples, index is not None, z1)
         normalizer.check_momentum(keys is not None)
         if keys is not None:
             values |= zip(("k1", "k2"), other_units(inputs.check_momentum(keys, z1), z1, est.normalize), strict=True)
@@ -131,7 +144,7 @@ def check_call(
 
 
 def _check_samples(
-    est: ContrastiveEstimator, index: Tensor | None, index2: Tensor | None, labels: Tensor | None, batch: int
+    est: Called, index: Tensor | None, index2: Tensor | None, labels: Tensor | None, batch: int
 ) -> dict[str, Tensor]:
     """Return the checked keys of the samples: ``index`` and, if given, ``index2`` and ``labels``."""
     keys = {"index": est._index(index, batch)}
@@ -144,7 +157,7 @@ def _check_samples(
     return keys
 
 
-def _check_tau(est: ContrastiveEstimator, tau: Tensor | float, batch: int) -> Tensor | float:
+def _check_tau(est: Called, tau: Tensor | float, batch: int) -> Tensor | float:
     """Return the checked temperature of a call."""
     if est.temperature.learns:
         raise ValueError("tau= must be left out: this estimator learns its own temperatures, see est.temperature")
@@ -153,30 +166,25 @@ def _check_tau(est: ContrastiveEstimator, tau: Tensor | float, batch: int) -> Te
 
 
 def _check_negatives(
-    est: ContrastiveEstimator,
-    negatives: Any,
-    keys: dict[str, Tensor],
-    named: bool,
-    like: Tensor,
-    of_negatives: dict[str, Tensor],
-) -> Tensor:
-    """Return the features of further candidates, and add their positions to ``of_negatives`` if there are any."""
+    est: Called, negatives: Any, keys: dict[str, Tensor], named: bool, like: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the features of further candidates, and their positions, by name, if there are any."""
     est.normalizer.check_negatives()
     further, positions = inputs.check_negatives(negatives, like)
     assert further is not None
     refuse_derivatives(("negatives", further))
-    if positions is not None:
-        if "index2" not in keys:
-            if not named:
-                raise TypeError("negatives[1] has positions in the modality of index or index2; pass one of them")
-            inputs.check_range("negatives[1]", positions, est.n, remedy=inputs.EXTRA_REMEDY)
-        of_negatives["positions"] = accelerator.to_device(positions, like.device)
-    return further
+    if positions is None:
+        return further, {}
+    if "index2" not in keys:
+        if not named:
+            raise TypeError("negatives[1] has positions in the modality of index or index2; pass one of them")
+        inputs.check_range("negatives[1]", positions, est.n, remedy=inputs.EXTRA_REMEDY)
+    return further, {"positions": accelerator.to_device(positions, like.device)}
 
 
 def _check_pairs(
     pairs: PairPolicy | BoundPolicy,
-    est: ContrastiveEstimator,
+    est: Called,
     like: Tensor,
     more: int | None,
     values: dict[str, Tensor],
@@ -202,9 +210,7 @@ def _check_pairs(
     return None if policy == NO_POLICY else policy
 
 
-def check_cached(
-    est: ContrastiveEstimator, z1: Tensor, z2: Tensor, tau: Any, negatives: Any
-) -> tuple[Tensor | None, Tensor | None]:
+def check_cached(est: Called, z1: Tensor, z2: Tensor, tau: Any, negatives: Any) -> tuple[Tensor | None, Tensor | None]:
     """Refuse what a call with detached leaves would not detect; return the features of ``negatives`` and positions."""
     if getattr(est.normalizer, "encode", None) is not None:
         raise ValueError("encode of the sampler needs a backward pass of its features; call the estimator, not this")

@@ -108,9 +108,10 @@ def main() -> None:
     largest, wrong, lacking = {}, [], set()
     for key in both:
         lacking |= {name.partition(".")[2] for name in before[key].keys() ^ found[key].keys()}
-        for dtype, gap, name in differences(before[key], found[key]):
+        dtype = "float64" if "torch.float64" in key else "float32"
+        for gap, name in differences(before[key], found[key]):
             largest[dtype] = max(largest.get(dtype, (0.0, "")), (gap, f"{key}: {name}"))
-            if gap > {"float32": args.tolerance, "float64": args.tolerance64}.get(dtype, 0.0):
+            if gap > (args.tolerance if dtype == "float32" else args.tolerance64):
                 wrong.append((gap, f"{key}: {name}"))
     print(f"{len(both)} configurations compared; {len(before.keys() ^ found.keys())} are of one commit only:")
     print(*sorted({key.split()[0] for key in before.keys() ^ found.keys()}))
@@ -127,8 +128,8 @@ def configuration(values: Mapping[str, bytes]) -> list[str]:
     return [name for name in values if ".state.config." in name]
 
 
-def differences(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iterator[tuple[str, float, str]]:
-    """Yield the dtype, the largest difference and the name of all tensors of two records of a configuration.
+def differences(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iterator[tuple[float, str]]:
+    """Yield the largest difference and the name of all values of two records of a configuration.
 
     Differences are relative to the largest value of the same tensor in all steps; those of other values, of shapes and
     of integers are 0 or infinite. NaN equals NaN.
@@ -145,7 +146,7 @@ def differences(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> Iter
             gap = float("inf")
         else:
             gap = float(np.nan_to_num(np.abs(a - b)).max() / max(sizes[name.partition(".")[2]], 1e-30))
-        yield header.partition(" ")[0], gap, name
+        yield gap, name
 
 
 def decoded(value: bytes) -> tuple[str, np.ndarray]:

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,6 @@ from typing_extensions import Self
 
 from compopt.distributed.collectives import CALL, Doing, doing
 from compopt.distributed.ranks import Ranks
-
-if TYPE_CHECKING:
-    from compopt.arguments import Given
-    from compopt.contrastive import ContrastiveEstimator
 
 KEYS = ("index", "index2", "labels")
 # Values that must be equal on all ranks, with their description in error messages.
@@ -97,8 +93,11 @@ def tau_facts(tau: float | Tensor | None) -> dict[str, int]:
     return {"tau_kind": kind, "tau": fingerprint(tau.item()) if tau.dim() == 0 and tau.device.type == "cpu" else 0}
 
 
-def add_facts(est: ContrastiveEstimator, given: Given) -> None:
-    """Add the facts that all ranks compare; parameters on a device are compared there, as ``shared`` in ``values``."""
+def add_facts(est: Any, given: Any) -> None:
+    """Add the facts of a call to its checked arguments, an object of ``compopt.arguments.Given``.
+
+    Parameters on a device are compared there, as ``shared`` in ``values``.
+    """
     tau, learned = given.tau, getattr(est.temperature, "tensor", None)
     shared = [*est.parameters(), *([] if learned is None else [learned])]
     wants = tau.requires_grad if isinstance(tau, Tensor) else tau is None and est.temperature.wants_gradient
@@ -121,13 +120,13 @@ def add_facts(est: ContrastiveEstimator, given: Given) -> None:
         given.values["shared"] = torch.cat([number.to(unit.device) for number in on_device]).expand(unit.shape[1], -1)
 
 
-def _parameters(est: ContrastiveEstimator, shared: Sequence[Tensor]) -> int:
+def _parameters(est: Any, shared: Sequence[Tensor]) -> int:
     """Return the fact for these tensors on the host; on a device, and for a dual, for their values at the first call.
 
     The host would wait for a device, where :meth:`AsyncChecks.alike` compares them in later calls.
     """
     if est._at_first is not None and (est.temperature.learns or any(x.device.type != "cpu" for x in shared)):
-        return est._at_first
+        return int(est._at_first)
     values = [f"{x.detach().cpu().tolist()} {x.dtype}" for x in shared]
     return fingerprint({"parameters": values, "tau": est.temperature.constants()})
 

@@ -125,9 +125,10 @@ class Pairs:
         block: class of the matrices.
 
     Attributes:
+        shape, dtype: those of the statistics, ``(B, D)``.
         distinct: only the anchor's own sample is excluded from its candidates, as known on the host.
         least: smallest ``|N_i|`` if only the anchor's own sample is excluded; keys may exclude more.
-        positive: ``s_ii``, ``(B, D)`` like all statistics, with a column per direction.
+        positive: ``s_ii``, with a column per direction.
         count: ``|N_i|`` as float; 0 for an anchor without negatives. A number if it is equal for all anchors and known
             on the host.
         log_count: ``log |N_i|``; 0 for anchors without negatives.
@@ -159,6 +160,7 @@ class Pairs:
         self._momentum, self._sizes = momentum, sizes
         self._tau, self._blocks = tau, list[Block]()
         self._batch, first = len(self._everyone[0]), 0 if ranks is None else sum(sizes[: ranks.rank])
+        self.shape, self.dtype = (self._batch, self.directions), own.dtype
         self._own = slice(first, first + own.shape[1])
         self._scale = scale_of(tau, own, self._batch, self.directions)
         uniform = tau if isinstance(tau, float) and is_uniform(tau, options) else None
@@ -366,16 +368,6 @@ class Pairs:
             count = torch.stack([like.new_full((), float(number)) for number in numbers]).expand(self.shape)
         self.count = count if excluded is None else count - excluded.to(like.dtype)
         self.log_count = log(self.divisor)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of the statistics, ``(B, D)``."""
-        return self._batch, self.directions
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the statistics."""
-        return self._z.dtype
 
     @cached_property
     def positive(self) -> Tensor:
