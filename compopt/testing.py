@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compopt.contrastive import ContrastiveEstimator
-from compopt.estimator.component import Normalizer
+from compopt.estimator.parts import Normalizer
 from compopt.temperatures import FixedTemperature
 
 Tensors = dict[str, Tensor]

@@ -46,7 +46,7 @@ class Average(compopt.Normalizer):
         return Estimate(alpha=log_u, proposals=self.proposed(log_u))
 
     def average(self, call, old, log_g):
-        return F.moving_average(old, log_g, 0.5, first=call.unseen("log_u"))
+        return F.moving_average(old, log_g, 0.5, first=call.unseen)
 
     def proposed(self, log_u: Tensor) -> dict[str, Tensor]:
         return {"log_u": log_u}
@@ -66,7 +66,7 @@ class Linear(Average):
     """Stores u, which is not finite at a small temperature."""
 
     def average(self, call, old, log_g):
-        u = torch.where(call.unseen("log_u"), log_g.exp(), 0.5 * old + 0.5 * log_g.exp())
+        u = torch.where(call.unseen, log_g.exp(), 0.5 * old + 0.5 * log_g.exp())
         return (u * torch.exp(call.pairs.positive.amax() / call.tau)).log()  # of s_ij instead of h_ij
 
 
@@ -125,7 +125,7 @@ class DividesIntegers(Average):
     """Has a weight in the default dtype."""
 
     def average(self, call, old, log_g):
-        return F.moving_average(old, log_g, 1 / (call.count + 2), first=call.unseen("log_u"))
+        return F.moving_average(old, log_g, 1 / (call.count + 2), first=call.unseen)
 
 
 class SinglePrecision(Average):

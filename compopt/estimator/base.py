@@ -478,8 +478,10 @@ class Estimator:
 
     def _configuration(self) -> Fact:
         """Return the fact for what must be equal on all ranks: the configuration, the options and the sample groups."""
-        config = states.config(self) | {"shard": self._opened().placement.shard}
-        config |= {name or "options": each.shared_options() for name, each in self._objects().items()}
+        config = states.config(self)
+        for name, each in self._objects().items():
+            shard = {"shard": each._opened().placement.shard}
+            (config["parts"][name] if name else config)["shared"] = each.shared_options() | shard
         return fingerprint({**config, "sample_groups": [dict(group) for group in self.sample_groups]})
 
     @property
