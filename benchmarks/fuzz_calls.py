@@ -573,31 +573,24 @@ class Trial:
             self.compare_rows("hook")
 
     def spoil_groups(self) -> None:
-        """Set an invalid or extreme hyper-parameter; a refused call must not change the state; restore the value."""
+        """Set an invalid or extreme hyper-parameter; a refused edit must change nothing; call, and restore the value."""
         group = self.rng.choice(self.est.sample_groups)
-        given, kept = self.given(), dict(group)
+        kept = dict(group)
         if not kept:
             return
         before, key = fingerprint(self.est), self.rng.choice(sorted(kept))
         value = self.rng.choice([*REFUSED_VALUES, *EXTREME_VALUES])
         if isinstance(kept[key], int) and isinstance(value, int) and value > 9:
             return  # so many updates would take too long
-        group[key] = value
-        expected = REFUSE if any(value is one for one in REFUSED_VALUES) else EITHER
-        if (shape := self.rng.random()) < 0.2:
-            expected = REFUSE
-            if shape < 0.1:
-                del group[key]
-            else:
-                group.update({key: kept[key], "unknown": 1})
-        what = f"sample_groups {key}={value!r:.40}"
-        error = self.attempt(what, lambda: self.est(**self.asked(given.args)))
-        if error is None and expected is EITHER:  # an accepted value: nothing to compare with
-            self.end("sample_groups")
+        what, shape = f"sample_groups {key}={value!r:.40}", self.rng.random()
+        expected = REFUSE if shape < 0.2 or any(value is one for one in REFUSED_VALUES) else EITHER
+        new = {key: value, "unknown": 1} if shape < 0.1 else {key: value}
+        error = self.attempt(what, (lambda: group.pop(key)) if 0.1 <= shape < 0.2 else (lambda: group.update(new)))
+        if error is not None or expected is REFUSE:
+            self.judge_refusal("sample_groups", error, before, expected, what)
             return
-        group.clear()
-        group.update(kept)
-        self.judge_refusal("sample_groups", error, before, expected, what)
+        self.attempt(what, lambda: self.est(**self.asked(self.given().args)))
+        self.end("sample_groups")  # an accepted value: nothing to compare with
 
     def given(self) -> Given:
         """Return a valid call."""

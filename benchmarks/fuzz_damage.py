@@ -33,7 +33,7 @@ class Case:
     before: str
 
     def files(self) -> list[Path]:
-        return sorted(self.path.iterdir())
+        return sorted(path for path in self.path.rglob("*") if path.is_file())
 
 
 def rows() -> compopt.ContrastiveEstimator:
@@ -127,7 +127,8 @@ def mix(case: Case, file: Path, rng: random.Random) -> Change:
     files = case.files()
     for one in [file, *rng.sample(files, rng.randint(0, min(3, len(files))))]:
         kind = one.name.split("-")[0]
-        change[one] = rng.choice(sorted(case.former.glob(f"{kind}*"))).read_bytes()
+        before = case.former / one.parent.relative_to(case.path)
+        change[one] = rng.choice(sorted(before.glob(f"{kind}*"))).read_bytes()
     return change
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import compopt
-from compopt.estimator.base import Estimator
+from compopt.estimator import Container, Estimator
 from compopt.samplers.base import BankSampler
 from compopt.stores.table import RowTable
 from tests.helpers import whole
@@ -35,7 +35,7 @@ from tests.helpers import whole
 N, DIM, BATCH = 12, 4, 6
 WRONG = ("another error", "changed", "not usable", "not finite")
 # classes that another one of the list saves and loads
-INSIDE = {Estimator, RowTable, compopt.losses.rankings.ListLoss}
+INSIDE = {Estimator, Container, RowTable, compopt.losses.rankings.ListLoss}
 
 
 def owners() -> list[type]:

@@ -29,11 +29,10 @@ from compopt.kernel.features import Slope, at_least, full_precision, with_gradie
 from compopt.kernel.pairs import PairOptions, Pairs
 from compopt.kernel.triton.block import block_of
 from compopt.kernel.triton.choice import BACKENDS, Backend
-from compopt.objective import Objective
+from compopt.objective import Objective, Summary
 from compopt.pairs import NO_POLICY, BoundPolicy, PairPolicy
 from compopt.stores import Offload
 from compopt.stores.table import Placement
-from compopt.summary import Summary
 
 WIDTHS = {"bimodal": 2, "unimodal": 1}  # values per column, if both directions have anchors
 LEAST_SCALE = 5.0  # from here on a temperature may be a logit scale, which is usually 10 to 100

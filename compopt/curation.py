@@ -41,7 +41,7 @@ from compopt.estimator.groups import GroupSpec, as_groups
 from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.block import same_sample
 from compopt.kernel.pairs import Pairs
-from compopt.stores.layout import Column
+from compopt.stores.rows import Column
 from compopt.stores.table import Placement
 
 READ_ROWS = 1 << 20  # rows per read

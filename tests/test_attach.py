@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import compopt
-from compopt.estimator import attach as attaching
+from compopt.estimator import entry
 from tests.helpers import assert_same_bits, batches, snapshot
 
 N = 13
@@ -603,7 +603,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_cannot_travel_is_refused(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(attaching, "LIMIT", 100)
+    monkeypatch.setattr(entry, "LIMIT", 100)
     options, wrap, message = REFUSALS[name]
     directory = {"offload_dir": tmp_path} if options else {}
     est = compopt.InfoNCEEstimator() if options is None else compopt.SogCLREstimator(N, **options, **directory)

@@ -14,7 +14,7 @@ from compopt import rng as draws
 from compopt.estimator import Estimator
 from compopt.negatives import walk as walks
 from compopt.negatives.walk import walk
-from compopt.stores.layout import Column
+from compopt.stores.rows import Column
 from tests.helpers import call, features
 from tests.reference.mcmc import kernel
 

@@ -10,7 +10,7 @@ MOST = {
     "InfoNCE": 37,
     "DCL": 36,
     "SogCLR": 48,
-    "iSogCLR": 80,  # four on a CPU only, for exponentials that underflow, as in FastCLIP v3
+    "iSogCLR": 88,  # four on a CPU only, for exponentials that underflow, as in FastCLIP v3
     "Memory": 69,  # six for slots of the batch's own samples
     RECOMMENDED: 65,
     "FastCLIP v3": 103,  # computes log tau, exponentiates it, and scales the rate with tau

@@ -94,12 +94,12 @@ class WritesAtOnce(Average):
 class CountsSteps(Average):
     """Counts commits in an attribute that its state lacks."""
 
-    seen, t = 0, 0
+    seen, last = 0, 0
 
     def average(self, call, old, log_g):
-        seen = self.seen + (call.t != self.t)
+        seen = self.seen + (call.t != self.last)
         if call.training:
-            self.seen, self.t = seen, call.t
+            self.seen, self.last = seen, call.t
         return super().average(call, old, log_g) + 0.1 * seen
 
 

@@ -4,7 +4,7 @@ from compopt.estimator.base import Estimator, Form
 from compopt.estimator.container import Container
 from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.parts import Call, Estimate, Normalizer, Temperature
-from compopt.stores.layout import Column
+from compopt.stores.rows import Column
 
 __all__ = [
     "Call",

@@ -34,7 +34,7 @@ from compopt.estimator.reader import ROW_KEYS, AsyncChecks, Reader
 from compopt.estimator.save_handle import SaveHandle
 from compopt.functional import all_finite
 from compopt.stores import Offload
-from compopt.stores.layout import Column
+from compopt.stores.rows import Column
 from compopt.stores.table import Placement, RowTable
 
 T = TypeVar("T")
@@ -500,7 +500,8 @@ class Estimator:
         reader, depositing = self._reading(), self.training and torch.is_grad_enabled()
         self._refuse_checkpoint(depositing)
         if depositing:
-            self._drop_skipped()
+            if self._attachments.counting:
+                self._drop_skipped()
             if self._attachments.unsure_of_positions:
                 with self._guard():  # warning filters may turn a warning into an error
                     self._attachments.positions(keys["index"], self.n, self._remembers_index)
@@ -689,7 +690,8 @@ class Estimator:
     def _commit(self, found_inf: Tensor | None) -> None:
         if self._saving is not None:
             self._saving.warn()
-        self._drop_skipped()
+        if self._attachments.counting:
+            self._drop_skipped()
         objects = [each for each in self._tree() if each.pending]
         if not objects:
             return
@@ -715,13 +717,14 @@ class Estimator:
         with self._lock:
             if self._table is not None:
                 self._table.commit(found_inf)
-            self.commit_state(found_inf)
+            if self._pending_state is not None:
+                self.commit_state(found_inf)
             self._committed, self.pending = self._committed + self.pending, 0
             self.t += 1
 
     def _drop_skipped(self) -> None:
         """Drop what is pending if an attached engine has skipped the update."""
-        if self._attachments.counting and self._attachments.skipped():
+        if self._attachments.skipped():
             self.discard()
 
     @outside_of_graphs

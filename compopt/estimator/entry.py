@@ -69,7 +69,7 @@ class Entry:
                 f"{type(optimizer).__name__} was loaded before attach(checkpoint=True), and the entry {self.key!r} of "
                 f"that state, an estimator's, was dropped; attach before optimizer.load_state_dict(state), or load it "
                 f"now with est.load_state_dict(state[{self.key!r}])",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def _save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

@@ -130,16 +130,12 @@ class Normalizer(Estimator, ABC):
     """
 
     sums = True  # pairs have sums of exponentials; otherwise positives and counts only
+    outside: int = 0  # largest number of negatives from outside the batch per anchor; may be a property
 
     @property
     def averages_views(self) -> bool:
         """Return whether, in unimodal mode, both views share one ``alpha_i`` (SogCLR's objective V2; otherwise V1)."""
         return any(column.name == "log_u" for column in self.columns(1, torch.float32))
-
-    @property
-    def outside(self) -> int:
-        """Largest number of negatives from outside the batch per anchor."""
-        return 0
 
     def encoder(self, z1: Tensor, given: Collection[str], normalize: bool, unimodal: bool) -> Encoder | None:
         """Return the encoder of samples outside the batch for one call; ``None``: no such samples are encoded.
@@ -219,10 +215,7 @@ class Temperature(Estimator, ABC):
         True
     """
 
-    @property
-    def learns(self) -> bool:
-        """Return whether :meth:`proposals` must be called with the gradients ``G``."""
-        return False
+    learns: bool = False  # whether proposals() must be called with the gradients G; may be a property
 
     @property
     def wants_gradient(self) -> bool:

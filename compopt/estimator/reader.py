@@ -17,8 +17,8 @@ from compopt.distributed.handshake import KEYS, NOTHING, Agreement, Handshake, f
 from compopt.estimator.groups import Hyper, count
 from compopt.kernel.features import working_dtype
 from compopt.stores import WriteBehind
-from compopt.stores.layout import Column
 from compopt.stores.prefetch import Fetch, Prefetcher
+from compopt.stores.rows import Column
 from compopt.stores.table import RowTable
 
 SAME = 1e-3  # relative difference of values on devices, which may round differently

@@ -21,7 +21,7 @@ from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.kernel.features import reaches_others, with_gradients, working_dtype
 from compopt.losses.compositional import DOMAINS, Domain, outer, through
-from compopt.stores.layout import Column
+from compopt.stores.rows import Column
 
 TOTAL = ("log_v", "updates")  # state: moving average over all samples, and the number of its updates
 # Check of each hyper-parameter.

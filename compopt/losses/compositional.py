@@ -22,7 +22,7 @@ from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.functional import Scalar
 from compopt.kernel.features import reaches_others, with_gradients
 from compopt.normalizers import MovingAverageEstimator
-from compopt.stores.layout import Column
+from compopt.stores.rows import Column
 
 Domain = Literal["log", "linear"]
 # Column of each domain, and the reduction of several proposals for one row.

@@ -18,7 +18,7 @@ from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.losses.base import CHECKS, TOTAL, CompositionalLoss, alike, check_scores, log_mean_exp
 from compopt.losses.compositional import Domain
-from compopt.stores.layout import Column
+from compopt.stores.rows import Column
 
 
 class PairLoss(CompositionalLoss):

@@ -23,7 +23,7 @@ from compopt.kernel.pairs import effective_number
 from compopt.negatives.chains import Chains, DatasetChains
 from compopt.negatives.walk import Pool, Samples, burn_in_count, walk
 from compopt.pairs import NO_POLICY, PairPolicy
-from compopt.stores.layout import Column
+from compopt.stores.rows import Column
 
 Proposals = Literal["pool", "sweep", "dataset"]
 MOST_SAMPLES = 1 << 31  # limit of rng.below

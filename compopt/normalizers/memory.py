@@ -119,10 +119,6 @@ class MemoryNormalizer(Normalizer):
         self._within: bool | None = None  # whether slots store the keys of ``within=``
         super().__init__(None, {})
 
-    @property
-    def outside(self) -> int:
-        return self.length * (2 if self._views else 1)
-
     def check(self, group: Mapping[str, Any]) -> None:
         del group  # it has no hyper-parameters
 
@@ -160,6 +156,7 @@ class MemoryNormalizer(Normalizer):
     def setup(self, form: Form) -> None:
         self._normalized, self._within = form.normalize, form.within
         self._views, self._directions = form.mode == "unimodal", form.directions
+        self.outside = self.length * (2 if self._views else 1)
         kept = len(KEYS) + self._within
         self.state = {
             "queue": torch.zeros(form.directions, self.length, self.dim, dtype=form.dtype, device="cpu"),

@@ -20,7 +20,7 @@ from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.estimator.parts import Call, Estimate, Normalizer
 from compopt.functional import Scalar
 from compopt.pairs import PairPolicy
-from compopt.stores.layout import Column
+from compopt.stores.rows import Column
 
 Reference = Literal["none", "positive"]
 # Factor of s_ii / tau inside the stored value: eq. 9 of SogCLR uses s_ij, iSogCLR and NeuCLIP use h_ij.
@@ -149,7 +149,7 @@ class MovingAverageEstimator(Normalizer):
     def _note_temperature(self, tau: float | Tensor) -> None:
         """Save the temperature of the averages, and warn if rows were loaded that were averaged at another one."""
         loaded, fixed = self.notes.get("tau"), tau if isinstance(tau, float) else None
-        if loaded is not None and loaded != self._tau and (fixed is None or abs(loaded - fixed) > 0.01 * fixed):
+        if loaded is not None and loaded != self._tau and _differs(tau, loaded):
             warn(
                 f"the loaded rows were averaged at tau={loaded:.6g}, this call has "
                 f"{'one per sample' if fixed is None else f'tau={fixed:.6g}'}, for which log u means something else; "
@@ -205,3 +205,10 @@ class MovingAverageEstimator(Normalizer):
         hyper, read = self._hyper(batch), batch.of()
         log_g = F.add_eps(log_g.to(batch.dtype), hyper("eps"))
         return F.moving_average(read.columns["log_u"], log_g, hyper("gamma"), read.unseen)
+
+
+def _differs(tau: float | Tensor, loaded: float) -> bool:
+    """Return whether temperatures differ from a number by more than a per cent; unknown for those on a device."""
+    if isinstance(tau, Tensor):
+        return tau.device.type != "cpu" or bool(((tau - loaded).abs() > 0.01 * loaded).any())
+    return abs(tau - loaded) > 0.01 * loaded

@@ -16,8 +16,7 @@ from compopt.checks import values
 from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.stores import DiskStore, Offload, RowStore, WriteBehind
-from compopt.stores.deposits import Deposit, merge
-from compopt.stores.layout import Column, RowLayout
+from compopt.stores.rows import Column, Deposit, RowLayout, merge
 from compopt.stores.snapshot import Snapshot
 
 # Rows copied at a time, so that copying a large table needs little additional memory.

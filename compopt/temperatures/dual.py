@@ -19,7 +19,7 @@ from compopt.estimator.base import Form
 from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.estimator.parts import Call, Temperature
-from compopt.stores.layout import Column
+from compopt.stores.rows import Column
 
 # tau_init, tau_min (the paper's tau_0) and rho: iSogCLR, sections 6.1 and 6.2. tau_max and max_grad: its authors' code
 # (LibAUC uses other tau_max, 0.7 and 0.05). The paper bounds tau from above only in its analysis (Lemma 1), without a
@@ -132,6 +132,8 @@ class TemperatureDual(Temperature):
         (3, 2)
     """
 
+    learns = True
+
     @takes_options(Temperature, PlacementOptions)
     def __init__(
         self,
@@ -229,10 +231,6 @@ class TemperatureDual(Temperature):
 
     def constants(self) -> list[float] | None:
         return [float(self.tau)] * len(self._groups) if self.mode == "global" else None
-
-    @property
-    def learns(self) -> bool:
-        return True
 
     def columns(self, directions: int, dtype: torch.dtype) -> list[Column]:
         if self.mode == "global":

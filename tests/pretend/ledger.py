@@ -11,7 +11,7 @@ from types import FrameType
 
 LIBRARY = Path(__file__).parents[2] / "compopt"
 BACKGROUND = ("compopt-",)  # threads that may wait
-CARRIERS = (LIBRARY / "accelerator.py", LIBRARY / "stores" / "layout.py")  # they copy for other files
+CARRIERS = (LIBRARY / "accelerator.py", LIBRARY / "stores" / "rows.py")  # they copy for other files
 # Files that may copy between host and device during training, and the data that they copy.
 NAMED = {
     "estimator/reader.py": "the index, which is checked on the host; with shards the numbers of the rows read here; "

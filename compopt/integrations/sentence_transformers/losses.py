@@ -32,9 +32,9 @@ from compopt.integrations.sentence_transformers.options import (
 )
 from compopt.kernel.features import with_gradients
 from compopt.module import as_module
+from compopt.objective import Summary
 from compopt.pairs import PairPolicy
 from compopt.presets import InfoNCEEstimator
-from compopt.summary import Summary
 
 ADD_INDEX = "compopt.integrations.sentence_transformers.add_index"
 LOOKS = 8  # number of batches for which labels are checked for classes
