@@ -573,7 +573,7 @@ class Trial:
             self.compare_rows("hook")
 
     def spoil_groups(self) -> None:
-        """Set an invalid or extreme hyper-parameter; a refused edit must change nothing; call, and restore the value."""
+        """Set an invalid or extreme hyper-parameter; a refused edit must change nothing."""
         group = self.rng.choice(self.est.sample_groups)
         kept = dict(group)
         if not kept:

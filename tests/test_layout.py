@@ -16,7 +16,7 @@ FLOORS = [
     {"kernel", "stores"},
     {"estimator"},
     {"arguments", "checkpoint", "module", "momentum"} | {"negatives", "objective", "schedules", "temperatures"},
-    {"normalizers", "summary"},
+    {"normalizers"},
     {"contrastive"},
     {"curation", "diagnostics", "gradient_cache", "losses", "presets", "testing"},
     {"integrations", "samplers"},

@@ -392,14 +392,15 @@ class Estimator:
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:
         """Drop what the block deposits if it raises; the deposits of earlier calls of the window stay pending."""
-        before = [(each, each.pending, each._pending_state) for each in self._tree()]
+        before = [(each, each.pending, each._pending_state, each.notes) for each in self._tree()]
         try:
             yield
         except BaseException:
             with self._writing():
-                for each, pending, state in before:
+                for each, pending, state, notes in before:
                     each._forget(pending)
                     each._pending_state = state  # deposits replace the mapping, and leave its tensors as they are
+                    each.notes = notes
             raise
 
     def between_commits(self) -> AbstractContextManager[None]:

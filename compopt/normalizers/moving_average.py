@@ -127,7 +127,8 @@ class MovingAverageEstimator(Normalizer):
 
     def estimate(self, call: Call) -> Estimate:
         pairs, hyper = call.pairs, call.hyper
-        self._note_temperature(call.tau)
+        if call.training:
+            self._note_temperature(call.tau)
         inside = hyper.choose("reference", REFERENCES)
         log_g = pairs.log_inner(inside)
         if call.unimodal:
