@@ -197,6 +197,27 @@ def test_each_object_commits_its_own():
     assert (est.pending, est.normalizer.pending, est.temperature.pending) == (0, 0, 0)
 
 
+def test_a_container_counts_calls_that_no_step_of_its_parts_has_committed():
+    est = isogclr()
+    for seed in range(3):
+        call(est, range(4), seed)
+        est.normalizer.step(), est.temperature.step()
+    assert est.pending == 1
+    call(est, range(4), 4), call(est, range(4), 5)
+    assert est.pending == 2
+
+
+def test_hooks_of_objects_without_state_run():
+    est, seen = compopt.InfoNCEEstimator(), []
+    call(est, range(4)), est.step()
+    assert (est.t, est.pending) == (0, 0)  # there is nothing to commit
+    est.register_step_post_hook(lambda who, args, kwargs: seen.append(who.t))
+    call(est, range(4)), call(est, range(4))
+    assert est.pending == 2
+    est.step()
+    assert seen == [1] and (est.t, est.pending) == (1, 0)
+
+
 def test_train_and_to_reach_every_part():
     est = isogclr()
     est.eval()

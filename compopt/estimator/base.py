@@ -649,7 +649,7 @@ class Estimator:
         """Keep proposals for the rows of a batch until the commit; return whether there is anything to commit."""
         if self._table is not None:
             self._table.deposit(batch, read, self.checked(proposals, read), valid)
-        elif self._pending_state is None and not self._hooks["call"]:
+        elif self._pending_state is None and not self._followed:
             return False
         self.pending += 1
         return True
@@ -668,9 +668,13 @@ class Estimator:
 
     def _commits(self) -> bool:
         """Return whether a call has anything to commit: rows, other state, or those of a follower."""
-        return bool(self._hooks["call"]) or any(
-            each._table is not None or each.has_state for each in self._objects().values()
-        )
+        objects = self._objects().values()
+        return self._followed or any(each._table is not None or each.has_state for each in objects)
+
+    @property
+    def _followed(self) -> bool:
+        """Return whether a hook or a follower waits for calls or commits, also of an object without state."""
+        return bool(self._hooks["call"] or self._hooks["step_pre"] or self._hooks["step_post"])
 
     def _begin_saving(self) -> None:
         self._attachments.saving(self.t)
@@ -715,7 +719,7 @@ class Estimator:
 
     def _commit_own(self, found_inf: Tensor | None) -> None:
         """Write what is pending in this object alone."""
-        with self._lock:
+        with self._writing():
             if self._table is not None:
                 self._table.commit(found_inf)
             if self._pending_state is not None:

@@ -130,8 +130,9 @@ class Container(Estimator):
     def _deposit_parts(self, batch: Batch, proposals: Mapping[str, Mapping[str, Tensor]], valid: Tensor | None) -> None:
         """Deposit the proposals of a call, by the name of the part."""
         kept = [part._deposit_rows(batch, batch.of(name), proposals[name], valid) for name, part in self._parts.items()]
-        if any(kept) or self._hooks["call"]:
-            self.pending += 1
+        if any(kept) or self._followed:
+            committed = any(kept) and all(part.pending == 1 for part in self._parts.values() if part.pending)
+            self.pending = 1 if committed else self.pending + 1  # steps of the parts have committed earlier calls
             self._attachments.pending(self.pending)
 
     def _described(self) -> dict[str, Any]:

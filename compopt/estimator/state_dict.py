@@ -143,13 +143,14 @@ def load(est: Estimator, state: Mapping[str, Any]) -> None:
 
 def fill(est: Estimator, state: Mapping[str, Any], load_rows: Callable[[], None]) -> None:
     """Load checked state into one object; ``load_rows`` overwrites its rows."""
-    est._reading().forget_prefetched()
-    for own, group in zip(est._groups, state["sample_groups"], strict=True):
-        own.update(group)
-    load_rows()
-    est.take_state(state["state"])
-    est.notes = dict(state.get("notes", {}))
-    finish(est, state)
+    with est._writing():
+        est._reading().forget_prefetched()
+        for own, group in zip(est._groups, state["sample_groups"], strict=True):
+            own.update(group)
+        load_rows()
+        est.take_state(state["state"])
+        est.notes = dict(state.get("notes", {}))
+        finish(est, state)
 
 
 def finish(est: Estimator, state: Mapping[str, Any]) -> None:
