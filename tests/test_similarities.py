@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 
 import compopt
-from compopt import functional as F
 from tests.pool import the_pool
 
 N, B, TAU = 20, 6, 0.2
@@ -36,31 +35,6 @@ def test_late_interaction_is_autograd_s_cross_entropy():
     expected = torch.nn.functional.cross_entropy(scores / TAU, torch.arange(B))
     torch.testing.assert_close(found, list(torch.autograd.grad(expected, (queries, documents, mined))))
     torch.testing.assert_close(est.metrics["info_nce"], expected.detach())
-
-
-def weighted(scores, log_u):
-    """Return the updated ``log u``, and a loss with the estimator's gradient: its weights are held constant."""
-    given = scores.detach(), torch.zeros_like(scores[0]), ONE_HOT == 0, torch.full_like(scores[0], TAU)
-    _, log_g = F.pair_weights(*given)
-    log_u = log_g if log_u is None else F.moving_average(log_u, log_g, 0.5, None)
-    weights, _ = F.pair_weights(*given, alpha=log_u)
-    return log_u, (weights * scores).sum() / B - scores.diagonal().mean()
-
-
-def test_a_moving_average_of_late_interaction():
-    """Compare rows and gradients of both directions over two steps; the second direction has columns as anchors."""
-    est, index, log_u = estimator(n=N, gamma=0.5), torch.arange(B) + 3, [None, None]
-    for step in range(2):
-        leaves = tokens(2, seed=step)
-        est(ONE_HOT, maxsim(*leaves).T, index).backward()
-        est.step()
-        scores, terms = maxsim(*leaves), []
-        for direction, matrix in enumerate((scores, scores.T)):
-            log_u[direction], term = weighted(matrix, log_u[direction])
-            terms.append(term / 2)
-        expected = torch.autograd.grad(sum(terms), leaves)
-        torch.testing.assert_close([x.grad for x in leaves], list(expected), rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(est.read(index)["log_u"], torch.stack(log_u, 1), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["both", "forward"])
