@@ -1,14 +1,11 @@
 """keys= of a call: keys of a momentum copy in the batch, as positives and in the memory."""
 
-import math
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import compopt
-from benchmarks.studies.default.losses import MovedQueue
 from compopt import PairPolicy
 from tests.helpers import asked, assert_same_bits, features, generator, near, run, snapshot, through_a_file
 from tests.pool import the_pool
@@ -29,24 +26,6 @@ def batch(step, size=B, dtype=torch.float64):
     if step % 2:
         index[-1] = index[0]
     return features(size, D, 2 * step, dtype=dtype), features(size, D, 2 * step + 1, dtype=dtype), index
-
-
-@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
-def test_it_is_the_moved_queue_of_the_study(mode):
-    """Compare loss and gradients of five steps; the loss is smaller by tau log(number of candidates)."""
-    est, study = build(mode), MovedQueue(TAU, LENGTH, 0.99, False, mode == "unimodal")
-    for step in range(5):
-        z, k, _ = batch(2 * step)
-        z = [side.requires_grad_() for side in z]
-        study.encoded = [F.normalize(side) for side in k]
-        number = (B - 1 + min(B * step, LENGTH)) * (2 if mode == "unimodal" else 1)
-        want = study(*z, None)
-        gradients = torch.autograd.grad(want, z)
-        found = est(*z, torch.arange(B) + B * step, keys=k)
-        near(found, want - TAU * math.log(number))
-        for g, w in zip(torch.autograd.grad(found, z), gradients, strict=True):
-            near(g, w, 1e-12)
-        est.step()
 
 
 CALLS = {
@@ -263,17 +242,6 @@ def test_the_recommended_estimator_asks_for_them():
 
 
 # -- cached features -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_cached_features_have_the_same_gradients(kind):
-    one, other = build(kind), build(kind)
-    for step in range(3):
-        z, k, index = batch(step)
-        wanted = run(one, *z, index, keys=k)
-        found = other.feature_gradients(*z, index, keys=k)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-        one.step(), other.step()
 
 
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])

@@ -67,10 +67,3 @@ def test_individual_temperatures_reach_their_optimum_below_the_bound_of_lemma_1(
         est(z1.requires_grad_(), z2, torch.arange(40))
         est.step()
     near(est.read(torch.arange(40))["tau"][:, 0], want, 1e-3)
-
-
-def test_lemma_1_does_not_hold_with_the_largest_absolute_value_for_c():
-    """The proof bounds a difference of two means of h, which may be 2 max abs(h), and nearly is in this case."""
-    rho, h = 6.0, torch.full((20_000,), -1.0, dtype=torch.float64)
-    h[:10] = 1.0
-    assert 1 / rho < best_tau(h, rho) < 2 / rho
