@@ -407,7 +407,5 @@ BY_NAME = {info.name: info for info in DATABASE}
 assert len(BY_NAME) == len(DATABASE), "names must be distinct"
 
 STATEFUL = [info for info in DATABASE if info.has_state]
-GLOBAL = [info for info in DATABASE if info.global_tau]
 # state that is not in rows changes with every call of a window
-NO_GLOBAL = [info for info in DATABASE if not (info.global_tau or info.network)]
 WITH_ROWS = [info for info in DATABASE if info.has_rows]
