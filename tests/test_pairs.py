@@ -1,7 +1,6 @@
 """Pair policies: random combinations against the float64 reference, on one rank and on several; invalid input."""
 
 import itertools
-import math
 import random
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch.distributed as dist
 import compopt
 from compopt import PairPolicy
 from tests.database import BY_NAME, DATABASE
-from tests.helpers import asked, batches, call, compare_state, features, generator, make, near, run
+from tests.helpers import batches, call, compare_state, features, generator, make, near, run
 from tests.pool import the_pool
 from tests.reference import PolicyReference
 from tests.reference.pairs import anchors
@@ -313,28 +312,6 @@ def test_calls_that_are_refused(policy, given, kind, message):
         call(est, *Z, **given)
 
 
-def test_feature_gradients_take_what_a_call_takes():
-    z1, z2, index = batches(N, 1, seed=8, repeats=False)[0]
-    given = {"within": index % 2, "guide": features(6, 3, seed=9)}
-    est = compopt.DCLEstimator(pairs=PairPolicy(false_negatives=0.1, guided=True, within=True))
-    found = est.feature_gradients(z1, z2, index, **asked(est, **given))
-    for a, b in zip(found, run(est, z1, z2, index, **given), strict=True):
-        near(a, b, 0.0)
-
-
-def test_hardness_weighted_loss():
-    """Lan et al. (LLaVE), 2025, eq. 5: the logits of negatives grow by beta stop(s)."""
-    z = [x.requires_grad_() for x in features(8, DIM, seed=24)]
-    tau, beta, itself = 0.1, 9.0, torch.eye(8, dtype=torch.bool)
-    est = compopt.InfoNCEEstimator(tau, directions="forward", multiply_tau=False, pairs=PairPolicy(hardness=beta))
-    loss = est(*z) + math.log(7)  # the estimator averages over the negatives
-    s = torch.nn.functional.normalize(z[0]) @ torch.nn.functional.normalize(z[1]).T
-    theirs = torch.nn.functional.cross_entropy(s / tau + (beta * s.detach()).masked_fill(itself, 0), torch.arange(8))
-    near(loss, theirs)
-    for got, want in zip(torch.autograd.grad(loss, z), torch.autograd.grad(theirs, z), strict=True):
-        near(got, want)
-
-
 def test_a_memory_of_several_data_sets_resumes_bit_for_bit():
     """The slots of the memory keep the keys of ``within=``."""
     data = batches(N, 6, BATCH, DIM, seed=40)
@@ -405,19 +382,6 @@ def follow_calls(est, ref, info):
 def test_each_call_has_its_policy(name, kind, chunk_size):
     est, ref = make(BY_NAME[name], kind, N, tau=0.3, chunk_size=chunk_size, pairs=PairPolicy(**KEPT))
     follow_calls(est, ref, BY_NAME[name])
-
-
-def test_a_policy_of_a_call_is_that_of_a_construction():
-    """Results are bit-identical for a stateless estimator; a policy without options equals none."""
-    z1, z2, index = batches(N, 1, BATCH, DIM, seed=61, repeats=False)[0]
-    for policy in SCHEDULE:
-        built, called = compopt.DCLEstimator(pairs=PairPolicy(**policy)), compopt.DCLEstimator()
-        for a, b in zip(run(built, z1, z2, index), run(called, z1, z2, index, pairs=PairPolicy(**policy)), strict=True):
-            assert torch.equal(a, b)
-    assert called.pairs is None
-    found = called.feature_gradients(z1, z2, index, pairs=PairPolicy(hardness=2.0))
-    wanted = run(compopt.DCLEstimator(pairs=PairPolicy(hardness=2.0)), z1, z2, index)
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 WITHIN = PairPolicy(within=True)
