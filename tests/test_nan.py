@@ -3,12 +3,16 @@
 import math
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import compopt
+from compopt import losses
+from compopt.estimator.attach import Attachments
+from tests import four, test_losses
 from tests.database import BY_NAME, DATABASE, MODES, STATEFUL
 from tests.helpers import assert_same_bits, batches, bits, call, make, run, snapshot, warmed
 from tests.pool import the_pool
@@ -273,6 +277,41 @@ def test_a_warning_as_error_drops_the_deposit_of_its_own_call_alone(info, mode):
 
 
 # every operation that deposits: how to build its object, and how to call it in a step
+LOSSES = test_losses.CASES_BY_KIND
+OPERATIONS = {  # of objects alone: how to build one, and how to call it in a step
+    **{kind: (make, lambda o, k: four.call(o, *data(k)[1:])) for kind, make in four.KINDS.items()},
+    **{kind: (partial(kind, 30), lambda o, k: o(*test_losses.batch(LOSSES[type(o)], k))) for kind in LOSSES},
+    "inner average": (partial(losses.InnerAverage, N), lambda o, k: o.update(data(k)[1][:, 0], data(k)[2])),
+    "compositional_loss": (
+        four.KINDS["average"],
+        lambda o, k: compopt.compositional_loss(data(k)[1][:, 0].abs() + 0.1, data(k)[2], o, torch.log),
+    ),
+}
+
+
+def data(step):
+    return batches(N, step + 1, dim=four.DIM)[step]
+
+
+@pytest.mark.covering(all=True)
+@pytest.mark.parametrize("name", OPERATIONS, ids=str)
+def test_an_error_after_a_deposit_drops_it_alone(name, monkeypatch):
+    """The last thing that a deposit does is to look at the loop, and a warning may be an error."""
+    make, call = OPERATIONS[name]
+    one, two = make(), make()
+    for obj in (one, two):
+        call(obj, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Attachments, "pending", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            call(one, 1)
+    assert_same_bits(saved(one), saved(two))
+    for obj in (one, two):
+        call(obj, 2)
+        obj.step()
+    assert_same_bits(saved(one), saved(two))
+
+
 def test_feature_gradients_that_run_out_of_memory_in_backward(monkeypatch):
     est = compopt.SogCLREstimator(N)
     batch = batches(N, 1)[0]
