@@ -160,22 +160,6 @@ def test_the_normalizer_of_the_page_on_extending(mode):
     assert est.read(torch.arange(12))["count"].tolist() == [1] * 12
 
 
-def test_the_normalizer_of_the_page_on_extending_alone():
-    """It averages its inputs, can be saved and loaded, and refuses calls as a part of an estimator."""
-    scope = {"__name__": "running_mean"}
-    exec(blocks(ROOT / "docs" / "extending.md", "python")[0], scope)
-    mean, again, index = scope["RunningMean"](9, offload="cpu"), scope["RunningMean"](9), torch.arange(3)
-    for value in (1.0, 2.0, 6.0):
-        returned = mean.update(torch.full((3,), value).log(), index)
-        mean.step()
-    torch.testing.assert_close(returned.exp(), torch.full((3,), 3.0))
-    again.load_state_dict(mean.state_dict())
-    assert torch.equal(again.read(index)["log_u"][:, 0], returned)
-    est = compopt.ContrastiveEstimator(scope["RunningMean"](9), compopt.FixedTemperature(0.5))
-    with pytest.raises(RuntimeError, match="part of a ContrastiveEstimator"):
-        est.normalizer.update(returned, index)
-
-
 ADAPTERS = {
     "accelerate": ["attach", "register_for_checkpointing"],
     "lightning": ["EstimatorCallback"],

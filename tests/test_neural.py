@@ -311,32 +311,6 @@ def test_tau_of_the_call_gets_the_derivative_of_equation_12(shape, mode):
         near(got, expected, 1e-10)
 
 
-def test_a_learned_scale_gets_it_too():
-    est, weights = trained(compopt.FixedTemperature(0.1, learn=True, dtype=torch.float64))
-    (leaf,), (z1, z2, index) = est.parameters(), batch(9, 6)
-    leaf.grad = None
-    run(est, z1, z2, index + 8)
-    tau = torch.exp(-leaf.detach())
-    near(leaf.grad, -tau * derivatives(z1, z2, tau, weights)[2], 1e-10)
-
-
-@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
-@pytest.mark.parametrize("kind", ["global", "individual"])
-def test_a_dual_follows_it_too(kind, mode):
-    options = {"rho": 0.7, "lr": 1e-3, "tau_init": 0.1, "tau_min": 0.01, "tau_max": 1.0, "max_grad": 1e9, "beta": 1.0}
-    est, weights = trained(compopt.TemperatureDual(14, mode=kind, **options), mode)  # beta = 1: the average is G
-    z1, z2, index = batch(9, 6)
-    tau = est.temperature.tau if kind == "global" else torch.full((6, 2), 0.1, dtype=torch.float64)
-    run(est, z1, z2, index + 8)
-    est.step()
-    want = derivatives(z1, z2, tau, weights, rho=0.7)[2]
-    if kind == "global":
-        near(est.state_dict()["extra"]["temperature"]["exp_avg"], want, 1e-10)
-    else:
-        want = 12 * want if mode == "bimodal" else 6 * want.sum(1, keepdim=True)  # of an anchor; of a sample's views
-        near(est.read(index + 8)["tau_exp_avg"], want, 1e-10)
-
-
 # many ranks -----------------------------------------------------------------------------------------
 
 

