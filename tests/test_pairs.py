@@ -401,33 +401,6 @@ def test_policies_that_a_call_refuses(build, policy, kind, message):
         build()(*torch.randn(2, 4, DIM), torch.arange(4), pairs=policy)
 
 
-def calls_on_ranks(group, name, sizes, data, calls):
-    """Run this rank's part of some calls; return losses, gradients and rows."""
-    rank = dist.get_rank(group)
-    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    est, _ = make(BY_NAME[name], "bimodal", N, tau=0.3, process_group=group)
-    found = []
-    for batch, given in zip(data, calls, strict=True):
-        given = {key: value[own] if isinstance(value, torch.Tensor) else value for key, value in given.items()}
-        found.append(run(est, *(x[own] for x in batch), **given))
-        est.step()
-    return found, est.read(torch.arange(N))["log_u"]
-
-
-@pytest.mark.distributed
-def test_policies_of_calls_on_ranks():
-    data = batches(N, 3, BATCH, DIM, seed=62, repeats=False)
-    calls = [{"pairs": PairPolicy(**SCHEDULE[0])}, {}, {"pairs": WITHIN, "within": torch.arange(BATCH) // 4}]
-    ((whole, rows),) = the_pool().run(calls_on_ranks, 1, "sogclr", [BATCH], data, calls)
-    parts = the_pool().run(calls_on_ranks, 3, "sogclr", [3, 0, 4], data, calls)
-    for step, (loss, *gradients) in enumerate(whole):
-        for found, _ in parts:
-            near(found[step][0], loss, 1e-11)
-        for at, want in enumerate(gradients, start=1):
-            near(torch.cat([found[step][at] for found, _ in parts]) / 3, want, 1e-10)
-    near(parts[2][1], rows, 1e-11)
-
-
 def differing(group, first, second):
     """Return the error of a call whose policies differ between ranks."""
     est = compopt.DCLEstimator(process_group=group)

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import compopt
-from tests.pool import the_pool
 
 N, B, TAU = 20, 6, 0.2
 ONE_HOT = torch.eye(B, dtype=torch.float64)
@@ -51,26 +49,3 @@ def test_inner_products_are_what_features_give(mode):
         est.step()
         results.append([loss.detach(), *(z.grad for z in leaves), est.read(index)["log_u"]])
     torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
-
-
-def on_ranks(group, half):
-    from torch.distributed.nn.functional import all_gather
-
-    first = dist.get_rank() * half
-    queries, documents = (x.detach()[first : first + half].requires_grad_() for x in tokens(2))
-    est = estimator(n=N, gamma=0.5)
-    scores = maxsim(torch.cat(all_gather(queries)), documents)
-    loss = est(ONE_HOT[first : first + half], scores.T, torch.arange(first, first + half))
-    loss.backward()
-    return loss.detach(), queries.grad / 2, documents.grad / 2
-
-
-@pytest.mark.distributed
-def test_two_ranks_are_one():
-    queries, documents = tokens(2)
-    loss = estimator(n=N, gamma=0.5)(ONE_HOT, maxsim(queries, documents).T, torch.arange(B))
-    loss.backward()
-    values, *gradients = zip(*the_pool(2, 60).run(on_ranks, 2, B // 2), strict=True)
-    torch.testing.assert_close(torch.stack(values), loss.detach().expand(2))
-    found = [torch.cat(parts) for parts in gradients]
-    torch.testing.assert_close(found, [queries.grad, documents.grad], rtol=1e-10, atol=1e-12)
