@@ -316,16 +316,6 @@ def test_refusals(tmp_path):
         curation.export(made([0.0]), tmp_path / "scores.csv", keys=["a", "b"])
 
 
-def test_a_keeper_that_joins_a_run_tells_what_it_has_met():
-    est = compopt.SogCLREstimator(N)
-    first, second = batches(N, steps=2, seed=6, repeats=False)
-    run(est, *first), est.step()
-    keeper = kept(est)
-    assert curation.scores(keeper).score.isnan().all()
-    run(est, *second), est.step()
-    assert curation.scores(keeper).visits.nonzero().flatten().tolist() == sorted(second[2].tolist())
-
-
 def test_uncertainty_is_the_standard_error_of_the_score():
     """Scores of 2,048 samples seen five times with independent features have the standard deviation they report."""
     est = compopt.DCLEstimator(0.5, directions="forward")

@@ -39,6 +39,8 @@ def arguments(policy, seed, step, count):
     """Return the arguments of one step's call besides features and index, with ``count`` further candidates."""
     g = generator(7000 + 10 * seed + step)
     given = {"extra": torch.randn(count, DIM, generator=g, dtype=torch.float64)} if count else {}
+    if count and step:
+        given["extra_index"] = torch.randint(0, N, (count,), generator=g)  # some are positives of anchors
     if policy["within"]:
         keys = [torch.randint(0, 2, (size,), generator=g) for size in (BATCH, count)]
         given["within"] = tuple(keys) if count else keys[0]
@@ -52,7 +54,8 @@ def arguments(policy, seed, step, count):
 def leaves_negatives(kind, policy, batch, given):
     """Return True if every anchor has a negative; the reference divides by their number."""
     z1, z2, index = batch
-    found = anchors([z1, z2], index.tolist(), kind, extra=given.get("extra"))
+    positions = given["extra_index"].tolist() if "extra_index" in given else None
+    found = anchors([z1, z2], index.tolist(), kind, extra=given.get("extra"), extra_index=positions)
     keys = given.get("within")
     PolicyReference(**policy).apply(
         found, given.get("guide"), keys if isinstance(keys, tuple) or keys is None else (keys,), True
@@ -118,7 +121,8 @@ def on_ranks(group, number):
     """Run the steps of a combination with this rank's part of each batch; return the results and the rows."""
     name, kind, policy, chunk_size, tau, steps = case(number)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    est, _ = twins(name, kind, policy, chunk_size, tau, process_group=group)
+    shard = BY_NAME[name].has_rows and number % 2 == 1
+    est, _ = twins(name, kind, policy, chunk_size, tau, process_group=group, shard=shard)
     found = []
     for step, (batch, given) in enumerate(steps):
         own, more = (
@@ -157,7 +161,7 @@ def compare_ranks(number, ranks):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("number, ranks", [(0, 2), (9, 3), (10, 2)])
+@pytest.mark.parametrize("number, ranks", [(0, 2), (9, 3), (10, 2), (13, 2), (24, 2), (29, 3), (33, 3), (43, 2)])
 def test_ranks(number, ranks):
     compare_ranks(number, ranks)
 
