@@ -163,6 +163,14 @@ def test_a_table_that_cannot_be_opened_leaves_no_lock(tmp_path):
     assert refused.value and not (tmp_path / "rows.lock").exists()
 
 
+def test_memory_is_claimed_when_it_is_written():
+    start = time.perf_counter()
+    store = RowStore(10**8, 2, on_host=True)  # 3.2 GB, which take seconds to write
+    store.scatter(torch.tensor([10**8 - 1]), torch.ones(1, 4, dtype=torch.int64))
+    assert time.perf_counter() - start < 1
+    assert store._table.data_ptr() % 64 == 0
+
+
 # the asynchronous front ---------------------------------------------------------------------------
 
 
