@@ -81,14 +81,6 @@ def test_it_is_updated_once_per_update_and_has_no_graph():
     run.assert_follows()
 
 
-def test_a_resumed_run_goes_on_bit_for_bit():
-    run, again = Run(), Run()
-    run.train()
-    again.train(0, 2)
-    again.load([through_a_file(state) for state in run.state()])
-    assert run.train(STEPS, 2 * STEPS) == again.train(STEPS, 2 * STEPS)
-
-
 def test_attaching_again_updates_once():
     run = Run()
     run.encoder.attach(run.est)
