@@ -440,18 +440,20 @@ def test_a_loaded_sampler_repeats_its_epoch(drawn):
 def divided(group, shard, drawn):
     torch.manual_seed(0)
     keeper = trained(process_group=group, shard=shard)
-    sampler = compopt.samplers.ScoredSampler(keeper, warm_up=0, share=0.2, process_group=group, drawn=drawn)
-    return list(sampler), sampler.left_out
+    options = {"warm_up": 0, "share": 0.2, "process_group": group, "drawn": drawn}
+    sampler, whole = (compopt.samplers.ScoredSampler(keeper, divide=divide, **options) for divide in (True, False))
+    return list(sampler), sampler.left_out, list(whole)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("drawn", [1.0, 0.5])
 def test_ranks_divide_an_epoch(drawn):
-    parts = the_pool().run(divided, 3, True, drawn)
-    samples = sum((part for part, _ in parts), [])
+    parts, out, orders = zip(*the_pool().run(divided, 3, True, drawn), strict=True)
+    samples = [sample for step in zip(*parts, strict=True) for sample in step]
     each = int(drawn * 10)
-    assert {len(part) for part, _ in parts} == {each} and len(set(samples)) == 3 * each
-    assert all(torch.equal(out, parts[0][1]) for _, out in parts) and not set(samples) & set(parts[0][1].tolist())
+    assert len(parts[0]) == each and len(set(samples)) == 3 * each
+    assert all(order[: 3 * each] == samples for order in orders), "divide=False: the loader divides the order"
+    assert all(torch.equal(other, out[0]) for other in out) and not set(samples) & set(out[0].tolist())
 
 
 def scored(score, rank=0.2, visits=1):
