@@ -299,6 +299,8 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="FSDP1, which is not supported; use fully_shard"):
         compopt.MomentumEncoder(old)
     encoder = compopt.MomentumEncoder(model)
+    with pytest.raises(TypeError, match="state_dict"):
+        encoder.load_state_dict(5)
     with pytest.raises(TypeError, match=r"est must be an estimator.*got SGD; without one call encoder.update\(\)"):
         encoder.attach(torch.optim.SGD(model.parameters(), 1.0))
     est = memory()
