@@ -293,6 +293,19 @@ def test_bad_arguments_are_refused():
         compopt.as_module(compopt.ContrastiveEstimator(compopt.BatchNormalizer(), Own()))
 
 
+def test_an_average_of_the_parameters():
+    """AveragedModel averages a learned temperature too, and has the rows of the model at its construction."""
+    model, data = Model(), micro_batches(2)
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    averaged.update_parameters(model)
+    before = everything(model)[NAME]
+    train(model, data)
+    averaged.update_parameters(model)
+    torch.testing.assert_close(averaged.module.loss.temperature.log_inverse, (before + everything(model)[NAME]) / 2)
+    averaged.load_state_dict(copy.deepcopy(averaged.state_dict()))
+    assert (averaged.module.loss.est.t, model.loss.est.t) == (0, 2)
+
+
 # two ranks --------------------------------------------------------------------------------------------------------
 
 
