@@ -15,6 +15,7 @@ from tests.database import BY_NAME, DATABASE, MODES
 from tests.helpers import assert_same_bits, batches, features, make, run, snapshot
 from tests.pool import the_pool
 from tests.samplers import both
+from tests.test_shard_batches import batches_of, rows
 from tests.training import micro_batches
 
 N = 23
@@ -95,6 +96,17 @@ def test_objects_alone(kind, context):
         found = trained()
     for obj in found:
         assert torch.equal(four.state(obj), four.state(usual))
+
+
+@elsewhere
+@pytest.mark.parametrize("replacement", [False, True])
+def test_batches_of_shards(context, replacement):
+    def epoch():
+        return [rows(batch) for batch in batches_of(replacement=replacement)]
+
+    usual = epoch()
+    with context():
+        assert epoch() == usual
 
 
 @elsewhere
