@@ -83,6 +83,16 @@ def test_sizes_are_exact(sizes, kind):
     assert torch.bincount(clusters, minlength=len(sizes)).tolist() == sizes
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_planted_clusters_are_found(seed):
+    g = generator(seed)
+    centres, hidden = torch.eye(6, dtype=torch.float64)[:3], torch.randperm(9, generator=g) % 3
+    near_centres = (centres[hidden] + 0.15 * torch.randn(9, 6, generator=g, dtype=torch.float64) for _ in range(2))
+    z1, z2 = (normalize(z, dim=1) for z in near_centres)
+    clusters = spectral.spectral_clusters(edge_weights(z1, z2, 0.2, 3), [3, 3, 3], seed=0)
+    assert len((3 * clusters + hidden).unique()) == 3
+
+
 # ordered ------------------------------------------------------------------------------------------
 
 
