@@ -41,8 +41,6 @@ class EstimatorInfo:
     tau_chain: Callable = lambda tau: 1.0  # d tau / d leaf
     global_tau: bool = False
     min_tau: float = 0.0
-    exact_at_gamma_1: bool = True  # gamma = 1, batch = data set: the gradient of the global objective
-    views: str = "averaged"  # which unimodal objective it estimates
     network: bool = False  # whether a network learns from every batch
     restarts: bool = False  # whether its results depend on the number of commits
     takes_extra: bool = True  # whether extra= may be further candidates
@@ -128,7 +126,7 @@ def composed(
 
     if dual == "individual":
         columns += ("tau", "tau_exp_avg") + (("tau_exp_avg_sq",) if optimizer == "adam" else ())
-    facts = {"exact_at_gamma_1": False, "global_tau": dual == "global", **facts}
+    facts = {"global_tau": dual == "global", **facts}
     return EstimatorInfo(name, build, reference, columns=columns, **facts)
 
 
@@ -163,8 +161,6 @@ def infonce(name, include_positive, multiply_tau, learn_tau=False, candidates=No
         name,
         lambda: BatchReference(include_positive, candidates),
         multiply_tau=multiply_tau,
-        exact_at_gamma_1=not include_positive and multiply_tau,
-        views="separate",
         **(LEARNED if learn_tau else {}),
     )
 
@@ -175,8 +171,6 @@ def dcl(learn_tau):
         lambda n, tau, gamma: (compopt.DCLEstimator, {"tau": tau, "learn_tau": learn_tau}),
         "dcl" + ("-learned" if learn_tau else ""),
         lambda: BatchReference(False),
-        exact_at_gamma_1=not learn_tau,  # a learned tau is clamped
-        views="separate",
         **(LEARNED if learn_tau else {}),
     )
 
@@ -188,8 +182,6 @@ def siglip(learn):
         "siglip" + ("-learned" if learn else ""),
         lambda: SigmoidReference(-2.0),
         multiply_tau=False,
-        exact_at_gamma_1=False,
-        views="separate",
         takes_extra=False,
         **(LEARNED if learn else {}),
     )
@@ -201,8 +193,6 @@ def batch_tensor_tau(include_positive):
         f"batch-tensor-tau-{'with' if include_positive else 'no'}-positive",
         lambda n, gamma: compopt.BatchNormalizer(include_positive=include_positive),
         lambda: BatchReference(include_positive),
-        exact_at_gamma_1=not include_positive,
-        views="separate",
     )
 
 
@@ -230,7 +220,6 @@ def sogclr(name, reference="none", eps=0.0, multiply_tau=True):
         lambda: MovingAverageReference(reference, eps),
         multiply_tau=multiply_tau,
         columns=("log_u",),
-        exact_at_gamma_1=eps == 0.0 and multiply_tau,
     )
 
 
@@ -242,7 +231,6 @@ def sogclr_tensor_tau(reference, multiply_tau):
         lambda: MovingAverageReference(reference),
         multiply_tau,
         columns=("log_u",),
-        exact_at_gamma_1=multiply_tau,
     )
 
 
@@ -256,7 +244,6 @@ def isogclr(name, optimizer="momentum", reference="positive", multiply_tau=True,
         lambda: DualReference(optimizer, beta),
         multiply_tau,
         columns=("log_u", "tau", "tau_exp_avg") + (("tau_exp_avg_sq",) if optimizer == "adam" else ()),
-        exact_at_gamma_1=False,
     )
 
 
@@ -280,7 +267,7 @@ def global_dual(name, optimizer, normalizer="moving-average", multiply_tau=True,
 # networks, memories, chains -----------------------------------------------------------------------
 
 DIM = 4  # dimension of the features that the generic tests make
-ALONE = {"views": "separate", "network": True}
+ALONE = {"network": True}
 
 
 def neural(name, dual=None, multiply_tau=True, prototypes=6, **network):
@@ -308,7 +295,6 @@ def neural_tensor_tau(**network):
         lambda: NeuralReference(DIM, **network),
         min_tau=0.07,
         restarts=True,
-        exact_at_gamma_1=False,
         **ALONE,
     )
 
@@ -328,7 +314,6 @@ def emc2(name, dual=None, multiply_tau=True, **options):
         dual,
         multiply_tau,
         columns=("chain", "score"),
-        views="separate",
         takes_extra=False,
         draws=True,
     )
@@ -348,7 +333,7 @@ def with_policy(info, **policy):
         ref.policy = PolicyReference(**policy)
         return ref
 
-    return replace(info, name=f"{info.name}-pairs", build=build, twin=twin, exact_at_gamma_1=False, has_policy=True)
+    return replace(info, name=f"{info.name}-pairs", build=build, twin=twin, has_policy=True)
 
 
 DATABASE = [
@@ -422,7 +407,5 @@ BY_NAME = {info.name: info for info in DATABASE}
 assert len(BY_NAME) == len(DATABASE), "names must be distinct"
 
 STATEFUL = [info for info in DATABASE if info.has_state]
-GLOBAL = [info for info in DATABASE if info.global_tau]
 # state that is not in rows changes with every call of a window
-NO_GLOBAL = [info for info in DATABASE if not (info.global_tau or info.network)]
 WITH_ROWS = [info for info in DATABASE if info.has_rows]

@@ -17,7 +17,6 @@ from tests import pretend
 
 PRETEND = os.environ.get("COMPOPT_PRETEND", "")
 DEVICE = pretend.install(PRETEND) if PRETEND else accelerator.available()
-HAS_STREAMS = DEVICE is not None and accelerator.has_streams(DEVICE)
 
 needs_accelerator = [
     pytest.mark.accelerator,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.database import DATABASE, MODES, WITH_ROWS
+from tests.database import DATABASE, MODES
 from tests.helpers import batches, compare_state, make, near, run
 
 N = 13
@@ -56,24 +56,6 @@ def test_several_deposits_before_a_step(info, mode):
         if t % 3 == 2:
             est.step(), ref.step()
         compare_state(est, ref, N, info)
-
-
-@pytest.mark.covering()
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "info", [info for info in WITH_ROWS if not (info.global_tau or info.network or info.draws)], ids=str
-)
-def test_the_order_of_the_deposits_does_not_matter(info, mode):
-    window = batches(N, steps=3, seed=3)
-    states = []
-    for order in (window, window[::-1]):
-        est, _ = make(info, mode, N)
-        for z1, z2, index in order:
-            run(est, z1, z2, index)
-        est.step()
-        states.append(est.read(torch.arange(N)))
-    for name in states[0]:
-        near(states[0][name].double().nan_to_num(0, 0, 0), states[1][name].double().nan_to_num(0, 0, 0), what=name)
 
 
 @pytest.mark.covering()

@@ -5,7 +5,7 @@ import torch
 
 import compopt
 from tests.database import BY_NAME, MODES
-from tests.helpers import batches, features, generator, make, near, run
+from tests.helpers import batches, features, make, near, run
 
 N = 13
 
@@ -83,18 +83,3 @@ def test_only_tau_requires_grad(kind):
     loss(tau).backward()
     step = 1e-6
     near(tau.grad, (loss(0.2 + step) - loss(0.2 - step)) / (2 * step), 1e-6)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["infonce", "infonce-no-positive", "infonce-not-multiplied"])
-def test_finite_differences(name, mode):
-    """Gradients of a stateless loss equal its finite differences."""
-    est, _ = make(BY_NAME[name], mode, N, tau=0.3)
-    z1, z2, index = batches(N, 2, seed=9)[1]
-    _, g1, g2 = run(est, z1, z2, index)
-    g = generator(0)
-    for _ in range(3):
-        d1, d2 = (torch.randn(z1.shape, generator=g, dtype=torch.float64) for _ in range(2))
-        step = 1e-6
-        up, down = (float(est(z1 + s * d1, z2 + s * d2, index)) for s in (step, -step))
-        near((up - down) / (2 * step), (g1 * d1).sum() + (g2 * d2).sum(), 1e-6)

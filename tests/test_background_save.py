@@ -1,12 +1,9 @@
 """save(blocking=False): a checkpoint written during training has the state at the call; training is unaffected."""
 
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from pathlib import Path
 
@@ -409,50 +406,6 @@ def test_a_rank_that_fails(failing, tmp_path):
         assert "disk full" in told[0] and (rank == failing or f"rank {failing} failed" in told[0])
         assert len(told) == len(present) == 1
         loads(after, state)
-
-
-@pytest.mark.covering()
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-@pytest.mark.parametrize(
-    "name, stop, after, left",
-    [("write_file", 1, False, "earlier"), ("write_file", 7, True, "earlier"), ("write_file", 15, True, "earlier")]
-    + [("outdated", 1, False, "new")],
-    ids=["before-the-first-file", "after-a-file", "before-the-manifest", "after-the-manifest"],
-)
-@pytest.mark.parametrize("offload", [None, "disk"])
-def test_a_kill_leaves_the_earlier_one_or_the_new_one(offload, name, stop, after, left, tmp_path):
-    """Kill by SIGKILL during a save, which writes 13 files of rows, the other state and the manifest."""
-    options = placed({"offload": offload}, tmp_path / "rows")
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        est = sogclr(**options)
-        fill(est)
-        compopt.save(est, tmp_path / "c")
-        torch.save(shown(est, N), tmp_path / "earlier")
-        fill(est, seed=20)
-        torch.save(shown(est, N), tmp_path / "new")
-        with Gate(manifest if name == "outdated" else files, name, stop, after) as gate:
-            compopt.save(est, tmp_path / "c", blocking=False)
-            if gate.reached.wait(WAIT):
-                fill(est, seed=40)
-                os.write(writer, b"held")
-            time.sleep(WAIT)
-        os._exit(1)
-    os.close(writer)
-    assert os.read(reader, 4) == b"held"
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    os.close(reader)
-    loads(tmp_path / "c", torch.load(tmp_path / left))
-    shutil.rmtree(tmp_path / "rows", ignore_errors=True)
-    est = sogclr(**options)
-    compopt.load(est, tmp_path / "c")
-    if left == "earlier":
-        fill(est, seed=20)
-    compopt.save(est, tmp_path / "c", keep=1, blocking=False).wait(WAIT)
-    loads(tmp_path / "c", torch.load(tmp_path / "new"))
-    assert [c.complete for c in manifest.checkpoints(tmp_path / "c")] == [True]
 
 
 def test_a_change_of_the_working_directory_does_not_matter(tmp_path, monkeypatch):

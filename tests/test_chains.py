@@ -1,7 +1,5 @@
 """EMC2's chains: enumeration of one step, the softmax over the data set, the estimated gradient."""
 
-from functools import reduce
-from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
@@ -140,26 +138,6 @@ def test_proposals_from_the_data_set_move_a_chain_as_the_kernel_s_power_does(dra
     assert found.sum() == pytest.approx(count)
     want = torch.linalg.matrix_power(kernel(similarity, tau), draws)[start] * count
     assert ((found - want) ** 2 / want).sum() < 27.9  # 5 degrees of freedom: p = 4e-5
-
-
-@pytest.mark.parametrize("batch, draws", [(1, 1), (2, 3), (3, 2)])
-@pytest.mark.parametrize("beta", [0.5, 2.0])
-def test_the_chains_converge_as_fast_as_lemma_3_2_says(beta, batch, draws):
-    """Compare the joint distribution of all chains, from every initial state, with the bound of eq. 13 for c = 1."""
-    m = 4
-    z1, z2 = data_set(m, dim=3)
-    similarity = [(z2 @ x)[torch.arange(m) != i] for i, x in enumerate(z1)]
-    moves = [torch.linalg.matrix_power(kernel(s, 1 / beta), draws) for s in similarity]
-    stay = torch.eye(m - 1, dtype=torch.float64)
-    batches = [[moves[i] if i in chosen else stay for i in range(m)] for chosen in combinations(range(m), batch)]
-    joint = sum(reduce(torch.kron, each) for each in batches) / len(batches)
-    stationary = reduce(torch.kron, [(beta * s).softmax(0) for s in similarity])
-    rate = 1 - batch * draws / (2 * m * (m - 1) * torch.tensor(2 * beta, dtype=torch.float64).exp())
-    now = torch.eye(len(joint), dtype=torch.float64)
-    for steps in range(500):
-        assert (now - stationary).abs().max() <= rate**steps + 1e-13
-        now = now @ joint
-    assert (now - stationary).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("proposals, biased", [("pool", False), ("sweep", True)])

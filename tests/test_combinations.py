@@ -11,11 +11,9 @@ import torch
 import compopt
 from compopt import PairPolicy
 from compopt.temperatures.dual import Mode
-from tests.database import BY_NAME
-from tests.helpers import call, features, generator, make, near
+from tests.helpers import call, features, generator, near
 from tests.reference import PolicyReference
 from tests.reference.pairs import anchors
-from tests.test_agreement import compare_forward
 
 KINDS = ("bimodal", "unimodal", "forward")
 BATCH, DIM, TAU, GAMMA = 6, 4, 0.4, 0.6
@@ -121,10 +119,10 @@ def evaluated(est, case, z, **more):
     return call(est, *z, **{"index": torch.arange(BATCH), **case.given, **more})
 
 
-def same(loss, theirs, leaves, surrogate=None):
-    """Compare a value and its gradients; ``surrogate``: its gradients are those wanted, if not those of the value."""
+def same(loss, theirs, leaves):
+    """Compare a value and its gradients."""
     near(loss, theirs, 1e-9, what="value")
-    wanted = torch.autograd.grad(theirs if surrogate is None else surrogate, leaves, allow_unused=True)
+    wanted = torch.autograd.grad(theirs, leaves, allow_unused=True)
     found = torch.autograd.grad(loss, leaves, allow_unused=True)
     for got, want in zip(found, wanted, strict=True):
         near(*(ZERO if x is None else x for x in (got, want)), 1e-8, atol=1e-10, what="gradient")
@@ -177,81 +175,6 @@ NORMALIZERS = {
     "chains": lambda: compopt.MCMCNegativeSampler(BATCH),
     "sigmoid": compopt.SigmoidNormalizer,
 }
-TWINS = {"network": "neural", "memory": "memory"}
-REFUSED = {
-    "batch": set(),
-    "average, none": set(),
-    "average, positive": set(),
-    "network": {"hardness"},
-    "memory": {"guided"},
-    "chains": set(POLICY),
-    "sigmoid": set(POLICY),
-}
-
-
-def log_normalizers(name, est, terms, old):
-    """Return the log-normalizer of each anchor from the batch's terms and the rows before, which are updated."""
-    if name == "batch":
-        return [torch.logaddexp(g, torch.full_like(g, -math.log(len(a.negatives)))) for a, _, g in terms]
-    inner, outer = {}, []
-    for a, t, g in terms:
-        column = 0 if est.mode == "unimodal" else a.direction
-        shift = a.positive / t if name == "average, none" else ZERO
-        inner.setdefault((a.position, column), []).append(g + shift)
-        outer.append(((a.position, column), shift))
-    for key, values in inner.items():
-        new = torch.stack(values).logsumexp(0) - math.log(len(values))
-        before = old.get(key)
-        if before is not None:
-            new = torch.logaddexp(before + math.log(1 - GAMMA), new + math.log(GAMMA))
-        old[key] = new.detach()
-    return [old[key] - shift for key, shift in outer]
-
-
-def follow_option(name, kind, option):
-    """Compare two steps of a normalizer under a policy with the definition; return an error, or ``None``."""
-    case = Case.of(kind, option)
-    policy, options = PairPolicy(**case.policy), {**case.options, "dtype": torch.float64}
-
-    def build(**more):
-        return compopt.ContrastiveEstimator(NORMALIZERS[name](), compopt.FixedTemperature(TAU), **options, **more)
-
-    try:
-        est = build(pairs=policy)
-    except ValueError as error:
-        with pytest.raises(ValueError):
-            evaluated(build(), case, case.views(82), pairs=policy)
-        return str(error)
-    if name in TWINS:
-        info = BY_NAME[TWINS[name]]
-        est, ref = make(info, kind, BATCH, tau=TAU, pairs=policy)
-        ref.policy = PolicyReference(**case.policy)
-        for seed in (82, 83):
-            batch = (*(z.detach() for z in case.views(seed)), torch.arange(BATCH))
-            compare_forward(info, est, ref, *batch, rtol=1e-9, **case.given)
-            est.step(), ref.step()
-        return None
-    old = {}
-    for seed in (82, 83):
-        z, tau = case.views(seed), torch.tensor(TAU, dtype=torch.float64)
-        loss = evaluated(est, case, z)
-        est.step()
-        terms, value, surrogate = dense(case, z, tau), 0.0, 0.0
-        for (a, t, g), alpha in zip(terms, log_normalizers(name, est, terms, old), strict=True):
-            value = value + t * alpha / len(terms)
-            outside = a.positive if name == "average, none" else ZERO  # s_ii in the outer function
-            surrogate = surrogate + (t * (g - alpha).detach().exp() * (g + outside / t) - outside) / len(terms)
-        same(loss, value, z, surrogate)
-    return None
-
-
-@pytest.mark.covering(all=True)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", NORMALIZERS)
-def test_every_normalizer_with_every_option(name, kind):
-    for option in POLICY:
-        error = follow_option(name, kind, option)
-        assert (error is not None) == (option in REFUSED[name]), (option, error)
 
 
 def test_every_normalizer_is_here():

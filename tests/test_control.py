@@ -1,4 +1,4 @@
-"""Ranks in different operations raise on every rank and can continue; waiting ranks report rank and operation."""
+"""Ranks in different operations raise on every rank and can continue; so do threads that communicate."""
 
 from __future__ import annotations
 
@@ -152,6 +152,3 @@ def test_what_communicates_is_refused_beside_the_thread_that_calls(tmp_path):
         assert before is own is elsewhere is None and saved == "t3"
         for said, what in zip(refused, ("compopt.save() (commit 1)", "state_dict()", "read()"), strict=True):
             assert said.startswith(f"RuntimeError: {what}") and "'beside'" in said and "'MainThread'" in said
-
-
-# -- missing ranks ---------------------------------------------------------------------------------------------

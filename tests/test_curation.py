@@ -107,10 +107,6 @@ def test_no_result_depends_on_scores(name, mode):
         est.step(), plain.step()
 
 
-def test_a_row_takes_48_bytes():
-    assert kept(compopt.recommended(D))._table.layout.row_bytes == 48
-
-
 @pytest.mark.parametrize("name", ["dcl", "isogclr"])
 def test_resumed_rows_are_the_same_bits(name, tmp_path):
     data = batches(N, steps=6, seed=7)
@@ -268,25 +264,6 @@ def test_the_share_of_wrong_pairs_is_estimated_from_ranks(share):
     assert curation.wrong_share(made(-rank, rank)) == pytest.approx(share, abs=0.02)
 
 
-def test_rows_separate_shuffled_pairs():
-    """Test fixed pairs of noisy views, of which a fifth is shuffled."""
-    g = torch.Generator().manual_seed(0)
-    z1 = torch.randn(200, 16, generator=g)
-    z2 = z1 + 0.5 * torch.randn(200, 16, generator=g)
-    wrong = torch.arange(200) < 40
-    z2[:40] = z2[:40].roll(1, 0)
-    est = compopt.DCLEstimator(0.1)
-    keeper = kept(est, 200)
-    for _ in range(3):
-        for index in torch.randperm(200, generator=g).split(50):
-            run(est, z1[index], z2[index], index)
-            est.step()
-    found = curation.scores(keeper)
-    assert curation.wrong_share(found) == pytest.approx(0.2, abs=0.05)
-    assert wrong[curation.suspects(found, 0.2)].sum() >= 38  # some of the 40 wrong pairs are similar by chance
-    assert (found.uncertainty > 0).all() and found.similarity[~wrong].mean() > found.similarity[wrong].mean() + 0.5
-
-
 def test_trend_is_the_change_since_earlier_scores():
     (est, keeper), data = with_scores("dcl", "bimodal"), batches(N, steps=8, seed=2)
     for batch in data[:4]:
@@ -337,16 +314,6 @@ def test_refusals(tmp_path):
         curation.export(made([0.0]), tmp_path / "scores.txt")
     with pytest.raises(ValueError, match="keys must have"):
         curation.export(made([0.0]), tmp_path / "scores.csv", keys=["a", "b"])
-
-
-def test_a_keeper_that_joins_a_run_tells_what_it_has_met():
-    est = compopt.SogCLREstimator(N)
-    first, second = batches(N, steps=2, seed=6, repeats=False)
-    run(est, *first), est.step()
-    keeper = kept(est)
-    assert curation.scores(keeper).score.isnan().all()
-    run(est, *second), est.step()
-    assert curation.scores(keeper).visits.nonzero().flatten().tolist() == sorted(second[2].tolist())
 
 
 def test_uncertainty_is_the_standard_error_of_the_score():
@@ -433,11 +400,6 @@ def test_directions_that_were_never_visited_do_not_count():
         assert found.score[row].item() == pytest.approx(-rows["log_g"][row][seen].mean().item())
 
 
-def test_an_epoch_is_never_empty():
-    sampler = compopt.samplers.ScoredSampler(trained(), warm_up=0, share=0.0, drawn=0.001)
-    assert len(list(sampler)) == 1
-
-
 # -- the sampler ---------------------------------------------------------------------------------------------------
 
 
@@ -478,18 +440,20 @@ def test_a_loaded_sampler_repeats_its_epoch(drawn):
 def divided(group, shard, drawn):
     torch.manual_seed(0)
     keeper = trained(process_group=group, shard=shard)
-    sampler = compopt.samplers.ScoredSampler(keeper, warm_up=0, share=0.2, process_group=group, drawn=drawn)
-    return list(sampler), sampler.left_out
+    options = {"warm_up": 0, "share": 0.2, "process_group": group, "drawn": drawn}
+    sampler, whole = (compopt.samplers.ScoredSampler(keeper, divide=divide, **options) for divide in (True, False))
+    return list(sampler), sampler.left_out, list(whole)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("drawn", [1.0, 0.5])
 def test_ranks_divide_an_epoch(drawn):
-    parts = the_pool().run(divided, 3, True, drawn)
-    samples = sum((part for part, _ in parts), [])
+    parts, out, orders = zip(*the_pool().run(divided, 3, True, drawn), strict=True)
+    samples = [sample for step in zip(*parts, strict=True) for sample in step]
     each = int(drawn * 10)
-    assert {len(part) for part, _ in parts} == {each} and len(set(samples)) == 3 * each
-    assert all(torch.equal(out, parts[0][1]) for _, out in parts) and not set(samples) & set(parts[0][1].tolist())
+    assert len(parts[0]) == each and len(set(samples)) == 3 * each
+    assert all(order[: 3 * each] == samples for order in orders), "divide=False: the loader divides the order"
+    assert all(torch.equal(other, out[0]) for other in out) and not set(samples) & set(out[0].tolist())
 
 
 def scored(score, rank=0.2, visits=1):
@@ -510,15 +474,9 @@ def draws(monkeypatch, found, epochs, **options):
     return drawn
 
 
-@pytest.mark.parametrize("of_reference", [pytest.param(False, marks=pytest.mark.full), True])
-def test_the_sampler_draws_by_the_difference_to_the_reference(monkeypatch, of_reference):
+def test_the_sampler_draws_by_the_scores_without_a_reference(monkeypatch):
     odds = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)  # weights; one of four samples is drawn
-    score, reference = torch.randn(4, dtype=torch.float64), None
-    if of_reference:
-        reference = scored(score + odds.log())
-    else:
-        score = -odds.log()
-    drawn = draws(monkeypatch, scored(score), 4000, drawn=0.25, reference=reference)
+    drawn = draws(monkeypatch, scored(-odds.log()), 4000, drawn=0.25)
     assert (drawn.sum(1) == 1).all()
     assert torch.allclose(drawn.double().mean(0), odds / 15, atol=0.025), "three standard errors"
 
@@ -615,11 +573,9 @@ def test_a_refused_estimate_of_the_share_is_not_kept():
     assert len(list(sampler)) == 8 and sampler.share == 0
 
 
-def test_an_epoch_has_at_least_one_sample():
-    est = compopt.recommended(4, n=8)
-    keeper = kept(est, 8)
-    visit(est, 8, seed=0)
-    assert len(list(compopt.samplers.ScoredSampler(keeper, warm_up=0, share=0.95, returning=0.0))) == 1
+@pytest.mark.parametrize("options", [{"share": 0.0, "drawn": 0.001}, {"share": 0.95, "returning": 0.0}])
+def test_an_epoch_has_at_least_one_sample(options):
+    assert len(list(compopt.samplers.ScoredSampler(trained(8, 2), warm_up=0, **options))) == 1
 
 
 def test_states_that_no_sampler_writes_are_refused():
@@ -682,5 +638,3 @@ def test_the_share_of_a_run_without_a_commit_is_unknown():
     found = curation.scores(compopt.ScoreKeeper(8))
     with pytest.warns(UserWarning, match="no sample has been visited"):
         assert curation.wrong_share(found) == 0
-    with pytest.raises(ValueError, match="ScoreKeeper"):
-        curation.scores(compopt.recommended(4, n=8))

@@ -244,6 +244,3 @@ def test_async_save_keeps_the_state_of_its_call(options, tmp_path):
     for at_call, at_end, loaded, t in the_pool(2).run(save_beside_training, 2, str(tmp_path), options):
         assert t == 4 and not torch.equal(at_call["log_u"], at_end["log_u"])
         assert_same_bits(at_call, loaded)
-
-
-# the documentation page ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""One direction and further candidates: every estimator equals its naive twin, on one rank and on several."""
+"""One direction and further candidates: every estimator equals its naive twin (on several ranks: test_pairs)."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ import compopt
 from compopt import diagnostics
 from tests.database import BY_NAME, DATABASE
 from tests.helpers import assert_same_bits, batches, call, compare_state, features, generator, make, near, run, snapshot
-from tests.pool import the_pool
 from tests.test_agreement import compare_forward, follow
 
 N, D = 13, 4
@@ -56,52 +55,6 @@ def test_what_excludes_pairs(kind, name):
         est.step(), ref.step()
         if kind == "forward":  # otherwise each direction has its own visits
             compare_state(est, ref, N, info)
-
-
-# -- ranks -----------------------------------------------------------------------------------------------------
-
-
-def on_ranks(group, name, kind, chunk_size, shard, known):
-    """Run a few steps with different batches and different numbers of further candidates on the ranks."""
-    rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    options = {"chunk_size": chunk_size, "process_group": group, "shard": shard and size > 1}
-    est, _ = make(BY_NAME[name], kind, N, gamma=0.6, **options)
-    found = []
-    for step, (z1, z2, index) in enumerate(batches(N, steps=3, batch=8, seed=6)):
-        more, split = further(step, 7, known), [0, 4, 4, 6, 7]
-        mine = torch.arange(8).tensor_split([1, 4, 6][: size - 1])[rank]
-        own = slice(split[rank], split[rank + 1] if rank < size - 1 else 7)
-        loss, *gradients = run(est, z1[mine], z2[mine], index[mine], **{key: value[own] for key, value in more.items()})
-        found.append((loss, *(gradient / size for gradient in gradients)))
-        est.step()
-    return found, snapshot(est, N)
-
-
-RANKED = [
-    ("dcl", "forward", None, False, True),
-    ("infonce", "bimodal", 2, False, True),
-    ("dcl", "unimodal", 2, False, False),
-    ("sogclr", "forward", 3, True, False),
-    ("isogclr-adam", "bimodal", None, True, False),
-    ("neural", "bimodal", None, False, True),
-]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("case", RANKED, ids=lambda case: "-".join(map(str, case)))
-def test_ranks_compute_what_one_process_does(case):
-    alone, state = the_pool().run(on_ranks, 1, *case)[0]
-    for size in (2, 4):
-        answers = the_pool().run(on_ranks, size, *case)
-        for step, wanted in enumerate(alone):
-            for found, _ in answers:
-                near(found[step][0], wanted[0], what="loss")
-            for number in range(1, len(wanted)):
-                gradient = torch.cat([found[step][number] for found, _ in answers])
-                near(gradient, wanted[number], 1e-9, what=f"gradient {number}")
-        for _, other in answers:
-            for name, value in state.items():
-                near(other[name].double().nan_to_num(0, 0, 0), value.double().nan_to_num(0, 0, 0), 1e-9, what=name)
 
 
 # -- other operations of an estimator ----------------------------------------------------------------------------

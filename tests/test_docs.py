@@ -133,13 +133,6 @@ def test_every_picture_has_a_text_alternative():
         assert not re.findall(r"!\[\s*\]\(", page.read_text()), name(page)
 
 
-def test_pages_correct_the_threshold_of_clipping_for_the_factor_tau_and_not_the_learning_rate():
-    """Clipped gradients have the length of the threshold, so that another learning rate would change the step."""
-    parts = [part for page in PAGES for part in re.split(r"\n\n|\n- ", page.read_text())]
-    about = [part for part in parts if "multiply_tau=False" in part and "clip" in part and "learning rate by" in part]
-    assert len(about) > 4 and all(re.search(r"clipping\s+multiply\s+the\s+threshold\s+by", part) for part in about)
-
-
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) < 130
 

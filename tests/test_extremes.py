@@ -50,22 +50,6 @@ def test_constant_features(kind, reference, steps):
     torch.testing.assert_close(loss.detach(), torch.tensor(TAU * log_ghat), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.covering()
-@pytest.mark.parametrize("kind", ["identical", "opposite", "crossed"])
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-def test_individual_temperatures_stay_in_their_interval(kind, optimizer):
-    z1, z2, _, _ = constant(kind)
-    est = compopt.ISogCLREstimator(
-        2, gamma=0.5, rho=0.1, lr=1e-3, tau_init=TAU, tau_min=0.005, tau_max=0.5, optimizer=optimizer
-    )
-    for _ in range(100):
-        loss = est(z1, z2, torch.arange(2))
-        est.step()
-    columns = est.read(torch.arange(2))
-    assert torch.isfinite(loss) and all(torch.isfinite(v.double()).all() for v in columns.values())
-    assert columns["tau"].min() >= 0.005 - 1e-9 and columns["tau"].max() <= 0.5 + 1e-7
-
-
 def test_stale_rows_do_not_overflow_the_weights():
     """Test log u from much smaller similarities (small gamma): w = exp(h/tau - alpha) is bounded by 1 / gamma."""
     z1, z2, _, _ = constant("opposite")

@@ -1,12 +1,10 @@
 """A few trials of benchmarks/fuzz.py; the full run is a benchmark."""
 
-import json
-
 import pytest
 import torch
 
 import compopt
-from benchmarks import fuzz, fuzz_calls, fuzz_damage, fuzz_loads, report
+from benchmarks import fuzz, fuzz_calls, fuzz_damage, fuzz_loads
 from tests.helpers import rows_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:rho=")
@@ -46,20 +44,6 @@ def test_what_goes_wrong_is_told(tmp_path, monkeypatch, loading, wrong):
     results = fuzz_damage.damage(tmp_path, 0, flips=12, others=0)
     by_file = results["counts"]["flip"]
     assert fuzz.failures(results) == 12 and all(count[wrong] == count["trials"] for count in by_file.values())
-
-
-def test_the_program_ends_with_an_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    (tmp_path / "fuzz.json").write_text(json.dumps({"results": {"calls": 1}}))
-    (tmp_path / "fuzz.md").write_text("# Fuzzing\n\n## Random calls\n\nas before\n")
-    fuzz.main(["damage", "--flips", "3", "--others", "0"])
-    results, page = json.loads((tmp_path / "fuzz.json").read_text())["results"], (tmp_path / "fuzz.md").read_text()
-    assert results["damage"]["seed"] == 0 and results["calls"] == 1 and page.endswith("## Random calls\n\nas before\n")
-    assert capsys.readouterr().out.strip() in page
-    load = compopt.load
-    monkeypatch.setattr(compopt, "load", lambda est, path: silent(load, est, path))
-    with pytest.raises(SystemExit, match="trials failed"):
-        fuzz.main(["damage", "--flips", "4", "--others", "0", "--quick"])
 
 
 # calls -------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import compopt
 from compopt.integrations import amp
@@ -59,29 +58,6 @@ def test_the_package_is_asked_for(name, missing, monkeypatch):
 
 
 # plain torch --------------------------------------------------------------------------------------
-
-
-def train_ddp(group, shard):
-    model = DistributedDataParallel(Encoders())
-    est = compopt.ISogCLREstimator(N, rho=0.5, dtype=torch.float64, shard=shard)
-    optimizer = torch.optim.AdamW(model.module.groups(), lr=1e-2)
-    est.attach(optimizer)
-    commits, trace = counting(est), []
-    data = micro_batches(UPDATES * WINDOW, dist.get_rank(), 2)
-    for step, (x1, x2, index) in enumerate(data):
-        last = step % WINDOW == WINDOW - 1
-        with contextlib.nullcontext() if last else model.no_sync():
-            (est(*model(x1, x2), index) / WINDOW).backward()
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.append((weights(model.module), rows(est)))
-    return trace, len(commits)
-
-
-@pytest.mark.parametrize("shard", [False, True])
-def test_ddp_with_no_sync(shard):
-    assert_like_reference(ours(train_ddp, shard), 1e-11)
 
 
 def full_weights(model):

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import warnings
 from functools import partial
 from unittest import mock
 
@@ -256,16 +255,6 @@ def test_a_directory_that_is_not_given_or_has_other_rows_is_refused(tmp_path):
 def test_a_module_without_an_estimator_is_refused(tmp_path):
     with pytest.raises(TypeError, match=r"DualEncoder.loss.est must be an estimator"):
         fit(tmp_path, own=callback("loss.est"))
-
-
-@pytest.mark.parametrize(("own", "count"), [(False, 1), (None, 0)])
-def test_a_loss_that_nobody_commits_is_told(tmp_path, own, count):
-    """Warn after three updates without a commit."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(tmp_path, own=own)
-    said = [str(each.message) for each in caught if "was committed" in str(each.message)]
-    assert len(said) == count and all("3 updates" in each and "EstimatorCallback" in each for each in said)
 
 
 # several processes --------------------------------------------------------------------------------

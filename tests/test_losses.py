@@ -242,53 +242,6 @@ def test_a_warning_names_the_number_of_scores():
         losses.PartialAUCLoss(N)(torch.tensor([0.0, torch.nan, torch.inf]), Y, I)
 
 
-class Scaled(losses.CompositionalLoss):
-    """A loss with parameters of its own: the mean over i of b_i u_i^2 with u_i the average of a_i g_i."""
-
-    def __init__(self, n, **options):
-        super().__init__(n, {"gamma": 0.5}, **options)
-        self.a, self.b = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (2.0, 3.0))
-
-    domain = "linear"
-
-    def __call__(self, g, index):
-        return self._compose(index, [g], {})
-
-    def inner(self, given, batch, hyper):
-        return self.a * given[0][:, None]
-
-    def outer(self, u, batch, hyper):
-        return self.b * u[:, 0].square()
-
-
-def scaled(group, frozen):
-    """Return the gradients of g / K, a and b after a first commit."""
-    loss = Scaled(N, process_group=group, dtype=torch.float64)
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    own = slice(0, None) if ranks == 1 else (slice(0, 3), slice(3, None))[rank]
-    for step in range(2):
-        g = torch.arange(1.0, 5.0, dtype=torch.float64)[own].requires_grad_(not frozen)
-        loss(g, torch.arange(4)[own]).backward()
-        if not step:
-            loss.a.grad = loss.b.grad = None
-            loss.step()
-    return None if frozen else g.grad / ranks, loss.a.grad, loss.b.grad
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("frozen", [False, True])
-def test_parameters_of_a_loss_receive_their_gradient(frozen):
-    g = torch.arange(1.0, 5.0, dtype=torch.float64)
-    u = 2 * g  # of the first commit, and of every later one
-    expected = 3 * 2 * u / 4 * 2, (3 * 2 * u / 4 * g).sum(), u.square().mean()
-    for ranks in (1, 2):
-        answers = the_pool().run(scaled, ranks, frozen)
-        for _, a, b in answers:
-            torch.testing.assert_close((a, b), expected[1:])
-        if not frozen:
-            torch.testing.assert_close(torch.cat([answer[0] for answer in answers]), expected[0])
-
-
 @pytest.mark.parametrize("kind", [kind for kind in vars(losses).values() if isinstance(kind, type)])
 def test_numbers_that_no_run_writes_are_refused(kind):
     """Numbers for all samples are finite, and updates are counted from 0."""

@@ -43,33 +43,6 @@ def test_the_oldest_leave_first():
     assert est.normalizer.state_dict()["state"]["keys"][0].tolist() == list(range(4, 24))
 
 
-def queue_share(est, index, **options):
-    """Return the share of the memory in the weights of a batch."""
-    run(est, *features(8, D, seed=9), index, **options)
-    est.discard()
-    return est.metrics["queue_share"].item()
-
-
-@pytest.mark.parametrize("last", [7, -8])  # an index may be a hash, which can be negative
-@pytest.mark.parametrize("mode", MODES)
-def test_a_sample_is_no_negative_of_itself(mode, last):
-    est = build(mode, length=1)
-    run(est, *features(8, D, seed=0), torch.tensor([*range(20, 27), last]))
-    est.step()
-    strangers = torch.arange(8) + 100
-    itself = strangers.clone()
-    itself[2] = last
-    assert 0 < queue_share(est, itself) < queue_share(est, strangers)
-
-
-def test_equal_labels_are_no_negatives():
-    est, labels = build(length=8), torch.arange(8) % 2
-    run(est, *features(8, D, seed=0), torch.arange(8), labels=labels)
-    est.step()
-    strangers = torch.arange(8) + 100
-    assert 0 < queue_share(est, strangers, labels=labels) < queue_share(est, strangers, labels=labels + 10)
-
-
 def test_without_an_index_all_samples_are_different():
     """Without an index the positions do not serve as keys: no feature of an earlier batch is excluded."""
     named, unnamed = build(), build()
@@ -93,15 +66,6 @@ def test_forces_balance(mode):
     assert sums.sum(0).abs().max() < 1e-5 * g1.abs().max() * len(z1)
 
 
-def test_it_follows_the_encoders():
-    """If all features of a modality shift equally, the queue shifts with them; loss and gradients do not change."""
-    plain, moved = (filled(build("forward", normalize=False)) for _ in range(2))
-    z1, z2 = features(8, D, seed=9)
-    index, drift = torch.arange(8) + 100, torch.tensor([2.0, -1.0, 0.5, 3.0], dtype=torch.float64)
-    for one, other in zip(run(plain, z1, z2, index), run(moved, z1, z2 + drift, index), strict=True):
-        torch.testing.assert_close(one, other)  # h changes neither in the batch nor in the memory
-
-
 def test_the_error_of_what_the_memory_holds():
     """normalizer_error averages over the memory, shifted to the mean of the features, without the sample itself."""
     est = build(length=24)
@@ -123,20 +87,6 @@ def test_bad_arguments():
         compopt.MemoryEstimator(D, 0)
     with pytest.raises(ValueError, match="dim is 4, the features have 5"):
         build()(*torch.randn(2, 6, 5, dtype=torch.float64), torch.arange(6))
-
-
-@pytest.mark.parametrize("where", ["z1", "z2", "extra"])
-def test_a_bad_batch_is_not_kept(where):
-    """A non-finite row of z1 withholds the batch even with one direction, where z1 is not queued."""
-    est = filled(build("forward"), batches=1)
-    given = dict(zip(("z1", "z2"), features(8, D, seed=1), strict=True), extra=torch.randn(3, D, dtype=torch.float64))
-    given[where][2, 0] = torch.nan
-    with pytest.warns(UserWarning, match="finite"):
-        est(given["z1"], given["z2"], torch.arange(8) + 8, negatives=given["extra"])
-        est.step()
-        est(*features(8, D, seed=2), torch.arange(8))  # warns about the last call
-    est.discard()
-    assert est.normalizer.state_dict()["state"]["kept"].sum() == 8
 
 
 def test_the_radius_is_compared_with_all_candidates(recwarn):
@@ -173,20 +123,6 @@ def test_effective_negatives_count_the_memory(mode, size):
             weights[:, : len(anchors)].diagonal(diagonal).zero_()
         found.append((weights.sum(1).square() / weights.square().sum(1))[first])
     torch.testing.assert_close(est.metrics["effective_negatives"], torch.cat(found).mean())
-
-
-def test_a_bad_sample_that_is_in_no_pair_is_not_kept():
-    """While the memory is empty the sample is part of no sum, but it is part of the batch's mean."""
-    for keys in ({"labels": torch.tensor([7, 7, 8])}, {"index2": torch.tensor([7, 7, 8])}):
-        est = build()
-        z1, z2 = features(3, D, seed=1)
-        z1[0, 0] = torch.nan
-        with pytest.warns(UserWarning, match="finite"):
-            est(z1, z2, torch.tensor([10, 11, 10]), **keys)
-            est.step()
-            loss = est(*features(8, D, seed=2), torch.arange(8))
-        assert loss.isfinite()
-        assert est.normalizer.state_dict()["state"]["kept"].sum() == 0
 
 
 def test_the_queue_of_features_that_are_not_normalised_is_refused_by_an_estimator_that_normalises():
@@ -293,25 +229,6 @@ def test_ranks_replace_the_same_slots(mode, ranks):
     for _, own in answers:
         assert torch.equal(own["keys"], state["keys"]) and torch.equal(own["kept"], state["kept"])
         near(own["queue"], state["queue"], 1e-11)
-
-
-def test_sam_and_lbfgs_fill_the_memory_once():
-    """With an index every slot has its own sample, and losses of one closure at one point are equal."""
-    est, model = build(length=24), torch.nn.Linear(D, D, dtype=torch.float64)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5, line_search_fn="strong_wolfe")
-    est.attach(optimizer)
-    for step in range(4):
-        z, index, count = features(8, D, seed=step), torch.arange(8) + 8 * step, est.pending
-
-        def closure(z=z, index=index):
-            optimizer.zero_grad()
-            loss = est(model(z[0]), z[1], index)
-            loss.backward()
-            return loss
-
-        assert closure() == closure() and est.pending == count + 2
-        optimizer.step(closure)
-    assert est.t == 4 and sorted(est.normalizer.state["keys"][0].tolist()) == list(range(8, 32))
 
 
 def test_a_second_evaluation_without_an_index_warns():

@@ -1,36 +1,11 @@
-"""Ordered SGD: the step that the mini-batch paper analyses, and its toy problem of section 5.1."""
+"""Ordered SGD: the toy problem of section 5.1 of the mini-batch paper."""
 
 import math
 
 import pytest
 import torch
-from torch.nn.functional import normalize
 
-import compopt
 from benchmarks.studies import osgd
-from tests.helpers import near
-from tests.samplers import B, N, ordered, table
-
-
-def test_an_epoch_s_accumulated_gradient_is_that_of_the_hardest_batches():
-    """The gradient is that of the mean loss of the q batches; candidates are scored with the current weights."""
-    tau, x = 0.1, torch.stack(table(dtype=torch.float64))
-    weight = torch.eye(x.shape[2], dtype=torch.float64).add(0.1).requires_grad_()
-    sampler, est = ordered(tau=tau, dtype=torch.float64), compopt.InfoNCEEstimator(tau, multiply_tau=False)
-    sampler.refresh(lambda index: tuple(x[:, index] @ weight.detach()))
-    for batch in sampler:  # as docs/batches.md has it
-        index = torch.tensor(batch)
-        (est(*(x[:, index] @ weight), index) / len(sampler)).backward()
-    z1, z2 = normalize(x @ weight, dim=2)
-
-    def loss(batch):
-        s = z1[batch] @ z2[batch].T / tau
-        return (torch.logsumexp(s, 0) + torch.logsumexp(s, 1) - 2 * s.diagonal()).mean() / 2
-
-    everything = torch.stack([loss(batch) for batch in sampler.random_batches(sampler.candidates, sampler.epoch)])
-    (want,) = torch.autograd.grad(everything.topk(sampler.keep).values.mean(), weight)
-    near(weight.grad, want, 1e-9)
-    assert sampler.keep * B < N
 
 
 def test_both_reach_the_optimum_of_the_toy_and_ordered_sgd_is_sooner():

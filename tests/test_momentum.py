@@ -1,16 +1,13 @@
 """keys= of a call: keys of a momentum copy in the batch, as positives and in the memory."""
 
-import math
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import compopt
-from benchmarks.studies.default.losses import MovedQueue
 from compopt import PairPolicy
-from tests.helpers import asked, assert_same_bits, features, generator, near, run, snapshot, through_a_file
+from tests.helpers import asked, features, generator, near, run, snapshot
 from tests.pool import the_pool
 from tests.reference import MomentumReference
 
@@ -29,24 +26,6 @@ def batch(step, size=B, dtype=torch.float64):
     if step % 2:
         index[-1] = index[0]
     return features(size, D, 2 * step, dtype=dtype), features(size, D, 2 * step + 1, dtype=dtype), index
-
-
-@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
-def test_it_is_the_moved_queue_of_the_study(mode):
-    """Compare loss and gradients of five steps; the loss is smaller by tau log(number of candidates)."""
-    est, study = build(mode), MovedQueue(TAU, LENGTH, 0.99, False, mode == "unimodal")
-    for step in range(5):
-        z, k, _ = batch(2 * step)
-        z = [side.requires_grad_() for side in z]
-        study.encoded = [F.normalize(side) for side in k]
-        number = (B - 1 + min(B * step, LENGTH)) * (2 if mode == "unimodal" else 1)
-        want = study(*z, None)
-        gradients = torch.autograd.grad(want, z)
-        found = est(*z, torch.arange(B) + B * step, keys=k)
-        near(found, want - TAU * math.log(number))
-        for g, w in zip(torch.autograd.grad(found, z), gradients, strict=True):
-            near(g, w, 1e-12)
-        est.step()
 
 
 CALLS = {
@@ -175,19 +154,6 @@ def trained(est, steps, first=0, **call):
     return trace
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_goes_on_bit_for_bit(kind):
-    options = {"momentum": True, "dtype": torch.float32}
-    est, again = build(kind, **options), build(kind, **options)
-    trained(est, 4)
-    again.load_state_dict(through_a_file(est.state_dict()))
-    for one, other in zip(*(trained(each, 3, first=4) for each in (est, again)), strict=True):
-        assert torch.equal(one, other)
-    assert_same_bits(snapshot(est, 3 * B), snapshot(again, 3 * B))
-    with pytest.raises(ValueError, match="momentum"):
-        build(kind, dtype=torch.float32).load_state_dict(est.state_dict())
-
-
 def test_without_training_nothing_is_kept():
     est = build()
     z, k, index = batch(0)
@@ -265,17 +231,6 @@ def test_the_recommended_estimator_asks_for_them():
 # -- cached features -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_cached_features_have_the_same_gradients(kind):
-    one, other = build(kind), build(kind)
-    for step in range(3):
-        z, k, index = batch(step)
-        wanted = run(one, *z, index, keys=k)
-        found = other.feature_gradients(*z, index, keys=k)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-        one.step(), other.step()
-
-
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
 def test_a_gradient_cache_gives_the_gradients_of_the_whole_batch(mode):
     towers = [torch.nn.Linear(6, D, dtype=torch.float64) for _ in range(2)]
@@ -338,29 +293,6 @@ def test_ranks_compute_what_one_process_does(kind, chunk_size):
         for _, found in parts:
             for name, value in state.items():
                 near(found[name], value, 1e-11, what=name)
-
-
-def with_duals(group, mode, sizes):
-    """Learn a temperature per sample from the similarities to the keys, and return the temperatures."""
-    rank = dist.get_rank(group)
-    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    dual = compopt.TemperatureDual(3 * B, rho=0.5, tau_init=TAU, lr=0.05, tau_max=1.0)
-    options = {"mode": mode, "dtype": torch.float64, "process_group": group}
-    est = compopt.ContrastiveEstimator(compopt.MemoryNormalizer(D, LENGTH), dual, **options)
-    for step in range(4):
-        z, k, index = batch(2 * step)
-        est(*(side[own] for side in z), index[own], keys=[side[own] for side in k])
-        est.step()
-    return est.read(torch.arange(3 * B))["tau"]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
-def test_ranks_learn_the_temperatures_of_one_process(mode):
-    (alone,) = the_pool().run(with_duals, 1, mode, [B])
-    assert (alone != TAU).all()
-    for found in the_pool().run(with_duals, 2, mode, [3, 5]):
-        near(found, alone, 1e-10)
 
 
 def one_without(group):

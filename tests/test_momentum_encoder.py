@@ -81,14 +81,6 @@ def test_it_is_updated_once_per_update_and_has_no_graph():
     run.assert_follows()
 
 
-def test_a_resumed_run_goes_on_bit_for_bit():
-    run, again = Run(), Run()
-    run.train()
-    again.train(0, 2)
-    again.load([through_a_file(state) for state in run.state()])
-    assert run.train(STEPS, 2 * STEPS) == again.train(STEPS, 2 * STEPS)
-
-
 def test_attaching_again_updates_once():
     run = Run()
     run.encoder.attach(run.est)
@@ -307,6 +299,8 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="FSDP1, which is not supported; use fully_shard"):
         compopt.MomentumEncoder(old)
     encoder = compopt.MomentumEncoder(model)
+    with pytest.raises(TypeError, match="state_dict"):
+        encoder.load_state_dict(5)
     with pytest.raises(TypeError, match=r"est must be an estimator.*got SGD; without one call encoder.update\(\)"):
         encoder.attach(torch.optim.SGD(model.parameters(), 1.0))
     model.double()
@@ -321,18 +315,12 @@ def test_what_is_refused():
     "change, message",
     [
         (lambda state: state.pop("buffers"), "the state of a MomentumEncoder has"),
-        (
-            lambda state: state["parameters"].pop("bias"),
-            r"the state of MomentumEncoder.parameters must have the entries \['bias'\] and none of \[\]",
-        ),
-        (
-            lambda state: state["parameters"].update(bias=torch.ones(5)),
-            r"bias of MomentumEncoder.parameters differs: the checkpoint has shape \(5,\), expected \(4,\)",
-        ),
-        (
-            lambda state: state["parameters"].update(bias=torch.ones(4, device="meta")),
-            "bias of MomentumEncoder.parameters is on the meta",
-        ),
+        (lambda state: state.update(parameters=None), "parameters of the checkpoint must be a dict"),
+        (lambda state: state["parameters"].pop("bias"), r"must have the entries \['bias'\] and none of \[\]"),
+        (lambda state: state["parameters"].update(bias=torch.ones(5)), r"has shape \(5,\), expected \(4,\)"),
+        (lambda state: state["parameters"].update(bias=torch.ones(4, device="meta")), "bias .* is on the meta"),
+        (lambda state: state["parameters"].update(bias=torch.full((4,), torch.nan)), "must be finite, got nan"),
+        (lambda state: state["parameters"].update(bias=torch.ones(4).long()), "bias .*: the checkpoint has"),
     ],
 )
 def test_a_state_of_another_model_is_refused(change, message):
@@ -341,7 +329,7 @@ def test_a_state_of_another_model_is_refused(change, message):
     before = parameters(encoder.module)
     state["parameters"]["weight"] = torch.zeros(4, 4)
     change(state)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         encoder.load_state_dict(state)
     assert all(torch.equal(p, before[name]) for name, p in parameters(encoder.module).items())
 
@@ -482,20 +470,6 @@ def test_an_attached_encoder_is_pickled_without_its_hook():
         again_model.weight.add_(1.0)
     again.update()
     assert torch.allclose(again.module.weight, model.weight + 0.01)
-
-
-@pytest.mark.parametrize(("state", "error", "message"), [
-    (5, TypeError, "state_dict"),
-    ({"parameters": None, "buffers": {}}, TypeError, "parameters of the checkpoint must be a dict"),
-    ({"parameters": {"weight": torch.full((2, 2), torch.nan)}, "buffers": {}}, ValueError, "must be finite, got nan"),
-    ({"parameters": {"weight": torch.ones(2, 2, dtype=torch.int64)}, "buffers": {}}, ValueError, "the checkpoint has"),
-])  # fmt: skip
-def test_states_that_no_run_writes_are_refused(state, error, message):
-    encoder = compopt.MomentumEncoder(nn.Linear(2, 2, bias=False))
-    before = encoder.module.weight.clone()
-    with pytest.raises(error, match=message):
-        encoder.load_state_dict(state)
-    assert torch.equal(encoder.module.weight, before)
 
 
 def test_a_buffer_that_is_finite_in_the_copy_is_so_in_its_state():

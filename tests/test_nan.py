@@ -13,8 +13,8 @@ import compopt
 from compopt import losses
 from compopt.estimator.attach import Attachments
 from tests import four, test_losses
-from tests.database import BY_NAME, DATABASE, GLOBAL, MODES, STATEFUL
-from tests.helpers import assert_same_bits, batches, bits, call, run, snapshot, tensors_of, warmed
+from tests.database import BY_NAME, DATABASE, MODES, STATEFUL
+from tests.helpers import assert_same_bits, batches, bits, call, make, run, snapshot, tensors_of, warmed
 from tests.pool import the_pool
 
 N = 20
@@ -81,22 +81,6 @@ def test_the_state_keeps_its_values(info, mode, side, value):
     assert spoken, "no warning"
 
 
-@pytest.mark.parametrize("info", [info for info in GLOBAL if not info.draws], ids=str)
-def test_a_global_state_is_not_advanced_by_a_bad_batch(info):
-    """Momentum, Adam sums and the step count continue as if the bad batch had not occurred."""
-    est, twin = warmed(info, "bimodal", N, 90), warmed(info, "bimodal", N, 90)
-    z1, z2, index = batches(N, 1, seed=93)[0]
-    quietly(est, poisoned(z1, [0], float("nan")), z2, index)
-    quietly(est.step)
-    for z1, z2, index in batches(N, 3, seed=94):
-        run(est, z1, z2, index)
-        run(twin, z1, z2, index)
-        est.step()
-        twin.step()
-    torch.testing.assert_close(est.temperature.tau, twin.temperature.tau, rtol=1e-6, atol=0)
-    assert torch.isfinite(est.temperature.tau)
-
-
 def test_the_warning_names_the_count():
     """Two bad feature rows among seven samples, then three of which two belong to one sample."""
     est = compopt.SogCLREstimator(N, tau=0.1)
@@ -109,19 +93,6 @@ def test_the_warning_names_the_count():
 
 
 # rows too large to be normalised -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", [[2], [0, 3], list(range(6))])
-@pytest.mark.parametrize("dtype, size", [(torch.float32, 1e20), (torch.bfloat16, 1e30), (torch.float64, 1e200)])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_norm_that_overflows_is_no_zero_row(mode, dtype, size, rows):
-    """Finite features divided by an overflowing norm would be a row of zeros, committed with a finite loss."""
-    est = compopt.SogCLREstimator(N, tau=0.1, mode=mode)
-    z1, z2, index = batches(N, 1, seed=99, dtype=dtype)[0]
-    z1[rows] *= size
-    assert z1.isfinite().all()
-    assert bad_rows(est, z1, z2, index) == len(rows)
-    assert est.read(index)["count"].sum() == 0
 
 
 @pytest.mark.parametrize("dtype, size", [(torch.float16, 1e4), (torch.bfloat16, 1e17), (torch.float32, 1e17)])
@@ -235,19 +206,6 @@ def test_the_finite_deposits_of_a_window_are_committed(name, mode, order):
     assert_same_bits(snapshot(twin, N), snapshot(est, N))
 
 
-@pytest.mark.covering("info mode")
-@pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("info", STATEFUL, ids=str)
-def test_a_bad_sample_that_is_in_no_pair(info, mode, side):
-    """Sample 0 has the index of the second and the label of the others; its gradient would be NaN nevertheless."""
-    est = warmed(info, mode, N, 90)
-    z = list(torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
-    z[side] = poisoned(z[side], 0, float("nan"))
-    index, labels = torch.tensor([3, 3, 5, 7]), torch.tensor([1, 0, 1, 1])
-    assert bad_rows(est, *z, index, labels=labels) == 1
-
-
 @pytest.mark.parametrize("name", ["neural-through-alpha", "dcl"])
 def test_a_bad_further_candidate(name):
     """A network's alpha does not depend on further candidates, but the weights do."""
@@ -256,27 +214,18 @@ def test_a_bad_further_candidate(name):
     assert bad_rows(est, z1, z2, torch.arange(4), extra=poisoned(extra, 2, float("inf"))) == 1
 
 
+@pytest.mark.covering("info mode")
 @pytest.mark.parametrize("mode", [*MODES, "forward"])
 @pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("name", ["sogclr", "isogclr", "neuclip", "memory", "emc2", "fastclip-v3"])
-def test_a_bad_sample_in_no_pair_reaches_no_later_call(name, side, mode):
-    """This also holds for the first batch, when a memory or a queue is empty, and with one direction."""
-    options = {"directions": "forward"} if mode == "forward" else {"mode": mode}
-    est = {
-        "sogclr": lambda: compopt.SogCLREstimator(N, **options),
-        "isogclr": lambda: compopt.ISogCLREstimator(N, rho=0.5, **options),
-        "neuclip": lambda: compopt.NeuCLIPEstimator(4, prototypes=8, rho=0.5, **options),
-        "memory": lambda: compopt.MemoryEstimator(4, 8, **options),
-        "emc2": lambda: compopt.EMC2Estimator(N, **options),
-        "fastclip-v3": lambda: compopt.FastCLIPEstimator(N, rho=0.5, **options),
-    }[name]()
-    z = [torch.randn(4, 4) for _ in range(2)]
+@pytest.mark.parametrize("info", STATEFUL, ids=str)
+def test_a_bad_sample_in_no_pair_reaches_no_later_call(info, side, mode):
+    """Its gradient would be NaN nevertheless; it is in the first batch, when a memory or a queue is empty."""
+    est, _ = make(info, mode, N)
+    z = list(torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     z[side] = poisoned(z[side], 0, math.nan)
-    loss, messages = quietly(lambda: est(*z, torch.tensor([0, 0, 2, 3]), labels=torch.tensor([7, 8, 7, 7])))
-    assert loss.isnan() and count_in(messages) == 1
-    est.step()
-    for step in range(2):
-        assert est(*torch.randn(2, 6, 4), torch.arange(6) + 6 * step).isfinite()
+    assert bad_rows(est, *z, torch.tensor([3, 3, 5, 7]), labels=torch.tensor([1, 0, 1, 1])) == 1
+    for batch in batches(N, 2, seed=92):
+        assert run(est, *batch)[0].isfinite()
         est.step()
 
 
@@ -326,40 +275,21 @@ def test_a_warning_as_error_drops_the_deposit_of_its_own_call_alone(info, mode):
     assert_same_bits(saved(twin), saved(est))
 
 
-def gradients(est, z1, z2, index):
-    return est.feature_gradients(z1, z2, index)
-
-
-def composed(u, x, index):
-    return compopt.compositional_loss(x[:, 0].abs() + 0.1, index, u, torch.log)
-
-
-def averaged(u, x, index):
-    return u.update(x[:, 0], index)
-
-
-LOSSES = test_losses.CASES_BY_KIND
 # every operation that deposits: how to build its object, and how to call it in a step
-OPERATIONS = {
-    **{
-        info.name: (partial(warmed, info, "bimodal", N, 2), lambda o, k: run(o, *batches(N, k + 1)[k]))
-        for info in STATEFUL
-    },
-    **{
-        kind: (make, lambda o, k: four.call(o, *batches(N, k + 1, dim=four.DIM)[k][1:]))
-        for kind, make in four.KINDS.items()
-    },
+LOSSES = test_losses.CASES_BY_KIND
+OPERATIONS = {  # of objects alone: how to build one, and how to call it in a step
+    **{kind: (make, lambda o, k: four.call(o, *data(k)[1:])) for kind, make in four.KINDS.items()},
     **{kind: (partial(kind, 30), lambda o, k: o(*test_losses.batch(LOSSES[type(o)], k))) for kind in LOSSES},
-    "inner average": (partial(losses.InnerAverage, N), lambda o, k: averaged(o, *batches(N, k + 1)[k][1:])),
-    "one risk": (losses.RobustLoss, lambda o, k: o(test_losses.batch("robust", k)[0])),
-    "compositional_loss": (four.KINDS["average"], lambda o, k: composed(o, *batches(N, k + 1)[k][1:])),
-    "feature_gradients": (partial(compopt.SogCLREstimator, N), lambda o, k: gradients(o, *batches(N, k + 1)[k])),
+    "inner average": (partial(losses.InnerAverage, N), lambda o, k: o.update(data(k)[1][:, 0], data(k)[2])),
+    "compositional_loss": (
+        four.KINDS["average"],
+        lambda o, k: compopt.compositional_loss(data(k)[1][:, 0].abs() + 0.1, data(k)[2], o, torch.log),
+    ),
 }
 
 
-def test_no_loss_is_missing_here():
-    others = {losses.CompositionalLoss, losses.InnerAverage, losses.PairLoss, losses.SupConLoss}
-    assert {*LOSSES, *others} == {getattr(losses, name) for name in losses.__all__}
+def data(step):
+    return batches(N, step + 1, dim=four.DIM)[step]
 
 
 @pytest.mark.covering(all=True)
@@ -370,33 +300,28 @@ def test_an_error_after_a_deposit_drops_it_alone(name, monkeypatch):
     one, two = make(), make()
     for obj in (one, two):
         call(obj, 0)
-
-    def fails(*args):
-        raise RuntimeError("no commit")
-
     with monkeypatch.context() as patch:
-        patch.setattr(Attachments, "pending", fails)
-        with pytest.raises(RuntimeError, match="no commit"):
+        patch.setattr(Attachments, "pending", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             call(one, 1)
     assert_same_bits(saved(one), saved(two))
     for obj in (one, two):
         call(obj, 2)
         obj.step()
     assert_same_bits(saved(one), saved(two))
-    assert one.t == 1 + 2 * (name in BY_NAME)
 
 
 def test_feature_gradients_that_run_out_of_memory_in_backward(monkeypatch):
     est = compopt.SogCLREstimator(N)
     batch = batches(N, 1)[0]
-    gradients(est, *batch)
+    est.feature_gradients(*batch)
 
     def fails(*args, **options):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(torch.Tensor, "backward", fails)
     with pytest.raises(torch.OutOfMemoryError):
-        gradients(est, *batch)
+        est.feature_gradients(*batch)
     assert est.pending == 1
 
 

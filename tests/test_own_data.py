@@ -3,7 +3,6 @@
 import csv
 import gc
 import json
-import random
 import shutil
 import subprocess
 import sys
@@ -237,29 +236,6 @@ def test_a_resumed_run_is_the_whole_run(small, tmp_path, capsys, monkeypatch):
 
 def interrupted(*args, **options):
     raise KeyboardInterrupt
-
-
-@pytest.mark.slow
-def test_five_hundred_concepts_with_colours_are_learned(tmp_path, capsys):
-    """25 letters in 20 colours: the recall of new pictures is nearly perfect, which grey pictures would not allow."""
-    from PIL import Image, ImageDraw
-
-    draw = random.Random(0)
-    colours = ("red orange yellow lime green teal cyan blue navy purple magenta pink brown olive maroon gold gray "
-               "coral indigo salmon").split()  # fmt: skip
-    for letter in "ABCDEFGHIJKLMNOPQRSTUVWXY":
-        for colour in colours:
-            for version in range(4):
-                picture = Image.new("RGB", (32, 32), "white")
-                at = (draw.randint(4, 10), draw.randint(2, 6))
-                ImageDraw.Draw(picture).text(at, letter, fill=colour, font_size=20)
-                name = tmp_path / colour / f"{letter}{version}.png"
-                name.parent.mkdir(exist_ok=True)
-                picture.save(name)
-                name.with_suffix(".txt").write_text(f"the letter {letter} in {colour}")
-    own_data.main([str(tmp_path), "--epochs", "10", "--output", str(tmp_path / "run")])
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert float(last.split("recall@1 ")[1].split(" %")[0]) > 90
 
 
 @pytest.mark.launch

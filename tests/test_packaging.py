@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
 import importlib
 import importlib.metadata
@@ -362,14 +361,8 @@ def test_type_checkers_find_an_editable_install(tmp_path):
     assert name.endswith(".pth") and wheel.read(name).decode().strip() == str(source)
 
 
-OPENINGS = {"What", "Whether", "Which", "Where", "When", "Why", "Who", "Whose", "How", "Of"}
-
-
-@pytest.mark.parametrize("folder", ["compopt", "recipes", "benchmarks", "tests"])
-def test_docstrings_begin_with_what_they_describe(folder):
+def test_docstrings_begin_with_what_they_describe():
     """Docstrings begin with a verb or with a noun phrase, not with a question word."""
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                opening = (ast.get_docstring(node) or " ").split(maxsplit=1)[:1]
-                assert not OPENINGS.intersection(opening), (path, node)
+    opening = re.compile(r'^\s*"""(What|Whether|Which|Where|When|Why|Who|Whose|How|Of)\s', re.M)
+    files = (path for folder in ("compopt", "recipes", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py"))
+    assert not [path for path in files if opening.search(path.read_text())]

@@ -130,19 +130,3 @@ def test_the_simulation_notices_what_is_not_synced(left_out, tmp_path, monkeypat
     with pytest.raises((AssertionError, ValueError)):
         found = judged(disk, tmp_path, states)
         assert found[-1][1] == {0}
-
-
-def test_the_simulation_notices_a_removal_that_is_not_synced(tmp_path, monkeypatch):
-    """Files of an old checkpoint may be removed while its manifest is still there."""
-    outdated = manifest.outdated
-
-    def without_sync(*args):
-        with monkeypatch.context() as patch:
-            patch.setattr(files, "sync_directory", lambda path: None)
-            return outdated(*args)
-
-    monkeypatch.setattr(manifest, "outdated", without_sync)
-    disk, states = saved_under_watch(tmp_path, 3)
-    del disk.moments[:-1]  # the removal comes last; one disk in five has the manifest and the folder, but not all files
-    with pytest.raises(ValueError, match="missing|does not exist|damaged|bytes"):
-        judged(disk, tmp_path, states, trials=100)

@@ -142,24 +142,6 @@ def test_a_logarithm_moves_as_by_adamw(rho, lr, last, linear):
     assert (min(passed) < 0.03) == (last == 0.01)  # the reduced rate was used
 
 
-def test_clip_is_infonce_with_a_learned_tau_not_multiplied():
-    """The loss equals F.cross_entropy in both directions up to the constant log(B - 1)."""
-    est = compopt.InfoNCEEstimator(tau=0.07, learn_tau=True, multiply_tau=False)
-    z1, z2, _ = batches(N, 1, seed=5)[0]
-    scale = list(est.parameters())[0].detach().double().exp().requires_grad_()
-    z1.requires_grad_()
-    normalize = torch.nn.functional.normalize
-    logits = scale * normalize(z1) @ normalize(z2).T
-    target = torch.arange(len(z1))
-    cross_entropy = torch.nn.functional.cross_entropy
-    want = (cross_entropy(logits, target) + cross_entropy(logits.T, target)) / 2
-    want.backward()
-    loss, g1, _ = run(est, z1, z2, target)
-    near(loss, want - math.log(len(z1) - 1), 1e-6)
-    near(g1, z1.grad, 1e-5)
-    near(list(est.parameters())[0].grad, scale.grad * scale, 1e-5)
-
-
 def test_rho_beyond_reach_is_warned_about_once():
     """With rho >= log|N_i| the constraint can never bind (G is never negative), which is warned about once."""
     est = compopt.ISogCLREstimator(N, rho=6.0)
@@ -196,32 +178,6 @@ def test_recommended():
 def test_recommended_takes_a_temperature_and_no_factor(options):
     est = compopt.recommended(8, tau=0.2, multiply_tau=False, **options)
     assert est.sample_groups[0]["tau"] == 0.2 and est.multiply_tau is False
-
-
-def trained(multiply_tau, optimizer, lr, threshold=None):
-    """Return how far the weights move in 20 steps of the recommended estimator."""
-    model = torch.nn.Linear(4, 4, bias=False).double()
-    torch.nn.init.eye_(model.weight)
-    est, optimizer = compopt.recommended(4, multiply_tau=multiply_tau), optimizer(model.parameters(), lr=lr)
-    est.attach(optimizer)
-    for z1, z2, index in batches(N, 20, seed=8, repeats=False):
-        est(model(z1), model(z2), index).backward()
-        if threshold is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), threshold)
-        optimizer.step()
-        optimizer.zero_grad()
-    return (model.weight - torch.eye(4)).detach()
-
-
-def test_the_factor_of_the_gradient_belongs_into_the_rate_of_sgd_and_the_threshold_of_clipping():
-    """README, Notes on the loop: what to change where a loss that is not multiplied by tau was in use."""
-    tau, sgd, adam = 0.07, torch.optim.SGD, torch.optim.AdamW
-    near(trained(True, sgd, 1e-3 / tau), trained(False, sgd, 1e-3), rtol=1e-3)
-    clipped = trained(False, adam, 1e-3, threshold=1.0)
-    near(trained(True, adam, 1e-3, threshold=tau), clipped, rtol=1e-3)
-    assert trained(True, adam, 1e-3 / tau, threshold=1.0).norm() > 5 * clipped.norm()
-    both = trained(True, sgd, 1e-3 / tau, threshold=tau)
-    near(both, trained(False, sgd, 1e-3, threshold=1.0), rtol=1e-3)
 
 
 # settings ---------------------------------------------------------------------------------------------
@@ -275,31 +231,6 @@ def test_the_tables_of_the_papers_are_the_settings():
         assert found == wanted, "\n".join([page.name, *wanted])
 
 
-RISING = {
-    "InfoNCE": lambda tau, **options: compopt.InfoNCEEstimator(tau, **options),
-    "DCL": lambda tau, **options: compopt.DCLEstimator(tau, **options),
-    "SogCLR": lambda tau, **options: compopt.SogCLREstimator(N, gamma=1.0, tau=tau, **options),
-    "recommended": lambda tau, **options: compopt.MemoryEstimator(8, 4, tau, **options),
-}
-
-
-@pytest.mark.parametrize("name", RISING)
-@pytest.mark.parametrize("value", [0.02, 0.07, 0.5])
-def test_a_learned_temperature_rises_times_tau(name, value):
-    """Times tau, the loss falls as tau grows; without the factor, it rises if the positives are near."""
-    signs = set()
-    for multiply_tau in (True, False):
-        tau = torch.tensor(value, dtype=torch.float64, requires_grad=True)
-        est = RISING[name](tau, multiply_tau=multiply_tau, dtype=torch.float64)
-        for seed in range(2):
-            data = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-            z1, z2 = data.clone().requires_grad_(), data[0] + (1 - seed) * data[1]
-            est(z1[0], z2, torch.arange(8)).backward()
-            signs.add((multiply_tau, bool(tau.grad > 0)))
-            tau.grad = None
-    assert (True, True) not in signs and (False, True) in signs
-
-
 @pytest.mark.parametrize("options", [{"tau": 14.3}, {"tau": torch.tensor(14.3)}, {}], ids=["number", "tensor", "call"])
 @pytest.mark.parametrize(("normalize", "value"), [(True, 14.3), (False, 14.3), (True, 1.0)])
 def test_a_logit_scale_in_place_of_a_temperature_is_warned_about_once(options, normalize, value):
@@ -313,20 +244,6 @@ def test_a_logit_scale_in_place_of_a_temperature_is_warned_about_once(options, n
             est(z1, z2, torch.arange(8), **({} if options else {"tau": value}))
         told.append(["logit scale" in str(warning.message) for warning in found])
     assert told == [[True] * (normalize and value > 5), []]
-
-
-@pytest.mark.parametrize("directions", ["both", "forward"])
-@pytest.mark.parametrize(("candidates", "include_positive"), [(1, True), (10**15, False)])
-def test_few_candidates_are_infonce_and_many_are_dcl(candidates, include_positive, directions):
-    z = torch.randn(2, 9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = []
-    for options in ({"candidates": candidates}, {"include_positive": include_positive}):
-        z1, z2 = z.clone().requires_grad_().unbind()
-        est = compopt.InfoNCEEstimator(0.2, directions=directions, **options)
-        loss = est(z1, z2)
-        found.append((loss, *torch.autograd.grad(loss, (z1, z2))))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
 
 
 def test_recommended_counts_the_positive_among_candidates():

@@ -183,47 +183,6 @@ def test_index2_group_and_tau_per_sample(ranks, shard, shape):
             near(state[key], est_data[1][key], 1e-12, atol=1e-12, what=key)
 
 
-def moving_average(group, log_g, index, options):
-    """Run updates of the estimator on its own, and of a compositional loss; return values, gradients and rows."""
-    u = compopt.MovingAverageEstimator(N, gamma=0.5, dtype=torch.float64, process_group=group, **options)
-    trace = []
-    for step in range(3):
-        own = own_part(group, step)
-        trace.append(u.update(log_g[step][own], index[step][own]))
-        u.step()
-        g = log_g[step][own].exp().requires_grad_()
-        loss = compopt.compositional_loss(g, index[step][own], u, lambda v: v.log() * 2)
-        loss.backward()
-        u.step()
-        trace += [loss.detach(), g.grad]
-    return trace, u.read(torch.arange(N))
-
-
-@functools.cache
-def average_on_one_rank():
-    """Return data, and the results of one rank."""
-    generator = torch.Generator().manual_seed(3)
-    log_g = torch.randn(3, BATCH, generator=generator, dtype=torch.float64)
-    index = torch.randint(0, N, (3, BATCH), generator=generator)
-    return log_g, index, the_pool().run(moving_average, 1, log_g, index, {})[0]
-
-
-@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["whole", "shard"])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_moving_average_alone(ranks, options):
-    log_g, index, (whole, state) = average_on_one_rank()
-    answers = the_pool().run(moving_average, ranks, log_g, index, options)
-    for at, want in enumerate(whole):
-        if want.dim() == 0:
-            near(answers[0][0][at], want, 1e-12)
-        else:
-            scale = ranks if at % 3 == 2 else 1
-            near(torch.cat([trace[at] for trace, _ in answers]) / scale, want, 1e-12)
-    for _, own in answers:
-        for key in state:
-            near(own[key], state[key], 1e-12, atol=1e-12, what=key)
-
-
 # -- through DDP -------------------------------------------------------------------------------------
 
 
@@ -311,24 +270,3 @@ def graph_on_one_rank(group, kind, frozen):
 def test_ranks_with_and_without_a_gradient_of_the_temperature_are_refused(kind, frozen):
     """They would exchange messages of different lengths, which ends the process."""
     the_pool().run(graph_on_one_rank, 2, kind, frozen)
-
-
-def loaded_on_one_rank(group, kind, options):
-    rank = dist.get_rank(group)
-    est = getattr(compopt, kind)(0.1, **options, process_group=group)
-    inputs = *features(4, 8, rank, dtype=torch.float32), torch.arange(4) + 4 * rank
-    with torch.no_grad():
-        for parameter in est.parameters():
-            parameter.add_(rank)
-    with pytest.raises(ValueError, match="the ranks differ in learned parameters.* load the same state on all ranks"):
-        est(*inputs)
-    with torch.no_grad():
-        for parameter in est.parameters():
-            parameter.sub_(rank)
-    est(*inputs)
-    est.step()
-
-
-@pytest.mark.parametrize("kind, options", [("InfoNCEEstimator", {"learn_tau": True}), ("SigLIPEstimator", {})])
-def test_a_state_that_one_rank_has_loaded_is_refused(kind, options):
-    the_pool().run(loaded_on_one_rank, 2, kind, options)

@@ -83,9 +83,6 @@ VALUES = {
     "learn": (False, True),
     "domain": ("linear", "log"),
     "width": (1, 2),
-    "neural": (lambda: compopt.NeuralNormalizer(4, 8), lambda: compopt.NeuralNormalizer(4, 9)),
-    "prediction": ("before", "after"),
-    "first": ("one", "ratio"),
     "rate": (0.5, 0.25),
     "rank": (False, True),
     "max_fpr": (0.5, 0.25),
@@ -114,7 +111,6 @@ SHOWN = {
     "learn": "by rank [",
     "domain": "columns.log_u",
     "width": "the feature dimension, or the numbers per sample of a compositional loss: by rank [1, 2]",
-    "neural": "options.normalizer.prototypes by rank [8, 9]",
     "rank": "columns.rank[0] by rank [none, 2]",
     (compopt.NeuralNormalizer, "optimizer"): "optimizer.lr_decay by rank [0, 0.25]",
     (compopt.NeuCLIPEstimator, "optimizer"): "optimizer.lr_decay by rank [0, 0.25]",
@@ -124,8 +120,12 @@ SHOWN = {
     (compopt.FixedTemperature, "dtype"): "torch.float32', '",
     (compopt.SigmoidNormalizer, "dtype"): "torch.float32', '",
 }
-REQUIRED = {"n": N, "dim": 4, "neural": lambda: compopt.NeuralNormalizer(4, 8)}
-REQUIRED |= {"normalizer": lambda: compopt.MovingAverageEstimator(N), "temperature": lambda: compopt.FixedTemperature()}
+REQUIRED = {
+    "n": N,
+    "dim": 4,
+    "normalizer": lambda: compopt.MovingAverageEstimator(N),
+    "temperature": lambda: compopt.FixedTemperature(),
+}
 # further arguments with which an argument has an effect
 BESIDE = {
     "draws": {"proposals": "dataset"},
@@ -181,8 +181,7 @@ def call(obj, rank):
     if type(obj) in test_losses.CASES_BY_KIND:
         given = test_losses.batch(test_losses.CASES_BY_KIND[type(obj)], rank)
         return obj(*given[: len(given) - (isinstance(obj, losses.RobustLoss) and obj.n is None)])
-    dim = getattr(getattr(obj, "normalizer", obj), "dim", getattr(getattr(obj, "normalizer", None), "neural", obj))
-    dim = getattr(dim, "dim", dim if isinstance(dim, int) else 4)
+    dim = getattr(getattr(obj, "normalizer", obj), "dim", 4)
     z1, z2 = features(B, dim, rank, dtype=torch.float32)
     if isinstance(obj, compopt.MovingAverageEstimator):
         return obj.update(z1[:, 0], index)

@@ -8,7 +8,7 @@ import torch
 
 import compopt
 from benchmarks import report
-from recipes import cache, glyphs
+from recipes import glyphs
 from recipes import tasks as tasks_module
 from recipes.engine import Config, Control, Run
 from recipes.methods import METHODS, build
@@ -144,9 +144,3 @@ def test_retrieval_in_chunks_is_that_of_the_whole_matrix(monkeypatch):
     found = tasks_module.retrieval(images, captions, right)
     assert torch.equal(found.caption_of_image, similarity.argmax(1))
     assert torch.equal(found.image_of_caption, similarity.argmax(0))
-
-
-@pytest.mark.parametrize("content", [b"PK\x03\x04", b"text"])
-def test_a_damaged_cache_is_drawn_anew(tmp_path, content):
-    (tmp_path / "glyphs.npz").write_bytes(content)
-    assert cache.read(tmp_path / "glyphs.npz", "key", ("images",)) is None

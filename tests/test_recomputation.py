@@ -182,12 +182,6 @@ def test_what_deposits_nothing_may_be_checkpointed(name, use_reentrant):
     assert_same_bits(before, snapshot(est, N))
 
 
-def tensor_hook(x, call):
-    y = 2 * x
-    y.register_hook(lambda g: call())
-    y.sum().backward()
-
-
 def checkpointed_output(use_reentrant):
     """Call in a hook on a checkpointed encoder's output, as a gradient cache does, just before recomputation starts."""
 
@@ -217,33 +211,12 @@ def saved_tensor_hooks(x, call):
         call()
 
 
-def after_a_checkpoint(x, call):
-    checkpoint(torch.exp, x, use_reentrant=False).sum().backward()
-    call()
-
-
-def closure(x, call):
-    optimizer = torch.optim.LBFGS([x], max_iter=3)
-
-    def evaluate():
-        optimizer.zero_grad()
-        call()
-        loss = (x.square() - 1).square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(evaluate)
-
-
 WAYS = {
-    "tensor hook": tensor_hook,
     "hook on a checkpointed output": checkpointed_output(False),
     "hook on a reentrant output": checkpointed_output(True),
     "hook inside a checkpointed encoder": inside_checkpointed_encoder(False),
     "hook inside a reentrant encoder": inside_checkpointed_encoder(True),
     "saved tensor hooks": saved_tensor_hooks,
-    "after a checkpoint": after_a_checkpoint,
-    "closure": closure,
 }
 
 

@@ -1,6 +1,5 @@
 """The equations behind the choice of batches, and the clustering, against their definitions and brute force."""
 
-import itertools
 import math
 
 import pytest
@@ -84,33 +83,14 @@ def test_sizes_are_exact(sizes, kind):
     assert torch.bincount(clusters, minlength=len(sizes)).tolist() == sizes
 
 
-def partitions(rest, size):
-    """Yield all partitions of a list into parts of one size."""
-    if not rest:
-        yield []
-        return
-    for mates in itertools.combinations(rest[1:], size - 1):
-        for tail in partitions([x for x in rest[1:] if x not in mates], size):
-            yield [(rest[0], *mates), *tail]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_planted_clusters_are_the_best_of_all_partitions(seed):
-    """For three clusters of three, brute force over all 280 partitions finds the same optimum as the clustering."""
+@pytest.mark.parametrize("seed", range(5))
+def test_planted_clusters_are_found(seed):
     g = generator(seed)
-    centres = normalize(torch.randn(3, 6, generator=g, dtype=torch.float64), dim=1)
-    hidden = torch.randperm(9, generator=g) % 3
-    z1, z2 = (
-        normalize(centres[hidden] + 0.15 * torch.randn(9, 6, generator=g, dtype=torch.float64), dim=1) for _ in range(2)
-    )
-    w = edge_weights(z1, z2, 0.2, 3)
-
-    def kept(parts):
-        return sum(float(w[a, b]) for part in parts for a, b in itertools.combinations(part, 2))
-
-    clusters = spectral.spectral_clusters(w, [3, 3, 3], seed=0)
-    found = [(clusters == c).nonzero().flatten().tolist() for c in range(3)]
-    assert kept(found) == pytest.approx(max(map(kept, partitions(list(range(9)), 3))), rel=1e-12)
+    centres, hidden = torch.eye(6, dtype=torch.float64)[:3], torch.randperm(9, generator=g) % 3
+    near_centres = (centres[hidden] + 0.15 * torch.randn(9, 6, generator=g, dtype=torch.float64) for _ in range(2))
+    z1, z2 = (normalize(z, dim=1) for z in near_centres)
+    clusters = spectral.spectral_clusters(edge_weights(z1, z2, 0.2, 3), [3, 3, 3], seed=0)
+    assert len((3 * clusters + hidden).unique()) == 3
 
 
 # ordered ------------------------------------------------------------------------------------------

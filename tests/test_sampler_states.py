@@ -140,20 +140,6 @@ def test_loaders_with_workers_train_on_the_same_batches(make, workers, refreshed
 
 
 @both
-def test_a_plan_made_ahead_by_an_earlier_version_is_used(make):
-    """States of 0.2 have the plan of the next epoch; a refresh drops it."""
-    sampler, twin = filled(make), make()
-    list(sampler)
-    state = sampler.state_dict()
-    state["complete"], state["plans"] = True, {1: torch.randperm(N)[: len(sampler) * 8]}
-    twin.load_state_dict(state)
-    assert sum(twin, []) == state["plans"][1].tolist()
-    twin.load_state_dict(state)
-    twin.refresh(lambda index: tuple(z[index] for z in table()))
-    assert list(twin) == list(sampler)
-
-
-@both
 def test_samples_that_are_no_batch_are_reported_once(make):
     sampler = filled(make)
     with pytest.warns(UserWarning, match="no batch of it"):

@@ -29,7 +29,7 @@ from tests.sentences import (
     texts,
     their_loss,
 )
-from tests.trainers import fresh_accelerate, same, spoil, update
+from tests.trainers import fresh_accelerate, same, update
 from tests.training import weights
 
 pytestmark = pytest.mark.skipif(find_spec("sentence_transformers") is None, reason="needs sentence_transformers")
@@ -57,7 +57,7 @@ def rows(est):
 
 
 @contextlib.contextmanager
-def trainer(folder, loss, train, callback=True, callbacks=(), scaler=None, **options):
+def trainer(folder, loss, train, callback=True, **options):
     """Yield a SentenceTransformerTrainer with ``loss(model)``; accelerate's singletons are reset afterwards."""
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 
@@ -72,34 +72,25 @@ def trainer(folder, loss, train, callback=True, callbacks=(), scaler=None, **opt
     with fresh_accelerate():
         args = SentenceTransformerTrainingArguments(str(folder), **{**defaults, **options})
         model = encoder()
-        made = SentenceTransformerTrainer(model, args, train, loss=loss(model), callbacks=[*callbacks])
-        if scaler is not None:
-            made.accelerator.scaler = scaler
+        made = SentenceTransformerTrainer(model, args, train, loss=loss(model))
         if callback:
             for number, module in enumerate(made.loss.estimators):
                 made.add_callback(losses().EstimatorCallback(module.est, made, name=f"compopt-{number}"))
         yield made
 
 
-def train(folder, resume=None, kind="EstimatorLoss", scaler=None, spoiled=(), shard=False, **options):
+def train(folder, resume=None, kind="EstimatorLoss", shard=False, **options):
     """Train; return weights and rows, the labels of the batches, and the number of commits."""
-    from transformers import TrainerCallback
-
-    class Spoil(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-            if state.global_step in spoiled:
-                spoil(model)
-
     est, seen = estimator(shard=shard), []
     indexed = losses().add_index(data(), positives="positive")
     loss = lambda model: loss_of(est, model, kind)  # noqa: E731
-    with trainer(folder, loss, indexed, callbacks=[Spoil()], scaler=scaler, **options) as made:
+    with trainer(folder, loss, indexed, **options) as made:
         made.loss.register_forward_pre_hook(lambda module, args: seen.append(args[1].clone()))
         made.train(resume_from_checkpoint=None if resume is None else f"{folder}/checkpoint-{resume}")
         return (weights(made.accelerator.unwrap_model(made.model)), rows(est)), seen, est.t
 
 
-def plain(seen, skipped=(), shard=False):
+def plain(seen, shard=False):
     """Train on the same batches in a plain torch loop; return weights and rows."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     model, est = encoder(), estimator(shard=shard)
@@ -114,7 +105,7 @@ def plain(seen, skipped=(), shard=False):
             index, index2 = labels.unbind(1)
             (est(z1, z2, index, index2=index2) / WINDOW).backward()
         if last:
-            update(optimizer, est, skipped=step // WINDOW in skipped)
+            update(optimizer, est, skipped=False)
     return weights(model), rows(est)
 
 
@@ -131,21 +122,6 @@ def test_the_run_is_the_plain_loop_s(tmp_path, kind):
     assert "ISogCLREstimator" in card and "loss:MultipleNegativesRankingLoss" not in card and "oord" not in card
 
 
-@pytest.mark.slow
-def test_a_resumed_run_ends_as_the_whole_one(tmp_path):
-    expected, _, _ = train(tmp_path)
-    found, later, commits = train(tmp_path, resume=1)
-    assert same(found, expected) and commits == UPDATES and len(later) == (UPDATES - 1) * WINDOW
-
-
-@pytest.mark.slow
-def test_a_skipped_step_commits_nothing(tmp_path):
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
-    found, seen, commits = train(tmp_path, scaler=scaler, spoiled=(1,))
-    assert commits == UPDATES - 1
-    torch.testing.assert_close(found, plain(seen, skipped=(1,)), rtol=1e-6, atol=1e-6)
-
-
 def two_ranks(group, folder, shard):
     found, seen, commits = train(folder, shard=shard)
     again, _, _ = train(folder, resume=2, shard=shard)
@@ -158,19 +134,6 @@ def two_ranks(group, folder, shard):
 def test_two_ranks(tmp_path, shard):
     for found, commits, expected, again in the_pool(2, 180).run(two_ranks, 2, str(tmp_path), shard):
         assert commits == UPDATES and same(found, expected) and same(again, found)
-
-
-@pytest.mark.parametrize(
-    ("kind", "callback"), [("EstimatorLoss", False), ("CachedEstimatorLoss", False), ("EstimatorLoss", True)]
-)
-def test_a_loss_that_nobody_commits_is_told(tmp_path, callback, kind):
-    """The warning comes after three updates; accumulation steps do not count as updates."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(tmp_path, kind=kind, callback=callback, save_strategy="no", num_train_epochs=2)
-    said = [str(each.message) for each in caught if "was committed" in str(each.message)]
-    assert len(said) == (0 if callback else 1)
-    assert all("3 updates" in each and "EstimatorCallback" in each for each in said)
 
 
 @pytest.mark.parametrize("callback", [True, False])

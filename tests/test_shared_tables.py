@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 import compopt
-from compopt.stores import DiskStore, table
-from tests.helpers import asked, assert_same_bits, batches, bits, rows_of, run, snapshot
+from tests.helpers import assert_same_bits, batches, bits, run, snapshot
 from tests.pool import the_pool
 from tests.test_placements import own_part
 
@@ -33,53 +32,8 @@ def train(est, group, steps, seed=0):
     return losses
 
 
-def slow_down(monkeypatch):
-    """Let every rank take 50 ms for every commit and every block of its file."""
-    for name in ("scatter", "resize"):
-        original = getattr(DiskStore, name)
-
-        def slow(store, *args, original=original):
-            time.sleep(0.05)
-            return original(store, *args)
-
-        monkeypatch.setattr(DiskStore, name, slow)
-
-
 def on_disk(group, folder):
     return compopt.SogCLREstimator(N, offload="disk", offload_dir=f"{folder}/table", process_group=group)
-
-
-def run_all(group, folder):
-    """Call every method that accesses the files, right after commits that are still being written; return losses."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        slow_down(monkeypatch)
-        monkeypatch.setattr(table, "BLOCK_ROWS", 8)
-        near, far = compopt.SogCLREstimator(N, process_group=group), on_disk(group, folder)
-        assert far.split and not near.split
-        train(near, group, 3), train(far, group, 3)
-        assert_same_bits(rows_of(far.state_dict()), rows_of(near.state_dict()))
-        compopt.save(far, f"{folder}/c")
-        loaded = compopt.SogCLREstimator(N, process_group=group)
-        compopt.load(loaded, f"{folder}/c")
-        assert_same_bits(snapshot(near, N), snapshot(loaded, N))
-        train(far, group, 2, seed=1)  # change the state and restore it, by load and by load_state_dict
-        compopt.load(far, f"{folder}/c")
-        losses = [train(far, group, 2, seed=2), train(near, group, 2, seed=2)]
-        train(far, group, 2, seed=3)
-        far.load_state_dict(near.state_dict())
-        losses += [train(far, group, 2, seed=4), train(near, group, 2, seed=4)]
-        for est in (near, far):
-            est.add_sample_group({"n": 5})
-        losses += [train(far, group, 1, seed=5), train(near, group, 1, seed=5)]
-        assert_same_bits(snapshot(near, N + 5), snapshot(far, N + 5))
-    return losses
-
-
-def test_ranks_on_disk_have_a_file_each_and_the_results_of_ranks_in_memory(tmp_path):
-    for losses in on_two(run_all, str(tmp_path)):
-        assert losses[0::2] == losses[1::2]
-    files = {path.name: path.stat().st_size for path in (tmp_path / "table").glob("*.rows")}
-    assert files == {"normalizer-rows-00000-of-00002.rows": 4096, "normalizer-rows-00001-of-00002.rows": 4096}
 
 
 def folders_of_their_own(group, folder):
@@ -194,17 +148,7 @@ def per_anchor(value=0.2, shape=(4,), dtype=torch.float32):
     return torch.full(shape, value, dtype=dtype)
 
 
-DIFFERENT = {  # arguments of rank 0, and of rank 1
-    "gamma": ({"gamma": 0.8}, {"gamma": 0.5}),
-    "dtype": ({"dtype": torch.float32}, {"dtype": torch.float64}),
-    "n": ({"n": N}, {"n": N + 1}),
-    "mode": ({"mode": "bimodal"}, {"mode": "unimodal"}),
-    "shard": ({"shard": False}, {"shard": True}),
-    "directions": ({"directions": "both"}, {"directions": "forward"}),
-}
-DIFFERENT_EXTRA = {"given": ((), ("extra",)), "positions": (("extra",), ("extra", "extra_index"))}
-DIFFERENT_TAU = {
-    "value": (0.1, 1.1),
+DIFFERENT_TAU = {  # of rank 0, and of rank 1; other arguments are in tests/test_ranks_differ.py
     "kind": (0.2, per_anchor()),
     "shape": (per_anchor(), per_anchor(shape=(4, 2))),
     "dtype": (per_anchor(), per_anchor(dtype=torch.float64)),
@@ -214,30 +158,25 @@ DIFFERENT_TAU = {
 
 
 def differing(group, what, value):
-    """Build or call the estimators of rank 0 and rank 1 with different arguments; return the error."""
+    """Call the estimators of rank 0 and rank 1 with different arguments; return the error."""
     second = dist.get_rank(group)
-    arguments = DIFFERENT[value][second] if what == "options" else {}
-    est = compopt.SogCLREstimator(**{"n": N, "tau": 0.2, "process_group": group, **arguments})
+    est = compopt.SogCLREstimator(N, tau=0.2, process_group=group)
     call = {"index": torch.arange(4) + 4 * second}
     if what == "tau":
         call["tau"] = DIFFERENT_TAU[value][second]
-    if what == "extra":
-        further = {"extra": torch.randn(5, 5), "extra_index": torch.arange(5)}
-        call |= {name: further[name] for name in DIFFERENT_EXTRA[value][second]}
-    if what == "index":
-        est, call = compopt.MemoryEstimator(5, process_group=group), {} if second else call
+    if what == "extra" and second:
+        call["negatives"] = torch.randn(5, 5)
     if what == "encode":
         encode = (lambda missing: tuple(torch.randn(2, len(missing), 5))) if second else None
         est = compopt.EMC2Estimator(N, process_group=group, encode=encode)
     with pytest.raises(ValueError) as caught:
-        est(*torch.randn(2, 4, 5), **asked(est, **call))
+        est(*torch.randn(2, 4, 5), **call)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("what", "value"),
-    [*(("options", name) for name in DIFFERENT), *(("tau", name) for name in DIFFERENT_TAU)]
-    + [*(("extra", name) for name in DIFFERENT_EXTRA), ("index", ""), ("encode", "")],
+    [*(("tau", name) for name in DIFFERENT_TAU), ("extra", "given"), ("encode", "")],
 )
 def test_ranks_that_differ_are_told_so(what, value):
     for message in on_two(differing, what, value):

@@ -54,11 +54,6 @@ def test_the_order_of_operations_is_not_that_of_the_names():
     assert torch.equal(one, other)
 
 
-def test_colours_of_grey_images_are_refused():
-    with pytest.raises(ValueError, match="augment='grey' needs images in colour; these have 1 channel"):
-        Augmentation(("shift", "grey"), channels=1)
-
-
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(augment, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="augment='crop' needs kornia: pip install"):

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import compopt
-from compopt import functional as F
-from tests.pool import the_pool
 
 N, B, TAU = 20, 6, 0.2
 ONE_HOT = torch.eye(B, dtype=torch.float64)
@@ -38,31 +35,6 @@ def test_late_interaction_is_autograd_s_cross_entropy():
     torch.testing.assert_close(est.metrics["info_nce"], expected.detach())
 
 
-def weighted(scores, log_u):
-    """Return the updated ``log u``, and a loss with the estimator's gradient: its weights are held constant."""
-    given = scores.detach(), torch.zeros_like(scores[0]), ONE_HOT == 0, torch.full_like(scores[0], TAU)
-    _, log_g = F.pair_weights(*given)
-    log_u = log_g if log_u is None else F.moving_average(log_u, log_g, 0.5, None)
-    weights, _ = F.pair_weights(*given, alpha=log_u)
-    return log_u, (weights * scores).sum() / B - scores.diagonal().mean()
-
-
-def test_a_moving_average_of_late_interaction():
-    """Compare rows and gradients of both directions over two steps; the second direction has columns as anchors."""
-    est, index, log_u = estimator(n=N, gamma=0.5), torch.arange(B) + 3, [None, None]
-    for step in range(2):
-        leaves = tokens(2, seed=step)
-        est(ONE_HOT, maxsim(*leaves).T, index).backward()
-        est.step()
-        scores, terms = maxsim(*leaves), []
-        for direction, matrix in enumerate((scores, scores.T)):
-            log_u[direction], term = weighted(matrix, log_u[direction])
-            terms.append(term / 2)
-        expected = torch.autograd.grad(sum(terms), leaves)
-        torch.testing.assert_close([x.grad for x in leaves], list(expected), rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(est.read(index)["log_u"], torch.stack(log_u, 1), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("mode", ["both", "forward"])
 def test_inner_products_are_what_features_give(mode):
     z1, z2 = torch.randn(2, B, 4, dtype=torch.float64).unbind()
@@ -77,26 +49,3 @@ def test_inner_products_are_what_features_give(mode):
         est.step()
         results.append([loss.detach(), *(z.grad for z in leaves), est.read(index)["log_u"]])
     torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
-
-
-def on_ranks(group, half):
-    from torch.distributed.nn.functional import all_gather
-
-    first = dist.get_rank() * half
-    queries, documents = (x.detach()[first : first + half].requires_grad_() for x in tokens(2))
-    est = estimator(n=N, gamma=0.5)
-    scores = maxsim(torch.cat(all_gather(queries)), documents)
-    loss = est(ONE_HOT[first : first + half], scores.T, torch.arange(first, first + half))
-    loss.backward()
-    return loss.detach(), queries.grad / 2, documents.grad / 2
-
-
-@pytest.mark.distributed
-def test_two_ranks_are_one():
-    queries, documents = tokens(2)
-    loss = estimator(n=N, gamma=0.5)(ONE_HOT, maxsim(queries, documents).T, torch.arange(B))
-    loss.backward()
-    values, *gradients = zip(*the_pool(2, 60).run(on_ranks, 2, B // 2), strict=True)
-    torch.testing.assert_close(torch.stack(values), loss.detach().expand(2))
-    found = [torch.cat(parts) for parts in gradients]
-    torch.testing.assert_close(found, [queries.grad, documents.grad], rtol=1e-10, atol=1e-12)

@@ -1,10 +1,7 @@
 """SogCLR against equations 9 and 10 of its paper, with drifting features, so that every u is out of date."""
 
-import math
-
 import pytest
 import torch
-from torch.nn.functional import normalize
 
 import compopt
 from tests.database import MODES
@@ -36,41 +33,3 @@ def test_equations_9_and_10(mode, gamma):
             near(got, want, 1e-12)
     seen = est.read(torch.arange(N))
     near(seen["log_u"].exp().T[:, seen["count"] > 0], paper.u[:, seen["count"] > 0], 1e-12)
-
-
-def best_tau(h, rho):
-    """Return the root of G(tau) = log mean exp(h / tau) + rho - sum_j w_j h_j / tau, which increases with tau."""
-    low, high = 1e-6, 1e6
-    for _ in range(200):
-        tau = (low * high) ** 0.5
-        w = (h / tau).softmax(0)
-        gradient = torch.logsumexp(h / tau, 0) - math.log(len(h)) + rho - (w * h).sum() / tau
-        low, high = (low, tau) if gradient > 0 else (tau, high)
-    return tau
-
-
-@pytest.mark.parametrize(
-    "rho", [pytest.param(0.1, marks=pytest.mark.full), 0.5, pytest.param(2.0, marks=pytest.mark.full)]
-)
-def test_individual_temperatures_reach_their_optimum_below_the_bound_of_lemma_1(rho):
-    """tau* <= tau_0 + C / rho, where C is the range of h: at most 2 for unit vectors, like the bound on abs(h)."""
-    z1, z2 = (normalize(z, dim=1) for z in features(40, 4, seed=5))
-    off = ~torch.eye(40, dtype=torch.bool)
-    h = (z1 @ z2.T - (z1 * z2).sum(1, keepdim=True))[off].view(40, 39)
-    least = 0.05
-    want = torch.tensor([max(least, best_tau(each, rho)) for each in h], dtype=torch.float64)
-    assert (want <= least + (h.amax(1) - h.amin(1)) / rho).all() and (want > least).sum() > 5
-    options = {"directions": "forward", "beta": 1.0, "dtype": torch.float64}
-    bounds = {"tau_init": 0.7, "tau_min": least, "tau_max": 100.0, "max_grad": 1.0}
-    est = compopt.ISogCLREstimator(40, gamma=1.0, rho=rho, lr=0.05, **bounds, **options)
-    for _ in range(400 if rho == 0.5 else 1500):
-        est(z1.requires_grad_(), z2, torch.arange(40))
-        est.step()
-    near(est.read(torch.arange(40))["tau"][:, 0], want, 1e-3)
-
-
-def test_lemma_1_does_not_hold_with_the_largest_absolute_value_for_c():
-    """The proof bounds a difference of two means of h, which may be 2 max abs(h), and nearly is in this case."""
-    rho, h = 6.0, torch.full((20_000,), -1.0, dtype=torch.float64)
-    h[:10] = 1.0
-    assert 1 / rho < best_tau(h, rho) < 2 / rho

@@ -10,7 +10,6 @@ import torch
 import compopt
 from compopt.checkpoint import manifest
 from tests.helpers import assert_same_bits, features, run, snapshot
-from tests.pool import the_pool
 
 N, CHUNK, PIECE = 203, 4, 16
 PLACEMENTS = {"device": {}, "cpu": {"offload": "cpu"}, "disk": {"offload": "disk"}}
@@ -136,29 +135,6 @@ def test_any_history(tmp_path):
             assert_same_bits(kept[some], snapshot(again, est.n))
             if draw.random() < 0.5:
                 est = again
-
-
-def on_ranks(group, directory, options):
-    """Save few rows twice; return the columns, and the number of rows in each save."""
-    manifest.CHUNK_ROWS, manifest.PIECE_ROWS = CHUNK, PIECE
-    rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    est = sogclr(process_group=group, **placed(options, os.path.join(directory, "rows")))
-    paths = []
-    for seed, rows in enumerate((range(0, 160, 2), range(40, 72))):
-        visit(est, list(rows)[rank::size], seed=10 * seed + rank)
-        paths.append(compopt.save(est, os.path.join(directory, "c")))
-    return snapshot(est, N), [rows_in(path) for path in paths]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("options", [{}, {"shard": True}, {"offload": "disk"}], ids=["whole", "shard", "disk"])
-def test_on_ranks(options, tmp_path):
-    alone = sogclr()
-    for number, (state, written) in enumerate(the_pool().run(on_ranks, 4, str(tmp_path), options)):
-        if number == 0:
-            compopt.load(alone, tmp_path / "c")
-        assert_same_bits(snapshot(alone, N), state)
-        assert written == ([80, 104] if options else [160, 160])
 
 
 @pytest.mark.parametrize("options", PLACEMENTS.values(), ids=PLACEMENTS)

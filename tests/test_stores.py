@@ -407,9 +407,12 @@ def test_a_forked_process_goes_on():
         rows.store.gate.set()
         if not value_of(rows.fetch(torch.tensor([2]))) == 3 == value_of(ticket.take()):
             return 2
+        rows.settle()  # writes the commit of the parent again
+        if value_of(rows.store.gather(torch.tensor([2]))) != 3:
+            return 3
         commit_value(rows, 4)
         rows.settle()
-        return 0 if value_of(rows.store.gather(torch.tensor([2]))) == 4 else 3
+        return 0 if value_of(rows.store.gather(torch.tensor([2]))) == 4 else 4
 
     assert exit_code_of_a_fork(check) == 0
     rows.store.gate.set()

@@ -45,22 +45,6 @@ def test_masked_candidates_do_not_set_the_scale(name, mode, chunk_size):
         near(est.read(torch.tensor([1, 2]))["log_u"], torch.full((2, est.read(index)["log_u"].shape[1]), want), 1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_anchor_has_its_own_scale(mode):
-    """Anchors of very different log ghat side by side, against float64."""
-    angle = torch.tensor([0.0, 0.02, 1.5, 3.1, 4.6])
-    z1 = torch.stack([angle.cos(), angle.sin()], 1)
-    z2 = torch.stack([(angle * 1.01).cos(), (angle * 1.01).sin()], 1)
-    results = []
-    for dtype in (torch.float32, torch.float64):
-        est = compopt.SogCLREstimator(5, tau=TAU, mode=mode, dtype=dtype)
-        loss = est(z1.to(dtype), z2.to(dtype), torch.arange(5))
-        est.step()
-        results.append((loss, est.read(torch.arange(5))["log_u"]))
-    near(results[0][0], results[1][0], 1e-5)
-    near(results[0][1], results[1][1], 1e-5, atol=1e-3)  # agreement tests use float64 at this temperature
-
-
 @pytest.mark.parametrize("scale", [0.3, 1.0, 4.0, 100.0])
 @pytest.mark.parametrize("include_positive", [True, False])
 def test_unnormalised_features_of_any_length(scale, include_positive):
@@ -147,19 +131,10 @@ def unit(n, d, generator):
     return normalize(torch.randn(n, d, generator=generator, dtype=torch.float64), dim=1)
 
 
-POLICIES = {
-    "network": (
-        compopt.PairPolicy(within=True),
-        lambda **o: compopt.NeuCLIPEstimator(32, tau_min=TAU, prototypes=64, **o),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_an_anchor_without_negatives_has_a_finite_gradient(name):
+def test_an_anchor_without_negatives_has_a_finite_gradient():
     """At tau = 0.005 the exponential of minus its log-normalizer overflows, and its factor is 0."""
-    policy, preset = POLICIES[name]
-    est = preset(tau=TAU, pairs=policy)
+    policy = compopt.PairPolicy(within=True)
+    est = compopt.NeuCLIPEstimator(32, tau=TAU, tau_min=TAU, prototypes=64, pairs=policy)
     g = torch.Generator().manual_seed(0)
     for step in range(6):
         z1 = unit(16, 32, g)

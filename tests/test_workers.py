@@ -1,9 +1,8 @@
-"""Estimators, and what holds them, in the workers of a DataLoader: forked, spawned, and of a fork server."""
+"""Estimators, and what holds them, in the workers of a DataLoader, forked and spawned."""
 
 import copy
 import hashlib
 import io
-import multiprocessing
 import pickle
 from multiprocessing.reduction import ForkingPickler
 
@@ -21,8 +20,6 @@ from tests.samplers import train as observed
 
 N = 13
 STATES = ("fresh", "called", "pending", "attached")
-# Largest number of tensors for one process: each takes a file descriptor, and a fork server passes fewer than 256.
-SENT = {"fork": 800, "spawn": 800, "forkserver": 220}
 
 
 def data(steps, seed=0):
@@ -178,39 +175,10 @@ class Answers(torch.utils.data.Dataset):
         return answer(self.estimators[at])
 
 
-def portions(estimators, most):
-    """Divide estimators into lists with at most so many tensors each."""
-    portion, tensors = [], 0
-    for est in estimators:
-        more = len({each.cdata for each in pickled(est)[1]})
-        if tensors + more > most:
-            yield portion
-            portion, tensors = [], 0
-        portion.append(est)
-        tensors += more
-    yield portion
-
-
-def check_in_workers(method, estimators):
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(["tests.test_workers"])
-    for portion in portions(estimators, SENT[method]):
-        loader = DataLoader(Answers(portion), batch_size=None, num_workers=1, multiprocessing_context=context)
-        assert list(map(tuple, loader)) == list(map(answer, portion))
-
-
-@pytest.mark.parametrize(
-    "method", ["fork", *(pytest.param(method, marks=pytest.mark.slow) for method in ("spawn", "forkserver"))]
-)
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers(method):
     """One estimator of each pair of normalizer and temperature, the states in turn."""
     kinds = {tuple(type(part) for part in make(info, "bimodal", N)[0]._objects().values()): info for info in DATABASE}
     ests = [of_kind(info, STATES[at % len(STATES)]) for at, info in enumerate(kinds.values())]
-    check_in_workers(method, ests)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_all_kinds_in_workers(method):
-    check_in_workers(method, (of_kind(info, state) for info in DATABASE for state in STATES))
+    loader = DataLoader(Answers(ests), batch_size=None, num_workers=1, multiprocessing_context=method)
+    assert list(map(tuple, loader)) == list(map(answer, ests))

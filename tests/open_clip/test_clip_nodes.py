@@ -54,19 +54,6 @@ def test_two_nodes(given, flags, tmp_path):  # noqa: F811
         assert all("does not see what process 0 on" in log.read_text() for log in nodes.logs)
 
 
-def test_a_node_is_lost_and_two_go_on(flags, tmp_path, undisturbed):
-    """Its rows go to new disks, since a node may be another machine; the results are those of a run that lost none."""
-    output = tmp_path / "out"
-    with Nodes(flags, [output] * 2, disks_of(tmp_path, 2), *WHOLE) as nodes:
-        nodes.await_state()
-        nodes.kill(1)
-        assert nodes.end()[0] not in (0, None)
-    with Nodes(flags, [output] * 2, disks_of(tmp_path / "others", 2), *WHOLE, "--resume") as nodes:
-        assert nodes.end() == [0, 0] and "begins anew" not in nodes.said(), nodes.said()
-    same(weights(output, EPOCHS), undisturbed[0])
-    same(rows(output, EPOCHS), undisturbed[1])
-
-
 STAND_INS = {
     "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$CALLS"; fi',
     "srun": """

@@ -90,11 +90,6 @@ def test_what_is_recommended_is_of_the_batch_that_a_call_has(given, tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["estimator"] == ["recommended", {}, "MemoryEstimator"]
 
 
-def test_every_configuration_of_open_clip_says_its_dimension():
-    dims = {name: recipe.model_config(name)[1]["embed_dim"] for name in open_clip.list_models()}
-    assert len(dims) > 100 and all(type(dim) is int and dim > 0 for dim in dims.values())
-
-
 def hugging_face_tower(folder):
     """Write a text tower and its tokenizer to files; return their configuration."""
     transformers = pytest.importorskip("transformers")
@@ -307,30 +302,6 @@ def test_accumulation_may_change_where_an_update_keeps_its_samples(given, tmp_pa
     est = compopt.SogCLREstimator(N)
     compopt.load(est, tmp_path / "epoch_2.compopt")
     assert est.t == 20  # windows start at the position of the state
-
-
-def test_a_batch_of_which_nothing_can_be_decoded_is_replaced(given, tmp_path):
-    bad = range(22, 29)
-    shards = write_pairs(tmp_path / "shards", SIZES, corrupt=bad)
-    train((shards, given[1]), tmp_path / "out", "--epochs", "1", "--shuffle", "1")
-    count = rows(tmp_path / "out", 1)["count"].tolist()
-    assert all(count[row] == (0 if row in bad else 1) or count[row] == 2 for row in range(N))
-    assert {count[row] for row in bad} == {0} and 2 in count  # some batch was given twice
-
-
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_run_that_is_stopped_among_batches_that_cannot_be_decoded_ends_with_the_same_bits(given, tmp_path, workers):
-    """This also holds at the beginning of a worker's share."""
-    options = ("--workers", workers, "--shuffle", "1", "--epochs", "1")
-    order = [*range(29, 40), *range(22, 29), *range(9), *range(9, 22)]
-    bad = {*order[:4], *order[20:29], *order[-4:]}
-    shards = write_pairs(tmp_path / "shards", SIZES, corrupt=bad), given[1]
-    train(shards, tmp_path / "whole", *options)
-    for step in (1, 6, 9):
-        train(shards, tmp_path / f"{step}", *options, "--max-steps", f"{step}")
-        train(shards, tmp_path / f"{step}", *options, "--resume")
-        same(weights(tmp_path / f"{step}", 1), weights(tmp_path / "whole", 1))
-        same(rows(tmp_path / f"{step}", 1), rows(tmp_path / "whole", 1))
 
 
 # -- a full disk -------------------------------------------------------------------------------------------------------

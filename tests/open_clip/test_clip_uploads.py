@@ -62,14 +62,6 @@ def test_a_run_goes_on_elsewhere_from_the_store(given, tmp_path, url, whole):  #
         recipe.main(arguments(given, tmp_path / "other", "--resume", url, "--seed", "1"))
 
 
-def test_an_upload_that_was_cut_off_is_no_state(given, tmp_path, url, whole):  # noqa: F811
-    train(given, tmp_path / "here", "--save-every", "2", "--max-steps", "4", "--upload", url)
-    store, path = fsspec.url_to_fs(f"{url}/state/step-000000004-epoch-0000/{uploads.COMPLETE}")
-    store.rm(path)
-    train(given, tmp_path / "there", "--resume", url)
-    same(weights(tmp_path / "there"), whole[0])
-
-
 def test_a_store_that_is_gone_is_told_at_the_end(given, tmp_path, url, whole, monkeypatch):  # noqa: F811
     def put_file(self, *args, **kwargs):
         raise ConnectionError("no route to host")

@@ -21,13 +21,6 @@ def split(s: Tensor) -> tuple[Tensor, Tensor]:
     return s.diagonal(), s[~torch.eye(n, s.shape[1], dtype=torch.bool)].view(n, -1)
 
 
-def of_views(z1: Tensor, z2: Tensor) -> tuple[Tensor, Tensor]:
-    """``own`` and ``others`` of both views as anchors, whose negatives are both views of the other samples."""
-    s, n = cosines(torch.cat([z1, z2]), torch.cat([z1, z2])), len(z1)
-    mask = torch.eye(n, dtype=torch.bool).repeat(2, 2)
-    return torch.cat([s.diagonal(n), s.diagonal(-n)]), s[~mask].view(2 * n, -1)
-
-
 def hardness_weighted(own: Tensor, others: Tensor, tau: float, alpha: float) -> Tensor:
     """Lan et al. (LLaVE), 2025, eq. 5: negatives' logits grow by alpha stop(s)."""
     logits = others / tau + alpha * others.detach()

@@ -10,6 +10,17 @@ def clip(x, low, high):
     return min(max(x, low), high)
 
 
+def moved(ref, m, v, t, gradient):
+    """Return (first moment, second moment, direction of the move) after the t-th gradient: momentum or Adam."""
+    if ref.optimizer == "momentum":
+        m = (1.0 - ref.beta) * m + ref.beta * gradient
+        return m, v, m
+    b1, b2 = ref.betas
+    m = b1 * m + (1.0 - b1) * gradient
+    v = b2 * v + (1.0 - b2) * gradient**2
+    return m, v, (m / (1.0 - b1**t)) / (math.sqrt(v / (1.0 - b2**t)) + 1e-8)
+
+
 class FixedReference:
     """One constant per sample group, or one number given at construction (a tensor's value)."""
 
@@ -72,15 +83,7 @@ class DualReference:
         seen = ref.visits(row, column)
         m = ref.rows["m"][row][column] if seen else 0.0
         v = ref.rows["v"][row][column] if seen else 0.0
-        if self.optimizer == "momentum":
-            m = (1.0 - self.beta) * m + self.beta * gradient
-            move = m
-        else:
-            b1, b2 = self.betas
-            t = seen + 1
-            m = b1 * m + (1.0 - b1) * gradient
-            v = b2 * v + (1.0 - b2) * gradient**2
-            move = (m / (1.0 - b1**t)) / (math.sqrt(v / (1.0 - b2**t)) + 1e-8)
+        m, v, move = moved(self, m, v, seen + 1, gradient)
         tau = clip(tau - lr * move, ref.hyper(row, "tau_min"), ref.hyper(row, "tau_max"))
         return [(row, column, "tau", tau), (row, column, "m", m), (row, column, "v", v)]
 
@@ -124,14 +127,7 @@ class GlobalDualReference:
         below, factor = self.lr_switch
         lr *= factor if tau <= below else 1.0
         t = state["t"] + 1
-        if self.optimizer == "momentum":
-            m = (1.0 - self.beta) * state["m"] + self.beta * gradient
-            v, move = 0.0, m
-        else:
-            b1, b2 = self.betas
-            m = b1 * state["m"] + (1.0 - b1) * gradient
-            v = b2 * state["v"] + (1.0 - b2) * gradient**2
-            move = (m / (1.0 - b1**t)) / (math.sqrt(v / (1.0 - b2**t)) + 1e-8)
+        m, v, move = moved(self, state["m"], state["v"], t, gradient)
         tau = math.exp(-(math.log(1 / tau) - lr * move)) if self.log else tau - lr * move
         tau = clip(tau, ref.hyper(0, "tau_min"), ref.hyper(0, "tau_max"))
         self.pending = {"tau": tau, "m": m, "v": v, "t": t}

@@ -123,21 +123,6 @@ def test_what_the_kernel_does_not_take_falls_back(argument, taken, caplog):
     assert f"pairs: plain torch, since the call has {argument}" in caplog.messages
 
 
-def test_the_variable_turns_it_off(taken, monkeypatch, caplog):
-    monkeypatch.setenv("COMPOPT_TRITON", "0")
-    with caplog.at_level(logging.DEBUG, "compopt.kernel.triton.choice"):
-        call(compopt.DCLEstimator(TAU, backend="triton"), torch.float32)
-    assert not taken and "pairs: plain torch, since COMPOPT_TRITON is 0" in caplog.messages
-
-
-def test_float64_and_auto_are_torch(taken, caplog):
-    with caplog.at_level(logging.DEBUG, "compopt.kernel.triton.choice"):
-        call(compopt.DCLEstimator(TAU, backend="triton"), torch.float64)
-        call(compopt.DCLEstimator(TAU), torch.float32)
-    assert not taken
-    assert [m.split("since ")[1] for m in caplog.messages] == ["the features are float64", "the backend is torch"]
-
-
 def test_medium_precision_is_bfloat16_where_tau_allows_it(taken):
     torch.set_float32_matmul_precision("medium")
     try:
