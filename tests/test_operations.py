@@ -8,7 +8,7 @@ from benchmarks.operations import ESTIMATORS, RECOMMENDED, operations
 # Two find gradients that are not finite, and two bound the weights of NeuCLIP.
 MOST = {
     "InfoNCE": 37,
-    "DCL": 36,
+    "DCL": 34,
     "SogCLR": 48,
     "iSogCLR": 88,  # four on a CPU only, for exponentials that underflow, as in FastCLIP v3
     "Memory": 69,  # six for slots of the batch's own samples

@@ -64,9 +64,10 @@ class BatchNormalizer(Normalizer):
         checks.flag("include_positive", group["include_positive"])
 
     def estimate(self, call: Call) -> Estimate:
-        log_sum, include = call.pairs.log_sum, call.hyper.choose("include_positive", {True: 1.0, False: 0.0})
-        if include == 0.0 and isinstance(include, float):
-            return Estimate(call.pairs.log_ghat)
+        include = call.hyper.choose("include_positive", {True: 1.0, False: 0.0})
+        if include == 0.0 and isinstance(include, float):  # the weights of an anchor sum to one
+            return Estimate(call.pairs.log_ghat, positive_weight=None if call.pairs.moments else 1.0)
+        log_sum = call.pairs.log_sum
         if self.candidates is None:
             total = F.softplus(log_sum, threshold=60.0)  # log(1 + exp x)
         else:

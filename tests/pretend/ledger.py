@@ -16,8 +16,8 @@ CARRIERS = (LIBRARY / "accelerator.py", LIBRARY / "stores" / "rows.py")  # they 
 NAMED = {
     "estimator/reader.py": "the index, which is checked on the host; with shards the numbers of the rows read here; "
     "what is known on the device first: features that are not finite, a bad index there",
-    "contrastive.py": "positions of further candidates",
-    "arguments.py": "what a policy of pairs asks for: keys, priors, features of another model",
+    "arguments.py": "keys that a policy of pairs asks for, positions of further candidates",
+    "kernel/features.py": "features of another model, which a policy of pairs asks for",
     "negatives/sampler.py": "positions of a pool of candidates",
     "stores/write_behind.py": "rows read and committed, and their numbers, on a side stream, or when a ticket is taken",
     "stores/snapshot.py": "former values of rows, and their numbers, while a save reads the rows",

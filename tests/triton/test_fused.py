@@ -80,7 +80,7 @@ def test_every_estimator_of_the_database(info, mode, taken):
             loss.backward()
             est.step()
             trace += [loss.detach().cpu().double(), *(leaf.grad.cpu().double() for leaf in leaves)]
-    assert len(taken) >= 2
+    assert len(taken) >= (2 if est.normalizer.sums else 0)
     for number, (f, e) in enumerate(zip(runs["triton"], runs["torch"], strict=True)):
         near(f, e, 50 * RTOL, atol=50 * RTOL * max(1e-3, float(e.abs().max())), what=f"{info}, {mode}, value {number}")
 
