@@ -103,16 +103,13 @@ def is_fixed(est: Any, name: str, value: object) -> AttributeError:
 class Estimator:
     r"""Object with state that is updated after each optimizer step; methods as in ``torch.optim``.
 
-    An estimator owns its sample groups, its rows and its other state, as a module owns its parameters. It can be used
-    alone, or be held by a :class:`~compopt.ContrastiveEstimator`, whose methods apply to all objects that it holds.
+    An estimator owns its sample groups, its rows and its other state, as a module owns its parameters. It is used
+    alone, or held by a :class:`~compopt.ContrastiveEstimator`, whose methods apply to all objects that it holds.
 
     *Read, deposit, commit.* A call in training mode reads committed rows and deposits proposals, as ``backward``
-    deposits gradients. Only :meth:`step` writes proposals to the rows. It commits all deposits since the last step
-    (gradient accumulation). A row with several proposals is set to their mean (the mean of ``u``, where ``log u`` is
-    stored). Under :meth:`eval` or ``torch.no_grad()`` nothing is deposited.
-
-    :attr:`sample_groups` contains every hyper-parameter, in one dict per data set. Values may be changed there during
-    training; a bad value is refused at once.
+    deposits gradients. Only :meth:`step` writes: it commits all deposits since the last step (gradient accumulation).
+    A row with several proposals is set to their mean (the mean of ``u``, where ``log u`` is stored). Under :meth:`eval`
+    or ``torch.no_grad()`` nothing is deposited.
 
     Args:
         n: number of samples, a list of sample groups, or ``None`` for an object without rows.
@@ -138,9 +135,8 @@ class Estimator:
             module, since wrappers may replace them. :meth:`saved_state` has their names in the module.
 
     State: one row per sample with the columns of :meth:`columns` and ``count`` (int32, visits per direction), padded to
-    a multiple of 16 bytes; the tensors of :attr:`state`, which are updated like rows: a call in training mode changes a
-    pending copy (:meth:`deposit_state`), later calls of the window update that copy, and :meth:`step` commits it;
-    :attr:`t`.
+    a multiple of 16 bytes; the tensors of :attr:`state`, of which the calls of a window change one pending copy
+    (:meth:`deposit_state`); :attr:`t`.
 
     Threads: one thread calls the estimator. Meanwhile another thread may call :meth:`state_dict`, :meth:`read` or
     :func:`compopt.save`, and gets the state between two commits. A commit waits for that thread, except for a save with
@@ -417,7 +413,9 @@ class Estimator:
     def sample_groups(self) -> list[Any]:
         """List of one dict per data set, like ``param_groups``: ``n`` and every hyper-parameter.
 
-        A value is checked when it is set. ``n`` is fixed; :meth:`add_sample_group` appends a group.
+        Values may be changed during training. A bad one raises at once, and ``None`` is the default of the mode.
+        ``group.update(...)`` sets several values together, such as bounds. Keys can be neither added nor removed, and
+        ``n`` is fixed; :meth:`add_sample_group` appends a group.
         """
         return list(self._groups)
 
@@ -941,8 +939,7 @@ class Estimator:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all committed state: rows by column, groups, state that is not rows; no pending deposits.
 
-        Another thread may call it during training and gets the state between two commits. A temperature that the user's
-        optimizer learns is the exception: the optimizer may change it meanwhile.
+        For another thread, see the class; the optimizer may change a temperature that it learns meanwhile.
 
         Returns:
             Plain containers and tensors: ``"version"``, ``"config"`` (which must equal that of the loading estimator),
