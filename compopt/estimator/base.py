@@ -244,7 +244,10 @@ class Estimator:
         return []
 
     def setup(self, form: Form) -> None:
-        """Create :attr:`state` and other members whose shape depends on the form; called once, before the first use."""
+        """Create :attr:`state` and other members whose shape depends on the form.
+
+        Called before the first use, and again if a container takes an object that has no commits.
+        """
 
     def structure(self) -> dict[str, Any]:
         """Return further plain values, by name, that determine the meaning of the state; a load compares them."""

@@ -66,6 +66,8 @@ class MovingAverageEstimator(Normalizer):
     (bimodal), or one shared by both views (unimodal: ``g_i`` is the mean of the two, objective V2); when used alone,
     one value and one number of visits. The first visit sets ``log(eps + g)``.
 
+    Communicates: in an estimator nothing itself; used alone see :meth:`update`.
+
     .. note::
         Eq. 10 of SogCLR divides by the previous ``u``. This class divides by the updated one, as eq. 4 of NeuCLIP and
         all public code; this bounds every weight by ``1 / gamma`` times the batch softmax. Section 4 of SogCLR prints

@@ -111,6 +111,8 @@ class TemperatureDual(Temperature):
     by powers of ``tau`` (1 and 2, or -1 and -2), as if ``tau`` had been constant while they were averaged.
     Hyper-parameters, including ``lr``, are loaded from the checkpoint.
 
+    Communicates: in an estimator nothing itself; used alone see :meth:`update`.
+
     Raises:
         ValueError: rho < 0, lr < 0, tau_min <= 0, tau_min > tau_max, tau_init outside the bounds, an invalid beta or
             option; no ``n`` for individual temperatures, or an option that they do not support.
