@@ -58,7 +58,7 @@ class ContrastiveEstimator(Container):
     A call ``est(z1, z2, index)`` returns the estimated objective of a batch, ``mean of tau_i (alpha_i + rho_i)``:
 
     1. The arguments are checked, the features are normalised, and with several ranks the global batch is gathered.
-    2. The rows of its samples are read, and the temperature component returns ``tau_i``.
+    2. The rows of its samples are read, and the temperature returns ``tau_i``.
     3. The kernel computes the similarities and ``log ghat_i``, the mean of ``e^{h_ij / tau_i}`` over the batch.
     4. The normalizer turns it and the rows into ``alpha_i``. Where the positive is kept out of the inner function
        (``reference="none"``: SogCLR), its weight in the gradient is 1 instead of ``sum_j w_ij``.
@@ -82,8 +82,8 @@ class ContrastiveEstimator(Container):
         process_group: the ranks whose batches form the global batch; ``None``: the default group, if
             ``torch.distributed`` is initialised.
         offload: storage of the rows. ``None``: the device of the features; ``"cpu"``: host memory; ``"disk"``: a
-            file, which is scratch space of one run. Results do not depend on it.
-        offload_dir: folder of that file, on a local disk; several ranks may share it, since each writes its own file.
+            file for each part, which is scratch space of one run. Results do not depend on it.
+        offload_dir: folder of these files, on a local disk; several ranks may share it, since each writes its own.
         shard: each rank keeps ``n / K`` rows instead of all; implied by ``offload="disk"``.
         dtype: dtype of the rows, float32 or float64.
         pairs: a :class:`~compopt.PairPolicy`, which selects and weights the negatives; ``None``: all candidates with
@@ -96,7 +96,8 @@ class ContrastiveEstimator(Container):
             ``"auto"``: ``"torch"``. The kernel multiplies in TF32 even if PyTorch's own products do not, or in bfloat16
             (:func:`compopt.functional.contrastive_sums`, ``precision=None``). See the page on the fused kernel.
 
-    State: the columns of both parts in one row per sample, see :class:`~compopt.Estimator`.
+    State: that of both parts, each with its own rows, and the number of commits; see :class:`~compopt.Estimator`. A
+    part keeps a placement or a dtype of its own.
 
     Policies: ``pairs`` leaves candidates out or weights them, see :class:`~compopt.PairPolicy`. A policy that needs
     tensors of the batch is bound to them in every call, ``pairs=policy.bind(...)``.

@@ -134,14 +134,13 @@ class MomentumEncoder:
         Raises:
             TypeError: ``est`` is not an estimator.
             ValueError: ``est`` has neither rows nor other state, and therefore no commits.
-            RuntimeError: ``est`` is a part of another estimator.
         """
         if not isinstance(est, Estimator):
             raise TypeError(
                 f"est must be an estimator, whose commits the copy follows, got {type(est).__name__}; without one call "
                 f"encoder.update() after each optimizer step"
             )
-        if not est._commits():  # raises for a part of another estimator
+        if not est._commits():
             raise ValueError(
                 f"{type(est).__name__} has no state, so that it has no commits that the copy could follow; call "
                 f"encoder.update() after each optimizer step"

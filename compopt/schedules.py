@@ -27,7 +27,7 @@ class Schedule:
 
     Raises:
         TypeError: ``est`` is not an estimator, ``fn`` is not callable, or its result cannot be a hyper-parameter.
-        ValueError: the estimator has no such key. The next call of the estimator refuses a value out of range.
+        ValueError: the estimator has no such key, or refuses a value.
 
     Example:
         >>> import compopt

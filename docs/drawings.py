@@ -158,39 +158,50 @@ def row(x: float, y: float, cells: list[tuple[str, float]]) -> str:
     return "".join(drawn)
 
 
-def alone_or_part() -> str:
-    """One object by itself, and two as parts of an owner: who has the table, and what commits."""
-    parts = [
-        text(150, 34, "alone", "title"),
-        box(75, 50, 150, 46, ["optimizer"]),
-        arrow(150, 96, 150, 138),
-        text(160, 122, "step() commits", "small", "start"),
-        box(50, 140, 200, 112, ["TemperatureDual", "an estimator: update, value,", "attach, step, state_dict, ..."]),
-        arrow(150, 252, 150, 298),
-        row(50, 300, [("tau, m", 120), ("count", 80)]),
-        text(150, 362, "its own table", "small"),
-        '<line class="soft" x1="300" y1="24" x2="300" y2="366"/>',
-        text(530, 34, "as parts", "title"),
-        box(455, 50, 150, 46, ["optimizer"]),
-        arrow(530, 96, 530, 138),
-        text(540, 122, "step() commits", "small", "start"),
-        '<rect class="box" x="330" y="140" width="400" height="112" rx="8"/>',
-        text(530, 162, "ContrastiveEstimator, the owner", "title"),
-        box(345, 174, 180, 66, ["normalizer", "MovingAverageEstimator"], "card"),
-        box(535, 174, 180, 66, ["temperature", "TemperatureDual"], "card"),
-        arrow(435, 240, 435, 298),
-        arrow(605, 240, 605, 298),
-        text(520, 274, "read, state_dict", "small"),
-        row(350, 300, [("log_u", 170), ("tau, m", 110), ("count", 80)]),
-        text(530, 362, "one table, with the columns of all parts", "small"),
+def one_call() -> str:
+    """Draw the steps of a call, the objects of a container with their tables, and the commit."""
+    steps = (
+        ("read", "Batch", "samples, rows"),
+        ("pairs", "Pairs", "one or more Blocks"),
+        ("estimate", "alpha, tau", "and new rows"),
+        ("deposit", "proposals", "wait for the step"),
+        ("gradients", "Objective", "loss, gradients"),
+    )
+    parts = [text(30, 34, "one call", "title", "start")]
+    for number, lines in enumerate(steps):
+        x = 30 + 143 * number
+        parts.append(box(x, 50, 128, 76, list(lines)))
+        if number:
+            parts.append(arrow(x - 15, 88, x - 2, 88))
+    parts += [
+        '<rect class="box" x="30" y="190" width="556" height="124" rx="8"/>',
+        text(308, 214, "ContrastiveEstimator, a container", "title"),
+        box(46, 228, 254, 72, ["normalizer", "an Estimator: groups, rows, t"], "card"),
+        box(316, 228, 254, 72, ["temperature", "an Estimator: groups, rows, t"], "card"),
+        arrow(94, 188, 94, 130),
+        text(104, 164, "committed rows", "small", "start"),
+        arrow(523, 126, 523, 186),
+        text(513, 164, "proposals", "small", "end"),
+        box(620, 221, 110, 62, ["optimizer", "step()"]),
+        arrow(618, 252, 590, 252),
+        text(675, 306, "commits, or", "small"),
+        text(675, 323, "discards", "small"),
+        arrow(173, 300, 173, 348),
+        arrow(443, 300, 443, 348),
+        text(183, 334, "commit", "small", "start"),
+        text(453, 334, "commit", "small", "start"),
+        row(73, 350, [("log_u", 130), ("count", 70)]),
+        row(343, 350, [("tau, m", 130), ("count", 70)]),
+        text(308, 412, "each object has a table of its own", "small"),
     ]
     description = (
-        "Two panels. On the left a TemperatureDual is used alone: it is an estimator with a table of its own, and the "
-        "optimizer's step commits to it. On the right a MovingAverageEstimator and a TemperatureDual are parts of a "
-        "ContrastiveEstimator, their owner. The optimizer's step commits through the owner to one table, which has the "
-        "columns of both parts and one count; each part shows and loads its own columns."
+        "The steps of a call: read the batch with the committed rows, compute the pairs in one or more blocks, "
+        "estimate alpha and tau, deposit the proposals, compute the loss and its gradients. Below, a "
+        "ContrastiveEstimator is a container of two estimators, a normalizer and a temperature, each with a table of "
+        "its own. The call reads their rows and leaves proposals in them. The optimizer's step commits: each object "
+        "writes its own table. A skipped step discards the proposals."
     )
-    return svg(760, 380, "Alone, or as a part", description, parts)
+    return svg(760, 430, "One call", description, parts)
 
 
 LOSSES = {"InfoNCE": "push", "DCL": "pull", "recommended": "ours"}
@@ -303,7 +314,7 @@ def methods_on_glyphs() -> str:
 
 
 def main() -> None:
-    drawings = (pair_weights, read_deposit_commit, alone_or_part, recall_by_batch, learning_curves, methods_on_glyphs)
+    drawings = (pair_weights, read_deposit_commit, one_call, recall_by_batch, learning_curves, methods_on_glyphs)
     for draw in drawings:
         (FOLDER / f"{draw.__name__}.svg").write_text(draw())
 

@@ -1,6 +1,6 @@
 """Each of the four objects used alone, and a user-defined one: the contract, float64 references, several ranks.
 
-For objects that are parts of an estimator see tests/test_parts.py.
+For objects that an estimator holds see tests/test_objects.py.
 """
 
 import copy

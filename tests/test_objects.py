@@ -263,6 +263,22 @@ def test_what_was_used_alone_with_another_width_is_refused():
     assert compose(looked_at).normalizer is looked_at  # nothing was written
 
 
+def test_operations_of_their_own_have_one_value_per_sample():
+    est, network = isogclr(), compopt.NeuralNormalizer(DIM, prototypes=4)
+    both = compose(network)
+    chains = compose(compopt.MCMCNegativeSampler(N))
+    for act in (
+        lambda: est.normalizer.update(G, I),
+        lambda: est.temperature.update(G, I),
+        lambda: both.normalizer.predict(torch.randn(3, DIM), TAU),
+        lambda: chains.normalizer.sample(torch.randn(3, 4), I, torch.arange(4)),
+    ):
+        with pytest.raises(ValueError, match="part of an estimator with two directions.*build another one"):
+            act()
+    one = isogclr("unimodal")
+    assert torch.equal(one.normalizer.update(G.double(), I), G.double())
+
+
 def test_a_refused_composition_leaves_its_parts():
     u, tau = compopt.MovingAverageEstimator(N), compopt.FixedTemperature(TAU)
     with pytest.raises(ValueError, match="n differs"):

@@ -33,16 +33,16 @@ _DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
 
 
 def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path:
-    """Load a checkpoint into an estimator of the same configuration; drop pending deposits.
+    """Load a checkpoint, also one of version 0.3, into an estimator of the same configuration; drop pending deposits.
 
     The number of ranks, ``shard`` and ``offload`` may differ from those of the writer. Before anything is written, the
     existence, length and checksum of all files and their values are verified. If a run that saves meanwhile removes the
     checkpoint, the newest remaining one is loaded instead. ``load_state_dict`` post-hooks run.
 
     Args:
-        est: the estimator to load into.
+        est: the estimator to load into, or a part of one.
         directory: the directory passed to :func:`save`, of which the newest complete checkpoint is loaded, or the
-            result of :func:`save`.
+            result of :func:`save`; for a part also its folder there, such as ``path / "normalizer"``.
         t: load the newest checkpoint with ``t`` commits; ``None``: the newest checkpoint.
 
     Returns:
@@ -54,8 +54,7 @@ def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path:
             and both values, and the estimator is unchanged. Also values that no run writes, as for
             :meth:`load_state_dict <Estimator.load_state_dict>`.
         TypeError: ``est`` is not an estimator, ``directory`` not a path, or ``t`` not an integer.
-        RuntimeError: ``est`` is a part of another estimator; with several ranks, another rank failed or runs another
-            operation.
+        RuntimeError: with several ranks, another rank failed or runs another operation.
 
     Communicates: collective; a few small messages.
 

@@ -66,7 +66,7 @@ def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = Tru
     waits until the state is written. With several ranks, the thread that calls the estimator must save.
 
     Args:
-        est: the estimator.
+        est: the estimator, each of whose parts gets a folder, or a part of one.
         directory: directory of the run's checkpoints, which all ranks can access; created if necessary. Only one
             estimator of one run may save there. Another one may continue there after it was loaded from it.
         keep: number of complete checkpoints to keep, including the new one; older and unfinished ones are removed.

@@ -103,16 +103,13 @@ def is_fixed(est: Any, name: str, value: object) -> AttributeError:
 class Estimator:
     r"""Object with state that is updated after each optimizer step; methods as in ``torch.optim``.
 
-    An estimator owns its sample groups, its rows and its other state, as a module owns its parameters. It can be used
-    alone, or be held by a :class:`~compopt.ContrastiveEstimator`, whose methods apply to all objects that it holds.
+    An estimator owns its sample groups, its rows and its other state, as a module owns its parameters. It is used
+    alone, or held by a :class:`~compopt.ContrastiveEstimator`, whose methods apply to all objects that it holds.
 
     *Read, deposit, commit.* A call in training mode reads committed rows and deposits proposals, as ``backward``
-    deposits gradients. Only :meth:`step` writes proposals to the rows. It commits all deposits since the last step
-    (gradient accumulation). A row with several proposals is set to their mean (the mean of ``u``, where ``log u`` is
-    stored). Under :meth:`eval` or ``torch.no_grad()`` nothing is deposited.
-
-    :attr:`sample_groups` contains every hyper-parameter, in one dict per data set. Values may be changed there during
-    training; a bad value is refused at once.
+    deposits gradients. Only :meth:`step` writes: it commits all deposits since the last step (gradient accumulation).
+    A row with several proposals is set to their mean (the mean of ``u``, where ``log u`` is stored). Under :meth:`eval`
+    or ``torch.no_grad()`` nothing is deposited.
 
     Args:
         n: number of samples, a list of sample groups, or ``None`` for an object without rows.
@@ -138,9 +135,8 @@ class Estimator:
             module, since wrappers may replace them. :meth:`saved_state` has their names in the module.
 
     State: one row per sample with the columns of :meth:`columns` and ``count`` (int32, visits per direction), padded to
-    a multiple of 16 bytes; the tensors of :attr:`state`, which are updated like rows: a call in training mode changes a
-    pending copy (:meth:`deposit_state`), later calls of the window update that copy, and :meth:`step` commits it;
-    :attr:`t`.
+    a multiple of 16 bytes; the tensors of :attr:`state`, of which the calls of a window change one pending copy
+    (:meth:`deposit_state`); :attr:`t`.
 
     Threads: one thread calls the estimator. Meanwhile another thread may call :meth:`state_dict`, :meth:`read` or
     :func:`compopt.save`, and gets the state between two commits. A commit waits for that thread, except for a save with
@@ -248,7 +244,10 @@ class Estimator:
         return []
 
     def setup(self, form: Form) -> None:
-        """Create :attr:`state` and other members whose shape depends on the form; called once, before the first use."""
+        """Create :attr:`state` and other members whose shape depends on the form.
+
+        Called before the first use, and again if a container takes an object that has no commits.
+        """
 
     def structure(self) -> dict[str, Any]:
         """Return further plain values, by name, that determine the meaning of the state; a load compares them."""
@@ -283,7 +282,9 @@ class Estimator:
             form = replace(form, placement=replace(own, process_group=form.placement.process_group))
         before = self._form
         if before is None or (before.mode == "single" and not (self.t or self.pending)):
-            self._table = None  # unlocks a file of the table that is replaced
+            if self._table is not None:
+                self._table.remove()
+            self._table = None  # unlocks the file
             self._build(form)
             return
         alone = before.mode == "single"
@@ -312,6 +313,14 @@ class Estimator:
         self._table, self._reader = table, None
         self.setup(form)
         self._form = form  # last: another thread may see it
+
+    def _check_one_value(self, of: str = "width") -> None:
+        """Refuse an operation with one value per sample if this object has two, as part of an estimator with two."""
+        if getattr(self._opened(), of) != 1:
+            raise ValueError(
+                f"this {type(self).__name__} is part of an estimator with two directions, and an operation of its own "
+                f"has one value per sample; build another one for it"
+            )
 
     def _objects(self) -> dict[str, Estimator]:
         """Return the objects that own state, by name: this one, or the parts of a container."""
@@ -418,7 +427,9 @@ class Estimator:
     def sample_groups(self) -> list[Any]:
         """List of one dict per data set, like ``param_groups``: ``n`` and every hyper-parameter.
 
-        A value is checked when it is set. ``n`` is fixed; :meth:`add_sample_group` appends a group.
+        Values may be changed during training. A bad one raises at once, and ``None`` is the default of the mode.
+        ``group.update(...)`` sets several values together, such as bounds. Keys can be neither added nor removed, and
+        ``n`` is fixed; :meth:`add_sample_group` appends a group.
         """
         return list(self._groups)
 
@@ -949,8 +960,7 @@ class Estimator:
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of all committed state: rows by column, groups, state that is not rows; no pending deposits.
 
-        Another thread may call it during training and gets the state between two commits. A temperature that the user's
-        optimizer learns is the exception: the optimizer may change it meanwhile.
+        For another thread, see the class; the optimizer may change a temperature that it learns meanwhile.
 
         Returns:
             Plain containers and tensors: ``"version"``, ``"config"`` (which must equal that of the loading estimator),

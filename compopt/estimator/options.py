@@ -15,7 +15,7 @@ from compopt.stores import Offload
 
 
 class PlacementOptions(TypedDict, total=False):
-    """Keywords of :class:`~compopt.Estimator` that place the rows of a component that is used alone."""
+    """Keywords of :class:`~compopt.Estimator` for the placement and the dtype of an object's rows."""
 
     process_group: ProcessGroup | None
     offload: Offload | None

@@ -197,8 +197,7 @@ def compositional_loss(
         TypeError: ``estimator`` is of another class; ``g`` is not floating point; ``index`` is not an integer tensor;
             ``f`` returns no tensor, or one that does not depend on ``u``.
         IndexError: an index is outside ``0 .. n - 1``.
-        RuntimeError: the estimator is part of another one; a transform or a tangent is active, as in a call of
-            :class:`~compopt.ContrastiveEstimator`.
+        RuntimeError: a transform or a tangent is active, as in a call of :class:`~compopt.ContrastiveEstimator`.
 
     Communicates: see :meth:`compopt.losses.InnerAverage.update`; the backward pass communicates nothing.
 

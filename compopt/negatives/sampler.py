@@ -73,7 +73,7 @@ class MCMCNegativeSampler(Normalizer):
         encode: function that receives data-set positions, ``(m,)`` int64 on the CPU, and returns features ``(m, d)`` of
             those samples (bimodal: a pair of them), with a graph; called at most once per call. The attribute
             ``encode`` may be set at any time. It is neither pickled nor part of a checkpoint.
-        process_group, offload, offload_dir, shard, dtype: placement when used alone, see
+        process_group, offload, offload_dir, shard, dtype: placement and dtype of its own, see
             :class:`~compopt.Estimator`.
 
     Hyper-parameters: ``burn_in``, which may differ between sample groups.
@@ -276,7 +276,8 @@ class MCMCNegativeSampler(Normalizer):
         Each chain has ``M`` proposals, drawn uniformly from the pool and its stored candidate (``"pool"``), or every
         candidate once (``"sweep"``). For pools drawn uniformly from all candidates the chains follow the softmax over
         all candidates. The weights do so only approximately, since visits outside the pool are dropped. In training
-        mode with gradients enabled the chains are deposited, to be committed by :meth:`step`.
+        mode with gradients enabled the chains are deposited, to be committed by :meth:`step`. Rows must have one chain
+        per sample: not in a bimodal estimator with both directions.
 
         Args:
             scores: ``(B, M)``, floating point, divided by the temperature; ``-inf`` excludes a candidate. A chain with
@@ -289,7 +290,6 @@ class MCMCNegativeSampler(Normalizer):
             Weights, ``(B, M)``, without a graph; each row sums to 1, or is 0 if the chain has no usable visit.
 
         Raises:
-            RuntimeError: the sampler is a part of an estimator, which moves the chains.
             ValueError: the sampler was built with ``proposals="dataset"``.
             TypeError, ValueError, IndexError: invalid dtypes, shapes or positions.
 
@@ -300,6 +300,7 @@ class MCMCNegativeSampler(Normalizer):
         if self.proposals == "dataset":
             raise ValueError('sample() walks over the pool that it is given; build the sampler with proposals="pool"')
         with self._guard():
+            self._check_one_value()
             scores = check_values("scores", scores, "(B, M)", 2)
             keys = {"index": self._index(index, len(scores))}
             names = accelerator.to_device(check_pool(candidates, scores), scores.device)

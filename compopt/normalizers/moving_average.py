@@ -47,8 +47,8 @@ class MovingAverageEstimator(Normalizer):
     iSogCLR, eq. 11-14; FastCLIP; NeuCLIP eq. 3  ``"positive"``  ``sum_j w_ij (grad s_ij - grad s_ii)``
     ===========================================  ==============  =========================================
 
-    As part of a :class:`~compopt.ContrastiveEstimator` this class is a normalizer. Used alone, it estimates the inner
-    functions of a finite-sum compositional objective ``1/n sum_i f(g_i(w))``, see :meth:`update` and
+    In a :class:`~compopt.ContrastiveEstimator` this class is a normalizer. Used alone, it estimates the inner functions
+    of a finite-sum compositional objective ``1/n sum_i f(g_i(w))``, see :meth:`update` and
     :func:`compopt.compositional_loss`; :class:`compopt.losses.InnerAverage` is for inner values that may be zero or
     negative.
 
@@ -57,7 +57,7 @@ class MovingAverageEstimator(Normalizer):
         gamma: in (0, 1]; weight of the newest value. 1 keeps no history.
         reference: ``"none"`` (SogCLR eq. 9) or ``"positive"`` (iSogCLR eq. 11-12, NeuCLIP eq. 3, FastCLIP).
         eps: added to ``g`` at every visit, including the first.
-        process_group, offload, offload_dir, shard, dtype: placement when used alone, see
+        process_group, offload, offload_dir, shard, dtype: placement and dtype of its own, see
             :class:`~compopt.Estimator`.
 
     Hyper-parameters, which may differ between sample groups: ``gamma``, ``reference``, ``eps``.
@@ -65,7 +65,8 @@ class MovingAverageEstimator(Normalizer):
     State, per sample: ``log_u`` (in nats, in the rows' dtype) and the number of visits (int32), one each per direction
     (bimodal), or one shared by both views (unimodal: ``g_i`` is the mean of the two, objective V2); when used alone,
     one value and one number of visits. The first visit sets ``log(eps + g)``.
-    As part of an estimator it communicates nothing itself; for its use alone see :meth:`update`.
+
+    Communicates: in an estimator nothing itself; used alone see :meth:`update`.
 
     .. note::
         Eq. 10 of SogCLR divides by the previous ``u``. This class divides by the updated one, as eq. 4 of NeuCLIP and
@@ -73,11 +74,11 @@ class MovingAverageEstimator(Normalizer):
         one positive term for both directions, but its objective has two; this class follows the objective.
 
     Raises:
-        ValueError: gamma outside (0, 1], eps < 0, an unknown reference; a placement argument in a part of an estimator.
+        ValueError: gamma outside (0, 1], eps < 0, an unknown reference.
         TypeError: a hyper-parameter that is not a number.
-        MemoryError: at the first use alone, if the rows do not fit into memory; pass a placement.
-        RuntimeError: in a part of an estimator, a call of a method that its owner provides, such as ``update`` or
-            ``step``.
+
+    Warns:
+        UserWarning: the first call after a load has another temperature than the loaded averages.
 
     References:
         Yuan et al., SogCLR, ICML 2022, eq. 9, Algorithm 1; Qiu et al., iSogCLR, ICML 2023, eq. 12; Wei et al., NeuCLIP,
@@ -171,7 +172,7 @@ class MovingAverageEstimator(Normalizer):
         """Update the averages with a batch of inner values, and return them.
 
         In training mode with gradients enabled the new rows are deposited until :meth:`step`; otherwise nothing is
-        deposited.
+        deposited. Rows must have one value per sample: not in a bimodal estimator with both directions.
 
         Args:
             log_g: ``log g_i`` of the batch in nats (with several ranks, of this rank's part of it), ``(B,)``, floating
@@ -182,8 +183,7 @@ class MovingAverageEstimator(Normalizer):
             ``log u_i`` after the update, ``(B,)``, without a graph; float64 if ``log_g`` or the rows are, else float32.
 
         Raises:
-            RuntimeError: this object is part of a ``ContrastiveEstimator``, which updates it; a transform of
-                ``torch.func``, or a checkpointed function.
+            RuntimeError: a transform of ``torch.func``, or a checkpointed function.
             TypeError: ``log_g`` is not a floating-point tensor, ``index`` does not contain integers.
             ValueError: shapes other than ``(B,)``, or another B.
             IndexError: an index outside ``0 .. n - 1``.
@@ -191,6 +191,7 @@ class MovingAverageEstimator(Normalizer):
         Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
         """
         with self._guard():
+            self._check_one_value()
             refuse_derivatives(("log_g", log_g))
             values = {"log_g": check_values("log_g", log_g, "(B,)", 1)[:, None]}
             keys = {"index": check_vector("index", index, len(log_g))}

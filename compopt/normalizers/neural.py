@@ -78,7 +78,7 @@ class NeuralNormalizer(Normalizer):
             no difference if the network is exact. Costs one more matrix product per direction.
         seed: seed of the first prototypes of a network that is used alone.
         n: number of samples or sample groups; not needed, since nothing is kept per sample.
-        process_group, offload, offload_dir, shard, dtype: placement when used alone, see
+        process_group, offload, offload_dir, shard, dtype: placement and dtype of its own, see
             :class:`~compopt.Estimator`.
 
     Hyper-parameters: ``lr``, ``updates`` and ``restart_every`` (the values of the first sample group), and ``eps``.
@@ -100,7 +100,7 @@ class NeuralNormalizer(Normalizer):
     ``state_dict`` and ``save`` are collective.
 
     Raises:
-        ValueError: dim or prototypes < 1, lr < 0, eps < 0, updates < 0, an unknown option; as part of an estimator,
+        ValueError: dim or prototypes < 1, lr < 0, eps < 0, updates < 0, an unknown option; in an estimator
             fewer prototypes than ranks, or a policy of pairs with ``hardness``; at the call features of another
             dimension.
         TypeError: an argument that must be a number or a flag; an optimizer that cannot train a network.
@@ -331,7 +331,7 @@ class NeuralNormalizer(Normalizer):
 
     @outside_of_graphs
     def update(self, anchors: Tensor, log_g: Tensor, tau: float | Tensor, candidates: Tensor | None = None) -> Tensor:
-        r"""Train the network on observed log-normalizers, and return the new prediction.
+        r"""Train a network that is used alone on observed log-normalizers, and return the new prediction.
 
         .. math::
             \log g_i \approx \log \tfrac{1}{N} \sum_j e^{s_{ij} / \tau_i}, \qquad
@@ -352,7 +352,6 @@ class NeuralNormalizer(Normalizer):
             ``alpha_i`` after the updates, bounded as in a call, ``(B,)``, without a graph.
 
         Raises:
-            RuntimeError: this object is part of an estimator, which trains it.
             TypeError, ValueError: invalid dtypes, shapes or temperatures.
 
         Communicates, with several ranks: one all-gather of the arguments, and the all-reduces of the class.
@@ -372,7 +371,7 @@ class NeuralNormalizer(Normalizer):
 
     @outside_of_graphs
     def predict(self, anchors: Tensor, tau: float | Tensor) -> Tensor:
-        """Return log-normalizers from the committed network, or from the seeded prototypes before any update.
+        """Return log-normalizers from a network that is used alone, as committed; first, of the seeded prototypes.
 
         Args:
             anchors: features, ``(B, dim)``, floating point.
@@ -397,6 +396,7 @@ class NeuralNormalizer(Normalizer):
         """Check the arguments and gather those of all ranks; the temperatures are a number or ``(B, 1)``."""
         refuse_derivatives()
         with self._guard():
+            self._check_one_value("directions")
             anchors = self._features("anchors", anchors, "(B, dim)")
             values = {"z1": anchors}
             if log_g is not None:

@@ -104,8 +104,8 @@ class ISogCLREstimator(ContrastiveEstimator):
             ``benchmarks/results/glyphs.md`` 0.002 is better than 0.01.
         **options: see :class:`~compopt.ContrastiveEstimator`, also for calls, communication and errors.
 
-    State: ``log_u``, ``tau``, ``tau_exp_avg``, ``count`` per sample and direction: 32 bytes a sample in
-    bimodal mode, 16 in unimodal.
+    State, per sample and direction: ``log_u`` and ``count`` of the normalizer, ``tau``, ``tau_exp_avg`` and ``count``
+    of the temperature: 16 and 32 bytes a sample in bimodal mode, 16 and 16 in unimodal mode.
 
     References:
         Qiu et al., Not All Semantics are Created Equal, ICML 2023, Algorithms 1 and 2.

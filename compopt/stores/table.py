@@ -132,6 +132,12 @@ class RowTable:
         """Start an undo log, so that a thread can read the current rows while commits continue."""
         return Snapshot(self.at_rest())
 
+    def remove(self) -> None:
+        """Remove the file of a table that is not needed any more, if its rows are on the disk."""
+        if isinstance(self.store, DiskStore):
+            self.at_rest()
+            self.store.path.unlink(missing_ok=True)
+
     def grow(self, n: int) -> None:
         """Append rows up to ``n``; if one rank fails, no rank does. Collective."""
         local, store = self._before(n, self.first), self.at_rest()

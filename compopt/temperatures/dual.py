@@ -97,7 +97,7 @@ class TemperatureDual(Temperature):
         parametrization: ``"linear"`` or ``"log"``, see above; ``"log"`` requires ``mode="global"``.
         lr_switch: a pair ``(at, factor)``, for ``mode="global"``: while ``tau <= at`` the step size is ``factor lr``.
             FastCLIP's authors use ``(0.03, 1/3)``. It is not saved in checkpoints.
-        process_group, offload, offload_dir, shard, dtype: placement when used alone, see
+        process_group, offload, offload_dir, shard, dtype: placement and dtype of its own, see
             :class:`~compopt.Estimator`.
 
     Hyper-parameters: ``rho``, ``lr``, ``tau_init``, ``tau_min``, ``tau_max``, ``max_grad``, ``beta``, ``betas``; they
@@ -106,11 +106,12 @@ class TemperatureDual(Temperature):
     State: individual, per sample ``tau``, ``tau_exp_avg`` (``m``) and, with Adam, ``tau_exp_avg_sq``, ``(n, 2)`` or
     ``(n, 1)`` each in the rows' dtype; a row that was never visited contains ``tau_init``. Global: ``tau``,
     ``exp_avg``, with Adam ``exp_avg_sq``, and the number of ``updates``, 0-d float64. In unimodal mode both views share
-    a row and ``G`` is their mean. As part of an estimator it communicates nothing itself. With
-    ``parametrization="log"`` the moments are ``log_exp_avg`` and ``log_exp_avg_sq``. A checkpoint of the other
-    parametrization is converted: ``tau`` is kept, and moments are scaled by powers of ``tau`` (1 and 2, or -1 and -2),
-    as if ``tau`` had been constant while they were averaged. Hyper-parameters, including ``lr``, are loaded from the
-    checkpoint.
+    a row and ``G`` is their mean. With ``parametrization="log"`` the moments are ``log_exp_avg`` and
+    ``log_exp_avg_sq``. A checkpoint of the other parametrization is converted: ``tau`` is kept, and moments are scaled
+    by powers of ``tau`` (1 and 2, or -1 and -2), as if ``tau`` had been constant while they were averaged.
+    Hyper-parameters, including ``lr``, are loaded from the checkpoint.
+
+    Communicates: in an estimator nothing itself; used alone see :meth:`update`.
 
     Raises:
         ValueError: rho < 0, lr < 0, tau_min <= 0, tau_min > tau_max, tau_init outside the bounds, an invalid beta or
@@ -330,7 +331,8 @@ class TemperatureDual(Temperature):
 
         See the class for ``parametrization="log"``. In training mode with gradients enabled the result is deposited
         until :meth:`step`. A sample keeps its temperature if its gradient is not finite. Used alone, bounds that were
-        not passed are those of bimodal mode.
+        not passed are those of bimodal mode. Rows must have one value per sample: not in a bimodal estimator with both
+        directions.
 
         Args:
             gradient: complete derivative of the objective with respect to each ``tau_i`` (rho is not added;
@@ -342,13 +344,14 @@ class TemperatureDual(Temperature):
             The proposed ``tau``, in the shape of ``gradient``, without a graph; 0-d for a global dual.
 
         Raises:
-            RuntimeError: this object is part of an estimator, which updates it.
             TypeError, ValueError, IndexError: as in :meth:`MovingAverageEstimator.update`.
 
         Communicates, with several ranks: as :class:`~compopt.ContrastiveEstimator`, with one float per sample.
         """
         refuse_derivatives()
         with self._guard():
+            if self.mode == "individual":
+                self._check_one_value()
             column = isinstance(gradient, Tensor) and gradient.dim() == 2
             flat = check_values("gradient", gradient.squeeze(1) if column else gradient, "(B,) or (B, 1)", 1)
             keys = {"index": self._index(index, len(flat))}
@@ -377,7 +380,7 @@ class TemperatureDual(Temperature):
             index: data-set positions, ``(B,)`` integers; not needed by a global dual.
 
         Returns:
-            ``(B,)``; as part of an estimator ``(B, D)``; 0-d for a global dual.
+            ``(B,)``; of an estimator's temperature ``(B, D)``; 0-d for a global dual.
 
         Communicates: nothing; with shards, as :meth:`read`.
         """
