@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import compopt
+from compopt import diagnostics
 from tests.helpers import assert_same_bits, features, group_key, near, run, snapshot, whole
 from tests.pool import the_pool
 from tests.reference import FixedReference, NeuralReference, Reference, equation_12
@@ -254,6 +255,20 @@ def test_half_precision_features_meet_a_float32_network():
     assert loss.dtype == torch.float32 and g1.dtype == torch.bfloat16
     near(loss, want, 1e-6)
     assert all(value.dtype == torch.float32 for name, value in extra(est).items() if value.dim() == 3)
+
+
+def test_the_exact_normalizers_are_learned_where_the_network_can_express_them():
+    """With a full batch and a prototype per sample, the queue is the data set; the network is exact except for s_ii."""
+    z1, z2 = features(40, D, 1)
+    est = network(prototypes=40, updates=0, tau=0.3)
+    run(est, z1, z2, torch.arange(40))
+    est.step()
+    bare = diagnostics.normalizer_error(est, z1, z2)
+    assert bare < 2e-2  # the forty prototypes include an anchor's positive
+    learned = network(prototypes=40, updates=300, tau=0.3, lr=0.02)
+    run(learned, z1, z2, torch.arange(40))
+    learned.step()
+    assert diagnostics.normalizer_error(learned, z1, z2) < bare / 5
 
 
 @pytest.mark.parametrize("through_alpha", [False, True])

@@ -202,6 +202,28 @@ def test_every_placement_on_several_ranks(name, ranks, offload, shard, prefetch,
         assert files == [f"{name}-rows-{k:05d}-of-{ranks:05d}.rows" for name in names for k in range(ranks)] != []
 
 
+def grown(group, placement):
+    """Append a sample group to sharded rows and return all rows."""
+    est = compopt.SogCLREstimator([{"n": N}], process_group=group, dtype=torch.float64, **placement)
+    data = batches(N, 3, batch=8, seed=22)
+    own = own_part(group, 8)
+    run(est, *(x[own] for x in data[0]))
+    est.step()
+    est.add_sample_group({"n": 9})
+    run(est, data[1][0][own], data[1][1][own], torch.arange(10, 18)[own])
+    est.step()
+    return snapshot(est, N + 9)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("offload", [None, "cpu", "disk"])
+def test_shards_grow(offload, tmp_path):
+    (alone,) = the_pool().run(grown, 1, {})
+    for state in the_pool().run(grown, 3, {**options(offload, str(tmp_path)), "shard": True}):
+        for key in alone:
+            torch.testing.assert_close(alone[key], state[key], rtol=1e-12, atol=1e-12)
+
+
 def different_reads(group):
     """Return True if every rank can read rows of its own choice from the shards."""
     est = compopt.SogCLREstimator(N, process_group=group, shard=True, dtype=torch.float64)
