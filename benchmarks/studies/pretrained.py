@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -30,10 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compopt
-from benchmarks.report import RESULTS, mean_spread, table
+from benchmarks.report import RESULTS, mean_spread, paired, table
 from benchmarks.studies.default.training import features
 from benchmarks.studies.published import DIM, ICONS, NEAREST, POOL, TEXTS, Encoders, Pairs, mined
-from benchmarks.studies.search import Arm, Job, Results, Search, by_seed, difference, main, provenance, settings
+from benchmarks.studies.search import Arm, Job, Results, Search, by_seed, main, provenance, settings
 from recipes.batches import Shuffled, seeded
 
 SAMPLES, EPOCHS, WARMUP, DECAY, CLIP = 1_600, 3, 0.1, 0.01, 1.0
@@ -265,7 +265,11 @@ ABOUT = (
     f"on `{TUNED_ON}` at batch {MICRO}, by R@1 of the validation half. All other columns and data sets use these "
     f"settings. `{OURS}` is the library's default, with 1,000 candidates; it is not tuned, and neither are "
     f"`{MOMENTUM}` and `{FEWER}`: their rate is that of `{CHOSEN_K}`, 5e-5. `{CACHED}` has batches of {LARGE} with the "
-    "same number of samples. *Minus*: differences by seed, mean ± standard error."
+    "same number of samples."
+)
+AGAINST = (
+    f"`{OURS}` and the losses that it is to replace, with the differences by seed, mean ± standard error; that to the "
+    "better of the two losses is bold."
 )
 WHY = (
     f"Runs on `{TUNED_ON}` at batch {MICRO} with the chosen settings, mean of the seeds, in the last fifth of the "
@@ -290,12 +294,71 @@ def page(results: Results) -> str:
         "# Fine-tuning of published encoders",
         provenance([*results.values()], "benchmarks/studies/pretrained.py"),
         ABOUT,
+        f"## {OURS.capitalize()} against InfoNCE and DCL",
+        AGAINST,
+        summary(results),
+        missed(results),
     ]
     for data in DATA:
         if any(name.startswith(f"{data}: ") and not name.endswith(BEFORE) for name in finals):
             parts += [f"## {data.capitalize()}", *_of_data(finals, data)]
     parts += ["## What the losses do", WHY, _why(finals)]
     return "\n\n".join([*parts, settings(STUDY, results, CHOSEN, "validation", 1)])
+
+
+def _shown(case: str) -> str:
+    return f"batch {case}" if case.isdigit() else case
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Recall of the default and of the losses that it is to replace in one case, by seed."""
+
+    name: str
+    before: list[float]
+    recall: dict[str, dict[int, float]]  # of INFO, DCL and OURS
+
+    def gaps(self, theirs: str) -> list[float]:
+        ours = self.recall[OURS]
+        return [ours[seed] - value for seed, value in self.recall[theirs].items() if seed in ours]
+
+    def better(self) -> str:
+        """Return the better one of InfoNCE and DCL."""
+        return max((INFO, DCL), key=lambda loss: mean(self.recall[loss].values()))
+
+
+def compared(results: Results) -> list[Compared]:
+    """Return the cases in which the default, InfoNCE and DCL have at least two seeds each."""
+    finals, found = STUDY.finals(results), []
+    for data in DATA:
+        before = [run["metrics"]["test/recall"] for run in finals.get(f"{data}: {BEFORE}", [])]
+        for case in CASES:
+            recall = {loss: _recall(finals.get(_name(data, loss, case), [])) for loss in (INFO, DCL, OURS)}
+            if min(map(len, recall.values())) > 1:
+                found.append(Compared(f"{data}, {_shown(case)}", before, recall))
+    return found
+
+
+def summary(results: Results | None = None) -> str:
+    """Return the table of the default against InfoNCE and DCL."""
+    body = []
+    for case in compared(STUDY.finished() if results is None else results):
+        recall = [mean_spread([*case.recall[loss].values()]) for loss in (INFO, DCL, OURS)]
+        gaps = {loss: paired(case.gaps(loss)) for loss in (INFO, DCL)}
+        gaps[case.better()] = f"**{gaps[case.better()]}**"
+        body.append([case.name, mean_spread(case.before[:1], 100, 1), *recall, *gaps.values()])
+    return table(["", "before", INFO, DCL, f"`{OURS}`", f"minus {INFO}", f"minus {DCL}"], body)
+
+
+def missed(results: Results) -> str:
+    """Return a sentence with the cases in which the default is below the better loss by more than noise."""
+    below = []
+    for case in compared(results):
+        gaps = case.gaps(case.better())
+        if mean(gaps) < -2 * stdev(gaps) / math.sqrt(len(gaps)):
+            below.append(f"{case.name} ({paired(gaps)})")
+    about = f"Cases in which `{OURS}` is below the better of the two by more than two standard errors"
+    return f"{about}: {'; '.join(below) or 'none'}."
 
 
 def _of_data(finals: Mapping[str, Any], data: str) -> list[str]:
@@ -307,19 +370,9 @@ def _of_data(finals: Mapping[str, Any], data: str) -> list[str]:
         [loss, *(mean_spread([run["metrics"]["test/recall"] for run in runs], 100, 1) for runs in cells[loss])]
         for loss in rows
     ]
-    against = [
-        [
-            f"{loss} minus {theirs}",
-            *(difference(_recall(a), _recall(b)) for a, b in zip(cells[loss], cells[theirs], strict=True)),
-        ]
-        for loss in LOSSES
-        if loss.startswith(OURS)
-        for theirs in (INFO, DCL)
-        if loss in cells and theirs in cells
-    ]
-    head = ["", *(f"batch {case}" if case.isdigit() else case for case in cases)]
+    head = ["", *map(_shown, cases)]
     told = f"Before training: {mean_spread(before[:1], 100, 1)}."
-    return [told, table(head, [*recall, *against])]
+    return [told, table(head, recall)]
 
 
 def _recall(runs: Any) -> dict[int, float]:
