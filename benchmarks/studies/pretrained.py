@@ -298,6 +298,7 @@ def page(results: Results) -> str:
         AGAINST,
         summary(results),
         missed(results),
+        unfinished(results),
     ]
     for data in DATA:
         if any(name.startswith(f"{data}: ") and not name.endswith(BEFORE) for name in finals):
@@ -359,6 +360,13 @@ def missed(results: Results) -> str:
             below.append(f"{case.name} ({paired(gaps)})")
     about = f"Cases in which `{OURS}` is below the better of the two by more than two standard errors"
     return f"{about}: {'; '.join(below) or 'none'}."
+
+
+def unfinished(results: Results) -> str:
+    """Return a sentence with the cases that the table does not have."""
+    done = {case.name for case in compared(results)}
+    names = [f"{data}, {_shown(case)}" for data in DATA for case in CASES]
+    return f"Not finished: {'; '.join(name for name in names if name not in done) or 'none'}."
 
 
 def _of_data(finals: Mapping[str, Any], data: str) -> list[str]:
