@@ -419,7 +419,7 @@ class ContrastiveEstimator(Container):
         """Return the input of the normalizer; ``given`` is ``None`` for a diagnostic."""
         encoder, policy = (None, None) if given is None else (given.encoder, given.policy)
         part, read, unimodal = self.normalizer, batch.of("normalizer"), self.mode == "unimodal"
-        about = (part._hyper(batch), self.chunk_size, encoder, part.t, part.pending, unimodal, policy)
+        about = (part._hyper(batch), self.chunk_size, encoder, part.t, part.pending, unimodal, policy, part.training)
         return Call(batch, read, pairs, tau, *about)
 
     def _look_for_negatives(self, call: Call, outside: Scalar) -> None:
@@ -472,7 +472,7 @@ class ContrastiveEstimator(Container):
             valid = valid.all(dim=1, keepdim=True) if call.unimodal else valid
         proposals: dict[str, Mapping[str, Tensor]] = {"normalizer": objective.estimate.proposals, "temperature": {}}
         part = self.temperature
-        if part.learns:
+        if part.learns and part.training:
             gradient, lacking = objective.tau_gradients(), pairs.lacking(outside)
             if lacking is not None and lacking.device.type != "cpu":  # a gradient of NaN moves no temperature
                 gradient = gradient.masked_fill(lacking, torch.nan)

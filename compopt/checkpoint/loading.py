@@ -78,7 +78,7 @@ def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path:
                 break
     assert source is not None  # the last attempt raises
     note_load(est, source)
-    est._run("load_state_dict_post")
+    est._end_loading()
     return as_given(source.path, root, directory)
 
 

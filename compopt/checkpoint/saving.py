@@ -153,11 +153,11 @@ def check_estimator(est: Any) -> None:
 def _begin(est: Estimator, directory: StrPath) -> Path:
     root = absolute(directory)
     est._await_save()
-    before = est._saving
+    before = {id(each._saving): each._saving for each in est._tree() if each._saving is not None}
     for each in est._tree():
         each._saving = None
-    if before is not None:
-        before.raise_untold()
+    for handle in before.values():
+        handle.raise_untold()
     est._begin_saving()
     return root
 

@@ -25,6 +25,7 @@ FACTS = {
     "pending": "the number of calls since the last commit",
     "calls": "the number of calls that were committed or wait for it, since one raised on a rank; discard() before "
     "step(), or load a state, on all ranks",
+    "parts": "commits of parts, or their pending calls; step, load or discard a part on all ranks",
     "configuration": "the configuration",
     "followers": "the number of call hooks; attach a ScoreKeeper on all ranks",
     "named": "index= (0: none, 1: given)",
@@ -219,7 +220,7 @@ class Handshake:
                 with doing(self.operation):
                     found = [*_differences(self.ranks.gather_objects(_shown(getattr(fact, "value", fact))))]
                 found[MOST_ENTRIES:] = ["..."] * (len(found) > MOST_ENTRIES)
-                kind = RuntimeError if name in ("t", "pending", "calls", "depositing") else ValueError
+                kind = RuntimeError if name in ("t", "pending", "calls", "depositing", "parts") else ValueError
                 raise kind(f"the ranks differ in {meaning}: {'; '.join(found)}")
 
 

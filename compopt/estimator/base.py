@@ -8,7 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
 
@@ -199,6 +199,7 @@ class Estimator:
         self.t = self.pending = self._committed = 0  # _committed: calls in the commits of this process
         self.training = True
         self._device = torch.device("cpu")  # of rows that are created later
+        self._filled: list[dict[str, Any]] = []  # by group, the defaults of the mode
         self._make_own()
         self._defaults = plain(defaults)
         self._groups = [SampleGroup(group, self._completed) for group in self._first_groups(n)]
@@ -285,6 +286,8 @@ class Estimator:
             if self._table is not None:
                 self._table.remove()
             self._table = None  # unlocks the file
+            for group, filled in zip(self._groups, self._filled, strict=False):  # defaults of the other mode
+                dict.update(group, {key: None for key, value in filled.items() if group[key] == value})
             self._build(form)
             return
         alone = before.mode == "single"
@@ -294,13 +297,23 @@ class Estimator:
                     f"this {type(self).__name__} is in use with {name}={getattr(before, name)!r}, the estimator has "
                     f"{getattr(form, name)!r}; build a second one"
                 )
-        self._form = replace(form, folder=before.folder)
+        self._form, kept = replace(form, folder=before.folder), self.state
+        if alone:  # what depends on the form is made again
+            self.setup(form)
+            if any(name in kept and kept[name].shape != value.shape for name, value in self.state.items()):
+                raise ValueError(
+                    f"this {type(self).__name__} was used alone, and its state has another shape in this estimator; "
+                    f"build a second one"
+                )
+            self.state = {**self.state, **kept}
 
     def _build(self, form: Form) -> None:
         """Set defaults, rows and state of a form."""
         groups = [dict(group) for group in self._groups]
+        unset = [[key for key, value in group.items() if value is None] for group in groups]
         for group in groups:
             self.fill(group, form.mode)
+        self._filled = [{key: group[key] for key in keys} for group, keys in zip(groups, unset, strict=True)]
         columns = self.columns(form.width, form.dtype)
         table: RowTable | None = None
         if columns:
@@ -374,14 +387,22 @@ class Estimator:
     # -- locks -------------------------------------------------------------------------------------------------
 
     @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the locks of this object and of its parts, in an order that does not depend on the container."""
+        with ExitStack() as stack:
+            for each in sorted(self._tree(), key=id):
+                stack.enter_context(each._lock)
+            yield
+
+    @contextmanager
     def _copying(self) -> Iterator[None]:
         """Block writers, so that a copy of the state contains whole commits only.
 
         Raises:
             RuntimeError: this thread is itself inside :meth:`_writing` (a signal handler that saves).
         """
-        with self._lock:
-            if self._busy:
+        with self._locked():
+            if any(each._busy for each in self._tree()):
                 raise RuntimeError(
                     "the estimator is in the middle of a commit, and its state is of none: let a signal handler set a "
                     "flag, and save after optimizer.step()"
@@ -391,12 +412,15 @@ class Estimator:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Block copies and other writers; the thread that writes may enter the context again."""
-        with self._lock:
-            before, self._busy = self._busy, True
+        with self._locked():
+            before = [(each, each._busy) for each in self._tree()]
             try:
+                for each, _ in before:
+                    each._busy = True
                 yield
             finally:
-                self._busy = before
+                for each, busy in before:
+                    each._busy = busy
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:
@@ -417,9 +441,10 @@ class Estimator:
         return self._writing()
 
     def _await_save(self) -> None:
-        """Wait for a background save, before the state that it reads is replaced."""
-        if self._saving is not None:
-            self._saving.settle()
+        """Wait for background saves of this object and of its parts, before the state that they read is replaced."""
+        for each in self._tree():
+            if each._saving is not None:
+                each._saving.settle()
 
     # -- groups ------------------------------------------------------------------------------------------------
 
@@ -521,6 +546,7 @@ class Estimator:
         if reader.ranks.size > 1:
             progress = {"depositing": int(depositing), "t": self.t, "pending": self.pending, **(facts or {})}
             progress |= {"calls": self._committed + self.pending, "followers": len(self._hooks["call"])}
+            progress["parts"] = fingerprint([(each.t, each.pending) for each in self._tree()])
             with self._guard():
                 progress["configuration"] = self._configuration()
         batch = reader.read(keys, values, depositing, progress, least, more)
@@ -689,7 +715,8 @@ class Estimator:
 
     def _begin_saving(self) -> None:
         self._attachments.saving(self.t)
-        self._run("state_dict_pre")
+        for each in self._tree():
+            each._run("state_dict_pre")
 
     @outside_of_graphs
     def step(self) -> None:
@@ -730,13 +757,12 @@ class Estimator:
 
     def _commit_own(self, found_inf: Tensor | None) -> None:
         """Write what is pending in this object alone."""
-        with self._writing():
-            if self._table is not None:
-                self._table.commit(found_inf)
-            if self._pending_state is not None:
-                self.commit_state(found_inf)
-            self._committed, self.pending = self._committed + self.pending, 0
-            self.t += 1
+        if self._table is not None:
+            self._table.commit(found_inf)
+        if self._pending_state is not None:
+            self.commit_state(found_inf)
+        self._committed, self.pending = self._committed + self.pending, 0
+        self.t += 1
 
     def _drop_skipped(self) -> None:
         """Drop what is pending if an attached engine has skipped the update."""
@@ -746,13 +772,17 @@ class Estimator:
     @outside_of_graphs
     def discard(self) -> None:
         """Drop all pending proposals, for example after a skipped update. Communicates nothing."""
+        self._drop_pending()
+        for each in self._tree():
+            each._run("discard")
+
+    def _drop_pending(self) -> None:
+        """Drop all pending proposals; no hook runs."""
         self._attachments.discarded()
         with self._writing():
             for each in self._tree():
                 each._forget(0)
                 each.discard_state()
-        for each in self._tree():
-            each._run("discard")
 
     def _forget(self, first: int) -> None:
         """Drop the deposits of this object from number ``first`` on."""
@@ -975,6 +1005,8 @@ class Estimator:
         self._opened()
         with doing("state_dict()", self.t), self._copying():
             state = states.state_dict(self)
+        for name, own in state.get("parts", {}).items():
+            state["parts"][name] = self._objects()[name]._run("state_dict_post", own)
         replaced: dict[str, Any] = self._run("state_dict_post", state)
         return replaced
 
@@ -1013,7 +1045,11 @@ class Estimator:
         self._await_save()
         with doing("load_state_dict()", self.t), self._writing():
             states.load(self, state)
-        self._run("load_state_dict_post")
+        self._end_loading()
+
+    def _end_loading(self) -> None:
+        for each in self._tree():
+            each._run("load_state_dict_post")
 
     # -- hooks -------------------------------------------------------------------------------------------------
 

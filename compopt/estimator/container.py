@@ -37,14 +37,20 @@ class Container(Estimator):
         self._placement, self._dtype, self._ranks = form.placement, check_dtype(form.dtype), form.ranks
         self._parts = dict(parts)
         self._names = self._named()
-        before = {name: [dict(group) for group in part._groups] for name, part in parts.items()}
+        before = [(part, dict(vars(part)), [dict(group) for group in part._groups]) for part in parts.values()]
         try:
             self._set_groups(sample_groups)
             for name, part in parts.items():
                 part._join(replace(form, folder=name))
         except BaseException:
-            for name, part in parts.items():  # a refused composition leaves its parts as they were
-                part._groups[:] = [SampleGroup(group, part._completed) for group in before[name]]
+            for part, attributes, groups in before:  # a refused composition leaves its parts as they were
+                made = part._table
+                vars(part).update(attributes)
+                if made is not None and made is not part._table:
+                    made.remove()
+                del part._groups[len(groups) :]
+                for group, values in zip(part._groups, groups, strict=True):
+                    dict.clear(group), dict.update(group, values)
             raise
         self._form = form
 
@@ -85,8 +91,14 @@ class Container(Estimator):
             raise ValueError(f"n differs: {first} has {wanted}, {sizes}; give both the same n")
         for part in self._parts.values():
             if wanted and part.n is None:
+                if part._form is not None and part._form.mode != "single":
+                    raise ValueError(
+                        f"this {type(part).__name__} is part of an estimator without sample groups, and would get "
+                        f"theirs, {wanted}; build a second one"
+                    )
                 (group,) = part._groups
-                part._groups[:] = [SampleGroup({"n": n, **group}, part._completed) for n in wanted]
+                part._groups += [SampleGroup({"n": n, **group}, part._completed) for n in wanted[1:]]
+                dict.update(group, {"n": wanted[0]})
         for number, changed in enumerate(given or ()):
             self._view(number).update({key: value for key, value in changed.items() if key != "n"})
 
@@ -129,7 +141,10 @@ class Container(Estimator):
 
     def _deposit_parts(self, batch: Batch, proposals: Mapping[str, Mapping[str, Tensor]], valid: Tensor | None) -> None:
         """Deposit the proposals of a call, by the name of the part."""
-        kept = [part._deposit_rows(batch, batch.of(name), proposals[name], valid) for name, part in self._parts.items()]
+        kept = [
+            part.training and part._deposit_rows(batch, batch.of(name), proposals[name], valid)
+            for name, part in self._parts.items()
+        ]
         if any(kept) or self._followed:
             committed = any(kept) and all(part.pending == 1 for part in self._parts.values() if part.pending)
             self.pending = 1 if committed else self.pending + 1  # steps of the parts have committed earlier calls

@@ -168,6 +168,20 @@ class GroupView(MutableMapping[str, Any]):
     def __repr__(self) -> str:
         return repr(dict(self))
 
+    def __ior__(self, other: Any) -> GroupView:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(self) | dict(other)
+
+    def copy(self) -> dict[str, Any]:
+        """Return a dict of the values."""
+        return dict(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
 
 class Hyper:
     """Hyper-parameters of one object for the rows of one call.

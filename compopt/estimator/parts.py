@@ -36,6 +36,7 @@ class Call:
         window: number of its calls since the last commit.
         unimodal: both views share one row.
         policy: the policy of pairs, or ``None``.
+        deposits: the object is in training mode.
     """
 
     batch: Batch
@@ -49,6 +50,7 @@ class Call:
     window: int
     unimodal: bool
     policy: PairPolicy | None = None
+    deposits: bool = True
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
@@ -68,7 +70,7 @@ class Call:
     @property
     def training(self) -> bool:
         """Return whether the proposals of this call are deposited."""
-        return self.batch.depositing
+        return self.batch.depositing and self.deposits
 
 
 @dataclass

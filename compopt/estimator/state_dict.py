@@ -60,10 +60,10 @@ def about(est: Estimator) -> dict[str, Any]:
 
 
 def state_dict(est: Estimator) -> dict[str, Any]:
-    """Return the whole state; the hooks of parts run."""
+    """Return the whole state; no hook runs."""
     state = {"version": FORMAT_VERSION, **about(est)}
     if is_container(est):
-        return {**state, "parts": {name: each.state_dict() for name, each in est._objects().items()}}
+        return {**state, "parts": {name: state_dict(each) for name, each in est._objects().items()}}
     own = est.saved_state()
     rows = {} if est._table is None else est._table.state_dict()
     return {**state, "rows": rows, "state": own, **({"entries": sorted(own)} if est.state_grows else {})}
@@ -134,7 +134,7 @@ def load(est: Estimator, state: Mapping[str, Any]) -> None:
     """Load a whole state that :func:`checked` has accepted."""
     if is_container(est):
         for name, each in est._objects().items():
-            each._load_checked(state["parts"][name])
+            load(each, state["parts"][name])
         finish(est, state)
         return
     table = est._table
@@ -157,7 +157,7 @@ def finish(est: Estimator, state: Mapping[str, Any]) -> None:
     """Set the number of commits, and drop what is pending."""
     est._reading().forget_prefetched()
     est.t, est._committed = commits(state["t"]), 0
-    est.discard()
+    est._drop_pending()
 
 
 def commits(t: Any) -> int:

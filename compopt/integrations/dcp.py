@@ -96,6 +96,7 @@ class Stateful:
                 are not those that were saved (the message has their column).
         """
         est = self.est
+        est._await_save()
         with doing("load_state_dict()", est.t), est._writing():
             state, parts = est._ranks.agree(lambda: _checked(est, state_dict))
             found = _checksums(est, parts)
@@ -104,7 +105,7 @@ class Stateful:
                 own, rows = state["parts"][name] if name else state, _of(name, parts)
                 states.fill(each, own, partial(_load_shares, each, rows))
             states.finish(est, state)
-        est._run("load_state_dict_post")
+        est._end_loading()
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------

@@ -112,6 +112,8 @@ class MovingAverageEstimator(Normalizer):
         checks.one_of("reference", group["reference"], REFERENCES)
 
     def check_load(self, state: Mapping[str, Any]) -> None:
+        if "tau" in state.get("notes", {}):
+            checks.positive("tau in the notes of the checkpoint", state["notes"]["tau"])
         own = [group["reference"] for group in self._groups]
         given = [group.get("reference") for group in state["sample_groups"] if isinstance(group, Mapping)]
         if not equal(own, given):
