@@ -3,14 +3,18 @@
 import copy
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import compopt
 from compopt.estimator import Column, Estimate
+from compopt.stores.snapshot import Snapshot
 from tests.helpers import assert_same_bits, generator, near, tensors_of
+from tests.pool import the_pool
 from tests.test_alone import DIM, N, data
 
 TAU = 0.2
@@ -110,6 +114,19 @@ def test_a_state_of_use_alone_fits_a_part_with_one_value_per_sample():
         assert torch.equal(est.temperature.value(d["index"])[:, 0], tau.value(d["index"]))
     with pytest.raises(ValueError, match="columns.tau"):
         isogclr(optimizer="momentum", dtype=torch.float32).temperature.load_state_dict(tau.state_dict())
+
+
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+def test_an_object_that_was_never_used_takes_the_form_of_the_state_that_it_loads(mode, tmp_path):
+    est, index = sogclr(mode, dtype=torch.float32), torch.arange(N)
+    path = compopt.save(est.normalizer, tmp_path)
+    for load in (lambda u: u.load_state_dict(est.normalizer.state_dict()), lambda u: compopt.load(u, path)):
+        u = compopt.MovingAverageEstimator(N)
+        load(u)
+        assert_same_bits(u.read(index), est.normalizer.read(index))
+        other = compose(u, mode=mode)
+        assert call(other, range(4)) == call(est, range(4))
+        est.discard()
 
 
 REFUSED = [
@@ -364,6 +381,170 @@ def test_equal_bounds_fix_a_temperature():
     dual = compopt.TemperatureDual(N, tau_init=0.2, tau_min=0.2, tau_max=0.2, lr=0.5)
     dual.update(torch.linspace(-3, 3, N), torch.arange(N)), dual.step()
     torch.testing.assert_close(dual.read(torch.arange(N))["tau"], torch.full((N, 1), 0.2))
+
+
+# -- found by review -----------------------------------------------------------------------------------------------
+
+
+def held_save(est, folder, monkeypatch):
+    """Start a background save whose thread waits; return its handle and the event that lets it go on."""
+    go_on, read = threading.Event(), Snapshot.read
+
+    def waits(self, start, stop):
+        go_on.wait(30)
+        return read(self, start, stop)
+
+    monkeypatch.setattr(Snapshot, "read", waits)
+    handle = compopt.save(est, folder, blocking=False)
+    return handle, go_on
+
+
+@pytest.mark.parametrize("second", ["save", "load", "grow"])
+@pytest.mark.parametrize("of", ["part", "container", "sharer"])
+def test_a_background_save_is_awaited_by_all_that_share_its_rows(of, second, tmp_path, monkeypatch):
+    u = compopt.MovingAverageEstimator(N, gamma=0.6)
+    est, other = compose(u), compose(u)
+    call(est, range(4)), est.step()
+    older = compopt.save(other, tmp_path / "older")
+    saved = {"part": u, "container": est, "sharer": other}[of]
+    handle, go_on = held_save(saved, tmp_path / "run", monkeypatch)
+    threading.Timer(0.3, go_on.set).start()
+    if second == "save":
+        compopt.save(est, tmp_path / "second")
+    elif second == "load":
+        compopt.load(est, older)
+    else:
+        est.add_sample_group({"n": 4})
+    assert handle.done  # it was waited for
+    fresh = compopt.MovingAverageEstimator(N) if of == "part" else compose(compopt.MovingAverageEstimator(N))
+    if of != "part":
+        compopt.load(fresh, handle.wait())
+        assert fresh.read(I)["count"].tolist() == [1, 1, 1]
+
+
+def test_nothing_is_copied_in_the_middle_of_a_commit_of_a_part(monkeypatch, tmp_path):
+    est = isogclr()
+    commit, refused = est.normalizer._table.commit, []
+
+    def interrupted(found_inf):
+        commit(found_inf)
+        for copies in (
+            est.state_dict,
+            est.normalizer.state_dict,
+            lambda: est.read(I),
+            lambda: compopt.save(est, tmp_path),
+        ):
+            with pytest.raises(RuntimeError, match="middle of a commit"):
+                copies()
+            refused.append(1)
+
+    monkeypatch.setattr(est.normalizer._table, "commit", interrupted)
+    call(est, range(4)), est.normalizer.step()
+    assert len(refused) == 4
+
+
+def test_defaults_are_those_of_the_container_whatever_was_done_before(tmp_path):
+    expected = dict(
+        compose(compopt.MovingAverageEstimator(N), compopt.TemperatureDual(N), mode="unimodal").sample_groups[0]
+    )
+    looked_at, edited = compopt.TemperatureDual(N), compopt.TemperatureDual(N)
+    looked_at.read(I), edited.read(I)
+    edited.sample_groups[0]["rho"] = 1.5
+    placed = compopt.TemperatureDual(N, offload="disk", offload_dir=tmp_path)
+    for tau, changed in ((looked_at, {}), (placed, {}), (edited, {"rho": 1.5})):
+        est = compose(compopt.MovingAverageEstimator(N), tau, mode="unimodal")
+        assert dict(est.sample_groups[0]) == expected | changed
+
+
+def test_a_network_that_was_trained_alone_joins_only_where_its_state_fits():
+    def trained():
+        network = compopt.NeuralNormalizer(DIM, prototypes=4)
+        network.update(torch.randn(4, DIM, generator=generator(1)), torch.zeros(4), 0.1), network.step()
+        return network
+
+    with pytest.raises(ValueError, match="in use with width=1|another shape"):
+        compose(trained())
+    network, fresh = trained(), compopt.NeuralNormalizer(DIM, prototypes=4)
+    est, same = (compose(each, directions="forward") for each in (network, fresh))
+    same.normalizer.load_state_dict(trained().state_dict())
+    assert call(est, range(6)) == call(same, range(6))
+
+
+def test_a_part_without_a_size_that_is_in_use_gets_none():
+    tau = compopt.FixedTemperature(TAU)
+    est = compose(compopt.BatchNormalizer(), tau)
+    with pytest.raises(ValueError, match="part of an estimator without sample groups"):
+        compose(compopt.MovingAverageEstimator(N), tau)
+    assert est.n is None
+    est(*torch.randn(2, 4, DIM))
+
+
+def test_a_refused_composition_can_be_tried_again(tmp_path):
+    tau = compopt.TemperatureDual(N)
+    compose(compopt.MovingAverageEstimator(N), tau)
+    u = compopt.MovingAverageEstimator(N, offload="disk", offload_dir=tmp_path)
+    (group,) = u.sample_groups
+    with pytest.raises(ValueError, match="is in use with"):
+        compose(u, tau, mode="unimodal")
+    assert not list(tmp_path.glob("normalizer-*.rows"))
+    est = compose(u)
+    group["gamma"] = 0.5  # a group that was kept is that of the container
+    assert est.sample_groups[0]["gamma"] == 0.5
+    call(est, range(4)), est.step()
+
+
+def test_hooks_of_parts_run_with_every_save_and_load_and_may_read(tmp_path):
+    est, seen = isogclr(), []
+    call(est, range(4)), est.step()
+    for part in (est.normalizer, est.temperature, est):
+        part.register_state_dict_pre_hook(lambda who: seen.append("save"))
+        part.register_load_state_dict_post_hook(lambda who: seen.append(who.t + 0 * len(who.read(I))))
+        part.register_discard_hook(lambda who: seen.append("discard"))
+    state = est.state_dict()
+    est.load_state_dict(state)
+    compopt.load(est, compopt.save(est, tmp_path))
+    assert seen == (["save"] * 3 + [1] * 3) * 2
+
+
+def test_groups_of_a_container_are_used_like_dicts():
+    est = isogclr()
+    (group,) = est.sample_groups
+    group |= {"rho": 0.3}
+    assert group.copy() == dict(group) == copy.deepcopy(group) == (group | {}) and group["rho"] == 0.3
+    assert pickle.loads(pickle.dumps(est.sample_groups)) == [dict(group)]
+
+
+def test_a_part_in_evaluation_mode_is_frozen():
+    est, network = isogclr(), compose(compopt.NeuralNormalizer(DIM, prototypes=4))
+    for each in (est, network):
+        call(each, range(4)), each.step()
+    before = est.normalizer.read(I), network.normalizer.state_dict()["state"]
+    est.normalizer.eval(), network.normalizer.eval()
+    for each in (est, network):
+        call(each, range(4), 1), each.step()
+    assert_same_bits(est.normalizer.read(I), before[0])
+    assert_same_bits(network.normalizer.state_dict()["state"], before[1])
+    assert (est.normalizer.t, est.temperature.t, est.t) == (1, 2, 2)
+
+
+def a_step_on_one_rank(group):
+    est = compopt.EMC2Estimator(N, process_group=group)
+    rank, messages = dist.get_rank(group), []
+    for step in range(2):
+        z1, z2 = torch.randn(2, 4, DIM, generator=generator(rank)).requires_grad_().unbind()
+        try:
+            est(z1, z2, torch.arange(4) + 4 * rank)
+        except RuntimeError as error:
+            messages.append(str(error))
+        if rank == 0 and step == 0:
+            est.normalizer.step()
+    return messages
+
+
+@pytest.mark.distributed
+def test_a_step_of_a_part_on_one_rank_is_noticed():
+    for messages in the_pool().run(a_step_on_one_rank, 2):
+        assert len(messages) == 1 and "the ranks differ in commits of parts" in messages[0]
 
 
 # mistakes of authors --------------------------------------------------------------------------------------------

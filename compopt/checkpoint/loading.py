@@ -128,6 +128,7 @@ def _verify(est: Estimator, source: Checkpoint) -> tuple[Mapping[str, Any], dict
         if source.part not in content.get("parts", {}):
             raise ValueError(f"{path} has no object {source.part!r}; load another checkpoint")
         content = {**content["parts"][source.part], "data_fingerprint": content.get("data_fingerprint")}
+    est._take_form_of(content["config"])
     with _named(path):
         state = states.current(est, {**content, "version": 1 if old else states.FORMAT_VERSION})
         states.check_about(est, state)

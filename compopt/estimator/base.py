@@ -1032,11 +1032,22 @@ class Estimator:
         """
         self._load_checked(self._checked_state(state_dict))
 
+    def _take_form_of(self, config: Any) -> None:
+        """Take the form of a saved state, if this object was never used: its mode, and the number of values."""
+        columns, mode = (config.get("columns"), config.get("mode")) if isinstance(config, Mapping) else (None, None)
+        width = columns.get(COUNT) if isinstance(columns, Mapping) else None
+        fresh = self._form is None or (self._form.mode == "single" and not (self.t or self.pending))
+        if fresh and mode in ("bimodal", "unimodal") and width in ([1, "torch.int32"], [2, "torch.int32"]):
+            directions = 2 if mode == "unimodal" else width[0]
+            form = Form(mode, width[0], self.dtype, self._placement, self._ranks, directions, normalize=True)
+            self._join(form)
+
     def _checked_state(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a state as the pre-hooks of a load leave it, or raise if it cannot be loaded; change nothing."""
-        self._opened()
         if isinstance(state_dict, Mapping):
             state_dict = self._run("load_state_dict_pre", dict(state_dict))
+            self._take_form_of(state_dict.get("config"))
+        self._opened()
         with doing("load_state_dict()", self.t):
             return states.checked(self, state_dict)
 
