@@ -246,6 +246,19 @@ def test_a_save_refuses_what_no_load_accepts(tmp_path, blocking):
         compopt.save(est, tmp_path / "other", blocking=blocking)
 
 
+@pytest.mark.filterwarnings("ignore:.*are NaN, infinite or too large.*:UserWarning")
+@pytest.mark.parametrize("mode", ["forward", "bimodal"])
+def test_a_positive_that_is_not_finite_keeps_the_row_of_its_anchor(mode):
+    """SogCLR's average does not contain the positive, which with one direction is in no other pair of its sample."""
+    directions = "forward" if mode == "forward" else "both"
+    est = compopt.SogCLREstimator(N, dtype=torch.float64, directions=directions)
+    z1, z2 = torch.randn(2, 4, 6, dtype=torch.float64)
+    z2[0] = torch.inf
+    loss = est(z1, z2, torch.arange(4), index2=torch.tensor([9, 1, 2, 3]))
+    est.step()
+    assert loss.isnan() and est.read(torch.tensor([0]))["count"].item() == 0
+
+
 # errors after the estimate ------------------------------------------------------------------------------------------
 
 

@@ -142,6 +142,8 @@ class MovingAverageEstimator(Normalizer):
         if isinstance(inside, Tensor) or inside != 0:
             minus_logit = pairs.minus_logit
             alpha = log_u + (minus_logit if isinstance(inside, float) else inside * minus_logit)
+            # u does not contain the positive; NaN for a positive that is not finite, so that the row keeps its value
+            log_u = torch.add(log_u, minus_logit[:, :1] if call.unimodal else minus_logit, alpha=0)
         # the positive has weight 1 if s_ii is in the outer function (SogCLR, eq. 10), sum_j w_ij if it is in h_ij
         positive_weight: Scalar | None
         if isinstance(inside, float):
