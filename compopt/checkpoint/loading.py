@@ -89,7 +89,7 @@ def _attempt(est: Estimator, root: Path, t: int | None, last: bool) -> Checkpoin
     try:
         state, found = ranks.agree(lambda: _verify(est, source))
         for name, each in est._objects().items():
-            own = {**_of(state, name), "state": found[name].state}
+            own = {**states.of(state, name), "state": found[name].state}
             ranks.agree(partial(states.fill, each, own, partial(_read_rows, each, found[name])))
         states.finish(est, state)
     except Exception:  # raised on every rank
@@ -113,12 +113,6 @@ class _Found:
     old: bool
 
 
-def _of(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the entries of one object in a manifest in the present form."""
-    own: Mapping[str, Any] = state["parts"][name] if name else state
-    return own
-
-
 def _verify(est: Estimator, source: Checkpoint) -> tuple[Mapping[str, Any], dict[str, _Found]]:
     """Verify a checkpoint, and return its manifest in the present form, and the files of each object."""
     path = source.path / MANIFEST
@@ -131,9 +125,7 @@ def _verify(est: Estimator, source: Checkpoint) -> tuple[Mapping[str, Any], dict
     est._take_form_of(content["config"])
     with _named(path):
         state = states.current(est, {**content, "version": 1 if old else states.FORMAT_VERSION})
-        states.check_about(est, state)
-        for name, each in est._objects().items():
-            states.check_about(each, _of(state, name))
+        states.check_tree(est, state)
     check_data(est, str(path), content.get("data_fingerprint"))
     found = {}
     for name, each in est._objects().items():

@@ -274,6 +274,11 @@ class Estimator:
         assert self._form is not None
         return self._form
 
+    @property
+    def _unused(self) -> bool:
+        """Return whether the form may still be replaced: no container has set it, and nothing was deposited."""
+        return self._form is None or (self._form.mode == "single" and not (self.t or self.pending))
+
     def _join(self, form: Form) -> None:
         """Take the form of a container, or raise if this object has rows of another form."""
         own = self._placement
@@ -282,7 +287,7 @@ class Estimator:
         if own != Placement():  # its own placement stays, for the ranks of the container
             form = replace(form, placement=replace(own, process_group=form.placement.process_group))
         before = self._form
-        if before is None or (before.mode == "single" and not (self.t or self.pending)):
+        if before is None or self._unused:
             if self._table is not None:
                 self._table.remove()
             self._table = None  # unlocks the file
@@ -483,6 +488,8 @@ class Estimator:
         self._opened()
         self._await_save()
         with doing("add_sample_group()", self.t), self._writing():
+            if self.n is None:
+                raise ValueError("this estimator keeps no rows and has no n; there is nothing to add")
             new = self._new_groups(group)
             self._reading().forget_prefetched()
             grown: list[tuple[RowTable, int]] = []
@@ -502,8 +509,6 @@ class Estimator:
 
     def _new_groups(self, group: Mapping[str, Any]) -> list[tuple[Estimator, dict[str, Any]]]:
         """Return the checked group that :meth:`add_sample_group` appends to each object."""
-        if self.n is None:
-            raise ValueError("this estimator keeps no rows and has no n; there is nothing to add")
         (given,) = as_groups([group])
         return [(self, self._completed(self._joined(len(self._groups), given)))]
 
@@ -1036,8 +1041,7 @@ class Estimator:
         """Take the form of a saved state, if this object was never used: its mode, and the number of values."""
         columns, mode = (config.get("columns"), config.get("mode")) if isinstance(config, Mapping) else (None, None)
         width = columns.get(COUNT) if isinstance(columns, Mapping) else None
-        fresh = self._form is None or (self._form.mode == "single" and not (self.t or self.pending))
-        if fresh and mode in ("bimodal", "unimodal") and width in ([1, "torch.int32"], [2, "torch.int32"]):
+        if self._unused and mode in ("bimodal", "unimodal") and width in ([1, "torch.int32"], [2, "torch.int32"]):
             directions = 2 if mode == "unimodal" else width[0]
             form = Form(mode, width[0], self.dtype, self._placement, self._ranks, directions, normalize=True)
             self._join(form)

@@ -80,15 +80,12 @@ class Container(Estimator):
     def _set_groups(self, given: Groups | None) -> None:
         """Give parts without a size the size of the others, and set the given hyper-parameters."""
         sizes = {name: [group["n"] for group in part._groups] for name, part in self._parts.items() if part.n}
-        if not sizes and given is not None:
-            sizes = {"sample_groups": [group["n"] for group in given]}
+        if given is not None:
+            sizes["sample_groups"] = [group["n"] for group in given]
         first, wanted = next(iter(sizes.items()), ("", []))
         for name, size in sizes.items():
             if size != wanted:
                 raise ValueError(f"n differs: {first} has {wanted}, {name} has {size}; give both the same n")
-        if given is not None and [group["n"] for group in given] != wanted:
-            sizes = {"sample_groups": [group["n"] for group in given]}
-            raise ValueError(f"n differs: {first} has {wanted}, {sizes}; give both the same n")
         for part in self._parts.values():
             if wanted and part.n is None:
                 if part._form is not None and part._form.mode != "single":
@@ -127,8 +124,6 @@ class Container(Estimator):
         return next((n for part in self._parts.values() if (n := part.n) is not None), None)
 
     def _new_groups(self, group: Mapping[str, Any]) -> list[tuple[Estimator, dict[str, Any]]]:
-        if self.n is None:
-            raise ValueError("this estimator keeps no rows and has no n; there is nothing to add")
         (given,) = as_groups([group])
         checks.known_keys(f"sample group {len(self.sample_groups)}", given, {"n", *self._names})
         new: dict[str, dict[str, Any]] = {name: {"n": given["n"]} for name in self._parts}

@@ -101,6 +101,19 @@ def check_about(est: Estimator, state: Mapping[str, Any]) -> None:
         raise ValueError(f"parts must be those of this estimator, {[*own]}, the checkpoint has {[*parts]}")
 
 
+def of(state: Mapping[str, Any], name: str) -> Any:
+    """Return the entries of one object in a state, or in a manifest; ``""`` is an object that is saved alone."""
+    return state["parts"][name] if name else state
+
+
+def check_tree(est: Estimator, state: Mapping[str, Any]) -> None:
+    """Check the state, or the manifest, of an estimator and of all its parts, see :func:`check_about`."""
+    check_about(est, state)
+    if is_container(est):
+        for name, each in est._objects().items():
+            check_about(each, state["parts"][name])
+
+
 def check_groups(est: Estimator, given: Any) -> None:
     """Refuse sample groups that cannot replace those of an object."""
     own = est._groups

@@ -102,8 +102,7 @@ class Stateful:
             found = _checksums(est, parts)
             est._ranks.agree(lambda: _check_rows(est, state["checksums"], found, parts))
             for name, each in est._objects().items():
-                own, rows = state["parts"][name] if name else state, _of(name, parts)
-                states.fill(each, own, partial(_load_shares, each, rows))
+                states.fill(each, states.of(state, name), partial(_load_shares, each, _of(name, parts)))
             states.finish(est, state)
         est._end_loading()
 
@@ -218,13 +217,12 @@ def _checked(est: Estimator, state_dict: Mapping[str, Any]) -> tuple[dict[str, A
     state: dict[str, Any] = json.loads(header["__metadata__"]["about"])
     loading.check_data(est, "the checkpoint", state["data_fingerprint"])
     state["version"] = states.FORMAT_VERSION
-    states.check_about(est, state)
+    states.check_tree(est, state)
     with torch.device("cpu"):
         tensors = from_bytes(content)
     for name, each in est._objects().items():
-        own = state["parts"][name] if name else state
+        own = states.of(state, name)
         own["state"] = _of(name, tensors)
-        states.check_about(each, own)
         states.check_tensors(each, own)
     parts = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in state_dict["rows"].items()}
     count = len(_share(est))
