@@ -18,7 +18,7 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.curation import ScoreKeeper
 from compopt.estimator.base import Estimator
 from compopt.estimator.parts import Normalizer, Temperature
-from compopt.gradient_cache import gradient_cache
+from compopt.gradient_cache import TokenBudget, gradient_cache
 from compopt.losses.compositional import compositional_loss
 from compopt.module import as_module
 from compopt.momentum import MomentumEncoder
@@ -72,6 +72,7 @@ __all__ = [
     "SogCLREstimator",
     "Temperature",
     "TemperatureDual",
+    "TokenBudget",
     "accelerator",
     "as_module",
     "compositional_loss",

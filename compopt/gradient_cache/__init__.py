@@ -1,5 +1,6 @@
 """Gradient cache: the gradients of a large batch in the memory of a micro-batch."""
 
 from compopt.gradient_cache.cache import gradient_cache
+from compopt.gradient_cache.inputs import TokenBudget
 
-__all__ = ["gradient_cache"]
+__all__ = ["TokenBudget", "gradient_cache"]

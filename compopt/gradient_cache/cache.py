@@ -17,7 +17,8 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.collectives import doing
 from compopt.distributed.handshake import NOTHING
 from compopt.distributed.ranks import Ranks
-from compopt.gradient_cache.towers import BOUNDARY, SYNC, Encode, Output, Sizes, Tower, kept, lengths, new_towers
+from compopt.gradient_cache.inputs import Sizes, Split
+from compopt.gradient_cache.towers import BOUNDARY, SYNC, Encode, Output, Tower, kept, new_towers
 from compopt.kernel.features import with_gradients
 from compopt.pairs import BoundPolicy, PairPolicy
 
@@ -32,6 +33,7 @@ def gradient_cache(
     index: Tensor | None = None,
     *,
     micro_batch_size: Sizes | Sequence[Sizes],
+    split: Split | Sequence[Split | None] | None = None,
     encode: Encode | None = None,
     backward: Callable[[Tensor], Any] | None = None,
     reduce: bool = True,
@@ -80,7 +82,11 @@ def gradient_cache(
         batch: the inputs; a tuple or list of inputs for towers. A tuple is passed as ``model(*part)``, a mapping as
             ``model(**part)``, anything else as ``model(part)``. Tensors (along their first dimension) and lists (of
             texts, for example) have one entry per sample, at any depth of tuples and mappings; all other values
-            (numbers, strings, 0-d tensors, ``None``) are passed to every micro-batch.
+            (numbers, strings, 0-d tensors, ``None``) are passed to every micro-batch. In mappings two forms of
+            transformers are recognised: patches of images of several sizes (``pixel_values`` or
+            ``pixel_values_videos`` with ``image_grid_thw`` or ``video_grid_thw``; one image per sample unless
+            ``mm_token_type_ids`` says otherwise), and texts without padding, one after another (``cu_seqlens``,
+            ``cu_seq_lens_q``, or ``position_ids`` that start again at 0).
         index, index2, labels, tau, negatives, keys, pairs: as in a call of ``est``, for the whole batch. Gradients of
             ``tau`` and ``negatives`` are accumulated with the last micro-batch. If the model returns ``negatives``,
             ``(None, positions)`` gives their positions.
@@ -132,7 +138,7 @@ def gradient_cache(
         checks.flag("reduce", reduce)
         _check_list(model, batch, index)
         given, positions = split_negatives(negatives)
-        towers = new_towers(model, batch, micro_batch_size, encode, batch_norm == "update_once")
+        towers = new_towers(model, batch, micro_batch_size, split, encode, batch_norm == "update_once")
     with doing("compopt.gradient_cache()", est.t):
         _pad(est._ranks, towers)
     # Where every pass gathers parameters, the other ranks wait in a pass, and a message would wait for them.
@@ -188,7 +194,7 @@ def _check_list(model: Any, batch: Any, index: Tensor | None) -> None:
 
 
 def _check_samples(tower: Tower, z1: Tensor) -> None:
-    samples = sum(length for part in tower.parts for length in lengths(part))
+    samples = sum(tower.samples)
     if z1.shape[-2] != samples:
         raise ValueError(f"z1 has {z1.shape[-2]} rows for inputs of {samples} samples; {LIST_REMEDY}")
 

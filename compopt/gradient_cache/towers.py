@@ -1,34 +1,45 @@
-"""Encoders with their micro-batches: split inputs, replayed random numbers, gradients per micro-batch."""
+"""Encoders with their micro-batches: outputs, replayed random numbers, gradients per micro-batch."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compopt import accelerator, checks
+from compopt import accelerator
+from compopt.gradient_cache.inputs import Sizes, Split, micro_batches
 from compopt.kernel.features import working_dtype
 
 Encode = Callable[[Any, Any], Any]
-Sizes = int | Callable[[Any], Sequence[int]]
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 BOUNDARY = "set_gradient_accumulation_boundary"  # of DeepSpeed's engine
 SYNC = "set_requires_gradient_sync"  # of FSDP2
 
 
 class Output:
-    """One output of a tower over all micro-batches: features ``(..., b, d)``, or a 0-d temperature."""
+    """One output of a tower over all micro-batches: features ``(..., b, d)``, or a 0-d temperature.
 
-    def __init__(self, pieces: Sequence[Tensor], trained: bool) -> None:
+    Args:
+        pieces: the output of each micro-batch, detached.
+        trained: the output receives a gradient.
+        samples: number of samples of each micro-batch.
+        order: positions in the batch of the samples, one micro-batch after another; ``None``: those of the batch.
+    """
+
+    def __init__(
+        self, pieces: Sequence[Tensor], trained: bool, samples: Sequence[int], order: Sequence[int] | None
+    ) -> None:
         self.is_tau = pieces[0].dim() == 0
         self.sizes = [1 if self.is_tau else piece.shape[-2] for piece in pieces]
         whole = pieces[0] if self.is_tau else torch.cat(list(pieces), dim=-2)
+        self.rows: Tensor | None = None
+        if order is not None and not self.is_tau:
+            self.rows = rows_in_order(order, samples, self.sizes, whole.device)
+            whole = whole.index_select(-2, self.rows.argsort())
         # gradients stay in full precision until a scaler has multiplied them
         self.leaf = whole.to(working_dtype(whole.dtype), copy=self.is_tau).requires_grad_(trained)
         self.gradient: Tensor | None = None
@@ -39,7 +50,19 @@ class Output:
             return torch.zeros_like(like, dtype=self.leaf.dtype)
         if self.is_tau:  # all micro-batches have the same temperature: each gets a share
             return self.gradient / len(self.sizes)
-        return self.gradient.split(self.sizes, dim=-2)[number]
+        gradient = self.gradient if self.rows is None else self.gradient.index_select(-2, self.rows)
+        return gradient.split(self.sizes, dim=-2)[number]
+
+
+def rows_in_order(order: Sequence[int], samples: Sequence[int], rows: Sequence[int], device: torch.device) -> Tensor:
+    """Return the positions in the batch of the rows of all micro-batches, with the same number of rows per sample."""
+    each = sum(rows) // max(sum(samples), 1)
+    if list(rows) != [each * count for count in samples]:
+        raise ValueError(
+            f"micro-batches of {list(samples)} samples have {list(rows)} features; TokenBudget sorts samples, which "
+            f"requires the same number of features for each: give a function that returns sizes instead"
+        )
+    return (torch.tensor(order, device=device)[:, None] * each + torch.arange(each, device=device)).flatten()
 
 
 class Tower:
@@ -50,9 +73,11 @@ class Tower:
         encode: function that calls the encoder; ``None``: call ``model`` itself.
         inputs: inputs of the whole batch.
         size: samples per micro-batch.
+        split: function that divides the inputs by sample, if they have another form than columns.
 
     Attributes:
         parts: inputs of the micro-batches.
+        samples, order: number of samples of each; positions in the batch of all, if these are sorted.
         trained: the tower is encoded a second time, for gradients.
         wrappers: modules inside the encoder that reduce gradients.
         count: number of passes: micro-batches and padding.
@@ -60,13 +85,13 @@ class Tower:
         normalising, statistics: layers that normalise by the statistics of their inputs, and their buffers.
     """
 
-    def __init__(self, model: Any, encode: Encode | None, inputs: Any, size: Sizes) -> None:
+    def __init__(self, model: Any, encode: Encode | None, inputs: Any, size: Sizes, split: Split | None) -> None:
         self.model, self.encode = model, encode
         module = _module_of(model)
         parameters = [] if module is None else list(module.parameters())
         self.trained = torch.is_grad_enabled() and (module is None or any(p.requires_grad for p in parameters))
         self.wrappers = [] if module is None else wrappers_in(module)
-        self.parts = split(inputs, size)
+        self.parts, self.samples, self.order = micro_batches(inputs, size, split)
         self.count = len(self.parts)
         here = accelerator.available()
         found = {p.device for p in parameters if p.device.type not in ("cpu", "meta")}
@@ -92,7 +117,8 @@ class Tower:
                 outputs = self.outputs(number)
             self.trained |= any(z.requires_grad for z in outputs)
             made.append([z.detach() for z in outputs])
-        self.encoded = [Output(pieces, self.trained) for pieces in zip(*made[: len(self.parts)], strict=True)]
+        pieces = zip(*made[: len(self.parts)], strict=True)
+        self.encoded = [Output(piece, self.trained, self.samples, self.order) for piece in pieces]
         return self.encoded
 
     def encode_again(self, number: int) -> list[tuple[Tensor, Tensor]]:
@@ -102,16 +128,20 @@ class Tower:
         return [(z, output.gradient_of(number, z)) for z, output in zip(outputs, self.encoded, strict=True)]
 
 
-def new_towers(model: Any, batch: Any, sizes: Any, encode: Encode | None, update_once: bool) -> list[Tower]:
+def new_towers(
+    model: Any, batch: Any, sizes: Any, splits: Any, encode: Encode | None, update_once: bool
+) -> list[Tower]:
     """Return the towers, one for a single model; refuse batch normalisation unless ``update_once`` is set."""
     if not isinstance(model, tuple | list):
-        model, batch, sizes = [model], [batch], [sizes]
+        model, batch, sizes, splits = [model], [batch], [sizes], [splits]
     elif not isinstance(batch, tuple | list) or len(batch) != len(model) or len(model) > 3:
         raise TypeError(f"model has {len(model)} towers, of two or three: batch must be a tuple of as many inputs")
-    sizes = sizes if isinstance(sizes, tuple | list) else [sizes] * len(model)
-    if len(sizes) != len(model):
-        raise TypeError(f"micro_batch_size must be one size or {len(model)}, one for each tower, got {sizes!r}")
-    towers = [Tower(own, encode, inputs, size) for own, inputs, size in zip(model, batch, sizes, strict=True)]
+    sizes, splits = (x if isinstance(x, tuple | list) else [x] * len(model) for x in (sizes, splits))
+    for name, kind, given in (("micro_batch_size", "size", sizes), ("split", "function", splits)):
+        if len(given) != len(model):
+            raise TypeError(f"{name} must be one {kind} or {len(model)}, one for each tower, got {given!r}")
+    columns = zip(model, batch, sizes, splits, strict=True)
+    towers = [Tower(own, encode, inputs, size, split) for own, inputs, size, split in columns]
     layer = next((layer for tower in towers for layer in tower.normalising), None)
     if layer is not None and not update_once:
         raise ValueError(
@@ -140,43 +170,6 @@ def wrappers_in(module: nn.Module) -> list[Any]:
     if any(hasattr(module, name) for name in (BOUNDARY, SYNC, "no_sync")):
         return [module]
     return [wrapper for child in module.children() for wrapper in wrappers_in(child)]
-
-
-# -- inputs ---------------------------------------------------------------------------------------------------------
-
-
-def _map(function: Callable[[Any], Any], inputs: Any) -> Any:
-    """Apply a function to every tensor and list with an entry per sample, at any depth of the inputs."""
-    if isinstance(inputs, Mapping):
-        return {key: _map(function, value) for key, value in inputs.items()}
-    if isinstance(inputs, tuple):
-        made = [_map(function, value) for value in inputs]
-        return type(inputs)(*made) if hasattr(inputs, "_fields") else tuple(made)
-    return function(inputs) if isinstance(inputs, list) or (isinstance(inputs, Tensor) and inputs.dim() > 0) else inputs
-
-
-def lengths(inputs: Any) -> set[int]:
-    """Return the set of lengths of all tensors and lists."""
-    found: list[Tensor | list[Any]] = []
-    _map(found.append, inputs)
-    return {len(column) for column in found}
-
-
-def split(inputs: Any, size: Sizes) -> list[Any]:
-    """Split inputs into micro-batches."""
-    found = lengths(inputs)
-    if len(found) != 1:
-        raise ValueError(f"inputs must have one entry per sample in every tensor and list, got lengths {found or 0}")
-    (length,) = found
-    if callable(size) and length > 0:
-        sizes = [checks.count("micro_batch_size", one) for one in size(inputs)]
-        if sum(sizes) != length:
-            raise ValueError(f"micro_batch_size must return sizes that sum up to {length} samples, got {sizes}")
-    else:
-        most = 1 if callable(size) else checks.count("micro_batch_size", size)
-        sizes = [min(most, length - start) for start in range(0, length, most)] or [0]
-    ends = accumulate(sizes)
-    return [_map(itemgetter(slice(end - size, end)), inputs) for size, end in zip(sizes, ends, strict=True)]
 
 
 # -- outputs --------------------------------------------------------------------------------------------------------
