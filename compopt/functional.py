@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -421,6 +421,84 @@ def contrastive_sums(
     return _LogSums.apply(x, y, scale, facts)
 
 
+def info_nce_loss(
+    query: Tensor,
+    positive_key: Tensor,
+    negative_keys: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 0.1,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> Tensor:
+    r"""Compute the InfoNCE loss of queries, in one direction, without a ``B x B`` matrix in the graph.
+
+    .. math::
+        L_i = \log\Big(e^{s_{ii} / \tau} + \sum_{j \in N_i} e^{s_{ij} / \tau}\Big) - s_{ii} / \tau, \qquad
+        s_{ij} = \frac{\langle q_i, k_j \rangle}{|q_i| |k_j|}
+
+    ``N_i`` are the other positive keys of the batch; or, if they are given, the negative keys, and only these. The
+    loss has no state and no options. :class:`~compopt.InfoNCEEstimator` averages both directions and adds equal
+    samples, mined negatives, several ranks and a gradient in closed form; :func:`~compopt.recommended` is the next step
+    from there.
+
+    Args:
+        query, positive_key: features, ``(B, d)``; row ``i`` of both belongs to one sample.
+        negative_keys: features ``(M, d)``, negatives of every query, or ``(B, M, d)``, of each query.
+        temperature: > 0, a number or a 0-d tensor, which may require grad.
+        reduction: ``"mean"`` or ``"sum"`` over the queries, or ``"none"``.
+
+    Returns:
+        The loss in nats, 0-d, or ``(B,)`` for ``"none"``; float64 for features in float64, else float32.
+        Differentiable once.
+
+    Raises:
+        ValueError: features of other shapes or of different dtypes; an unknown reduction; a number ``temperature`` that
+            is not greater than 0.
+
+    References: van den Oord et al., Representation Learning with Contrastive Predictive Coding, 2018, eq. 4.
+
+    Example:
+        >>> import torch
+        >>> from compopt.functional import info_nce_loss
+        >>> query, key = torch.randn(2, 8, 4, requires_grad=True).unbind()
+        >>> info_nce_loss(query, key).backward()
+        >>> info_nce_loss(query, key, torch.randn(5, 4), temperature=0.05, reduction="none").shape
+        torch.Size([8])
+    """
+    features = [query, positive_key, *([] if negative_keys is None else [negative_keys])]
+    _check_queries(*features)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    q, positive, *further = (torch.nn.functional.normalize(x.to(dtype), dim=-1) for x in features)
+    scale = _scale_by_direction(temperature, q, dtype)[:, :1]
+    own = (q * positive).sum(1) * scale[:, 0]
+    keys = (further or [positive])[0]
+    if keys.dim() == 3:
+        log_sum = torch.logsumexp((keys @ q[:, :, None]).squeeze(2) * scale, dim=1)
+    else:
+        none = {f"{side}_keys": q.new_empty(0, len(x), dtype=torch.int32) for side, x in (("row", q), ("column", keys))}
+        log_sum = _LogSums.apply(q, keys, scale, {**none, "precision": None, "wave": None})[:, 0]
+    # the keys of the batch contain the positive itself
+    loss = (torch.logaddexp(log_sum, own) if further else log_sum) - own
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _check_queries(query: Tensor, positive_key: Tensor, negative_keys: Tensor | None = None) -> None:
+    count, dim = query.shape if query.dim() == 2 else (0, 0)
+    if not count or positive_key.shape != query.shape:
+        shapes = f"{tuple(query.shape)} and {tuple(positive_key.shape)}"
+        raise ValueError(f"query and positive_key must have one shape (B, d) with rows, got {shapes}")
+    if negative_keys is not None:
+        *first, rows, own = (0, 0, *negative_keys.shape)[-max(2, negative_keys.dim()) :]
+        if first not in ([], [count]) or not rows or own != dim:
+            raise ValueError(
+                f"negative_keys must be (M, {dim}) or ({count}, M, {dim}) with M >= 1, got {tuple(negative_keys.shape)}"
+            )
+    dtypes = {x.dtype for x in (query, positive_key, negative_keys) if x is not None}
+    if len(dtypes) > 1 or not query.is_floating_point():
+        raise ValueError(f"query and keys must have one floating dtype, got {sorted(map(str, dtypes))}")
+
+
 def _scale_by_direction(tau: float | Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``1 / tau``, ``(B, 2)``."""
     if not isinstance(tau, Tensor):
@@ -451,15 +529,15 @@ def _ranked_keys(keys: Tensor | Sequence[Tensor] | None, z: Tensor) -> Tensor:
 class _LogSums(torch.autograd.Function):
     """Autograd function of :func:`contrastive_sums`, which stores the features and a few numbers per anchor.
 
-    Its arguments are the features, ``1 / tau_i`` of the anchors along the rows and along the columns, ``(B, 2)``, and
-    further fields of the operands.
+    Its arguments are the features, ``1 / tau_i`` of the anchors along the rows and along the columns, ``(B, 2)``, or
+    of those along the rows alone, ``(B, 1)``, and further fields of the operands.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, scale: Tensor, facts: dict[str, Any]) -> Tensor:
         low = torch.bfloat16 if facts["precision"] == "bf16" else x.dtype
         x, y, ctx.facts = x.to(low), y.to(low), facts
-        rows, columns = map(Anchors, scale.unbind(1))
+        rows, columns = (*map(Anchors, scale.unbind(1)), None)[:2]
         with torch.autocast(x.device.type, enabled=False):
             found = sums(Operands(x, y, rows=rows, columns=columns, moments=ctx.needs_input_grad[2], **facts))
         sides = [side for side in found if side is not None]
@@ -471,13 +549,13 @@ class _LogSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # in a backward pass: with create_graph=True, and only then
-            raise RuntimeError("contrastive_sums is differentiable once; call backward() without create_graph=True")
+            raise RuntimeError("the sums are differentiable once; call backward() without create_graph=True")
         x, y, scale, log_sums, *means = ctx.saved_tensors
         of_scale = grad * torch.stack(means, dim=1) if means else None
         if not any(ctx.needs_input_grad[:2]):
             return None, None, of_scale, None
         sides = zip(scale.unbind(1), (grad * scale).unbind(1), log_sums.unbind(1), strict=True)
-        rows, columns = (Anchors(*side) for side in sides)
+        rows, columns = (*(Anchors(*side) for side in sides), None)[:2]
         operands, transposed = Operands(x, y, rows=rows, columns=columns, **ctx.facts), ctx.needs_input_grad[1]
         with torch.autocast(x.device.type, enabled=False):  # autocast may be enabled around backward()
             of_x, of_y = products(operands, transposed)

@@ -289,3 +289,68 @@ def test_without_a_gpu_the_backend_changes_no_bit():
         compopt.SogCLREstimator(B, backend=backend)(z1, z2, torch.arange(B)).backward()
         grads.append(torch.cat([z1.grad, z2.grad]))
     assert torch.equal(*grads)
+
+
+# info_nce_loss -----------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(query, positive, negatives=None, *, temperature, reduction):
+    """Compute the loss from the matrix of logits."""
+    q, positive, *rest = (F.normalize(x, dim=-1) for x in (query, positive, negatives) if x is not None)
+    if not rest:
+        return F.cross_entropy(q @ positive.T / temperature, torch.arange(len(q)), reduction=reduction)
+    others = torch.einsum("bd,...md->bm", q, rest[0]) if rest[0].dim() == 2 else torch.einsum("bd,bmd->bm", q, rest[0])
+    logits = torch.cat([(q * positive).sum(1, keepdim=True), others], dim=1) / temperature
+    return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long), reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [None, (5, D), (B, 3, D)], ids=["batch", "shared", "each"])
+def test_info_nce_loss_is_a_cross_entropy(shape, reduction):
+    torch.manual_seed(0)
+    given = [torch.randn(B, D, dtype=torch.float64), torch.randn(B, D, dtype=torch.float64)]
+    given += [] if shape is None else [torch.randn(shape, dtype=torch.float64)]
+    tau = torch.tensor(0.07, dtype=torch.float64)
+    leaves, found = [x.requires_grad_() for x in (*given, tau)], []
+    weight = torch.rand(B, dtype=torch.float64) if reduction == "none" else 1.0
+    for loss in (functional.info_nce_loss, cross_entropy):
+        value = loss(*leaves[:-1], temperature=leaves[-1], reduction=reduction)
+        found.append([value, *torch.autograd.grad((value * weight).sum(), leaves)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
+def test_info_nce_loss_is_the_estimator_in_one_direction():
+    z1, z2 = features()
+    found = []
+    estimator = compopt.InfoNCEEstimator(0.1, directions="forward", multiply_tau=False)
+    for loss in (functional.info_nce_loss, estimator):
+        found.append(torch.autograd.grad(loss(z1, z2), (z1, z2)))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+
+
+def test_info_nce_loss_makes_no_matrix_of_all_pairs():
+    count = 3000
+    z1, z2 = features(count)
+    with Largest() as largest:
+        functional.info_nce_loss(z1, z2).backward()
+    assert largest.entries < count * count / 2
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "words"),
+    [
+        ([(8, 4), (7, 4)], {}, "one shape"),
+        ([(0, 4), (0, 4)], {}, "with rows"),
+        ([(8, 4), (8, 4), (5, 3)], {}, r"must be \(M, 4\) or \(8, M, 4\)"),
+        ([(8, 4), (8, 4), (4,)], {}, r"must be \(M, 4\)"),
+        ([(8, 4), (8, 4), (0, 4)], {}, "M >= 1"),
+        ([(8, 4), (8, 4), (7, 2, 4)], {}, r"must be \(M, 4\)"),
+        ([(8, 4), (8, 4)], {"reduction": "max"}, "reduction must be"),
+        ([(8, 4), (8, 4)], {"temperature": 0.0}, "greater than 0"),
+    ],
+)
+def test_errors_of_info_nce_loss(shapes, options, words):
+    with pytest.raises(ValueError, match=words):
+        functional.info_nce_loss(*map(torch.randn, shapes), **options)
+    with pytest.raises(ValueError, match="one floating dtype"):
+        functional.info_nce_loss(torch.randn(8, 4), torch.randn(8, 4).double())
