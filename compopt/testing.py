@@ -1,16 +1,22 @@
-"""Checks for parts that are written outside of this library."""
+"""Checks for normalizers and losses that are written outside of this library."""
 
 from __future__ import annotations
 
 import copy
 import io
 import pickle
+import tempfile
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
 
 from compopt.contrastive import ContrastiveEstimator
 from compopt.estimator.parts import Normalizer
@@ -178,6 +184,190 @@ class _Rules:
             _require(exact, f"{name} has the precision of float32")
 
 
+# -- losses on several ranks ------------------------------------------------------------------------------------------
+
+Call = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+STEP = 1e-5  # of the difference quotient, in float64
+
+
+@dataclass(frozen=True)
+class DistributedResult:
+    """Comparison of a loss on several ranks with the same loss on one process with the whole batch.
+
+    Errors are relative to the largest value of the one process.
+
+    Attributes:
+        world_size: number of ranks.
+        value: error of the mean over ranks of the loss.
+        gradient: error of the mean over ranks of the gradients of shared parameters, as DDP reduces them.
+        factor: number by which the gradient of one process must be multiplied to come closest to that mean.
+        rest: error of the gradient that this factor does not explain.
+        derivative: error of the gradient against difference quotients of the loss on these ranks.
+        state: error of ``state_dict()``; NaN without one.
+        message: explanation of the errors; ``""`` if there are none.
+    """
+
+    world_size: int
+    value: float
+    gradient: float
+    factor: float
+    rest: float
+    derivative: float
+    state: float
+    message: str
+
+    def __str__(self) -> str:
+        errors = f"value {self.value:.1e}, gradient {self.gradient:.1e}, state {self.state:.1e}"
+        return f"{self.world_size} ranks: {self.message or 'as one process'}; errors: {errors}"
+
+
+def check_distributed(
+    loss: nn.Module | Callable[[], Any],
+    world_sizes: Sequence[int] = (1, 2, 3),
+    *,
+    call: Call | None = None,
+    samples: int = 12,
+    dim: int = 8,
+    tolerance: float = 1e-6,
+    timeout: float = 60.0,
+) -> list[DistributedResult]:
+    r"""Compare any loss of two sets of features on several ranks with one process that has the whole batch.
+
+    Two linear encoders with shared parameters and random inputs, in float64, produce the features. Each rank computes
+    the loss of its part of the batch. The gradients of the parameters are averaged over the ranks, as
+    ``DistributedDataParallel`` does. The loss is called twice, with ``step()`` after each call if it has that method.
+
+    The message of a result names what differs: the value; a gradient that is a multiple, such as :math:`K` or
+    :math:`1/K`, of the right one; a gradient that is not the derivative of the value on these ranks, which is the case
+    if gathered features carry no gradient; the state.
+
+    Args:
+        loss: function without arguments, or class, that returns the loss, called on each rank after the process group
+            was created; or a module, which is copied. It must be importable, since the ranks are started with
+            ``spawn``: not a lambda, and in a script below ``if __name__ == "__main__"``.
+        world_sizes: numbers of ranks, which must divide ``samples``.
+        call: function that calls the loss, ``call(loss, z1, z2, index)``. ``None``: ``loss(z1, z2, index)`` for an
+            estimator, ``loss(z1, z2)`` for everything else.
+        samples, dim: size of the batch of all ranks; dimension of the features.
+        tolerance: largest error, relative.
+        timeout: seconds after which a rank that waits in a collective operation gives up.
+
+    Returns:
+        One result for each world size; print it, or require that its ``message`` is empty.
+
+    Communicates: in new processes on this machine, with gloo.
+
+    Raises:
+        Exception: the error of a rank, raised by ``torch.multiprocessing``.
+        ValueError: a world size does not divide ``samples``.
+
+    Example::
+
+        for result in compopt.testing.check_distributed(NTXentLoss, world_sizes=(2,)):
+            print(result)
+        # 2 ranks: the gradient is 0.5 times that of one process (1 / K); errors: value 0.0e+00, ...
+    """
+    odd = [size for size in world_sizes if size < 1 or samples % size]
+    if odd:
+        raise ValueError(f"world_sizes must divide samples={samples}, got {odd}")
+    given = (loss, call, samples, dim, timeout)
+    (whole,) = _on_ranks(1, False, *given)
+    return [_compared(size, whole, _on_ranks(size, True, *given), tolerance) for size in world_sizes]
+
+
+def _on_ranks(size: int, grouped: bool, *given: Any) -> list[dict[str, Any]]:
+    """Return the results of all ranks, of new processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_on_rank, (size, grouped, folder, *given), nprocs=size, start_method="spawn")
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(size)]
+
+
+def _on_rank(
+    rank: int, size: int, grouped: bool, folder: str, loss: Any, call: Call | None, samples: int, dim: int, wait: float
+) -> None:
+    torch.set_num_threads(1)
+    if grouped:
+        store = dist.FileStore(str(Path(folder) / "store"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=wait))
+    draw = torch.Generator().manual_seed(0)
+    inputs, weights, direction = (
+        torch.randn(2, *shape, generator=draw, dtype=torch.float64) for shape in ((samples, 5), (5, dim), (5, dim))
+    )
+    own = slice(rank * samples // size, (rank + 1) * samples // size)
+
+    def new() -> Any:
+        return copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss()
+
+    def value(made: Any, weight: Tensor) -> Tensor:
+        z1, z2 = (inputs[:, own] @ weight).unbind()
+        index = torch.arange(samples)[own]
+        if call is not None:
+            return call(made, z1, z2, index)
+        return made(z1, z2, index) if isinstance(made, ContrastiveEstimator) else made(z1, z2)
+
+    def mean(x: Tensor) -> Tensor:
+        if grouped:
+            dist.all_reduce(x)
+        return x / size
+
+    made, found = new(), {}
+    for name in ("first", "second"):  # the second call reads what the first has stored
+        leaf = weights.clone().requires_grad_()
+        current = value(made, leaf)
+        current.backward()
+        gradient = torch.zeros_like(weights) if leaf.grad is None else leaf.grad
+        found[name] = {"value": mean(current.detach().double().clone()), "gradient": mean(gradient)}
+        if hasattr(made, "step"):
+            made.step()
+    state = _tensors(made.state_dict()) if hasattr(made, "state_dict") else {}
+    sides = [mean(value(new(), weights + sign * STEP * direction).detach().double().clone()) for sign in (1, -1)]
+    slope = (sides[0] - sides[1]) / (2 * STEP)
+    torch.save({**found, "state": state, "slope": slope, "direction": direction}, Path(folder) / f"{rank}.pt")
+    if grouped:
+        dist.destroy_process_group()
+
+
+def _compared(size: int, whole: dict[str, Any], ranks: list[dict[str, Any]], tolerance: float) -> DistributedResult:
+    def error(part: str) -> float:
+        return max(_error(each[call][part], whole[call][part]) for each in ranks for call in ("first", "second"))
+
+    right, got = whole["first"]["gradient"], ranks[0]["first"]["gradient"]
+    factor = float((got * right).sum() / right.square().sum())
+    along, slope = float((got * ranks[0]["direction"]).sum()), float(ranks[0]["slope"])
+    state = max((_error(value, whole["state"][name]) for name, value in ranks[0]["state"].items()), default=torch.nan)
+    numbers = {
+        "value": error("value"),
+        "gradient": error("gradient"),
+        "factor": factor,
+        "rest": _error(got, factor * right),
+        "derivative": abs(along - slope) / max(abs(slope), 1e-12),
+        "state": state,
+    }
+    return DistributedResult(size, **numbers, message="; ".join(_messages(size, tolerance, **numbers)))
+
+
+def _messages(
+    size: int, most: float, value: float, gradient: float, factor: float, rest: float, derivative: float, state: float
+) -> list[str]:
+    """Return what differs, and the usual reason."""
+    found = ["the value differs"] if value > most else []
+    if gradient > most and rest <= most:
+        known = {size: "K", 1 / size: "1 / K"}.get(round(factor, 6) if factor > 1 else 1 / max(1, round(1 / factor)))
+        found += [f"the gradient is {factor:.3g} times that of one process" + (f" ({known})" if known else "")]
+    elif gradient > most and value <= most and derivative > 1e-4:
+        found += ["the gradient is not the derivative of the value: gathered features carry no gradient"]
+    elif gradient > most:
+        found += ["the gradient differs"]
+    return found + (["the state differs"] if state > most else [])
+
+
+def _error(got: Tensor, right: Tensor) -> float:
+    if got.shape != right.shape:
+        return float("inf")
+    gap = (got.double() - right.double()).abs().max().item() if got.numel() else 0.0
+    return gap / max(right.double().abs().max().item() if right.numel() else 0.0, 1e-12)
+
+
 def _require(true: bool, message: str) -> None:
     if not true:
         raise AssertionError(message)
@@ -190,8 +380,12 @@ def _same(wanted: Tensors, got: Tensors, when: str, rtol: float = 0.0) -> None:
 
 
 def _state(est: ContrastiveEstimator) -> Tensors:
-    """Return copies of all tensors in the state, with their places."""
-    found, rest = {}, list(est.state_dict().items())
+    return _tensors(est.state_dict())
+
+
+def _tensors(state: Mapping[str, Any]) -> Tensors:
+    """Return copies of all tensors in a state, with their places."""
+    found, rest = {}, list(state.items())
     for place, value in rest:
         if isinstance(value, Tensor):
             found[place] = value.clone()
