@@ -44,6 +44,13 @@ class Loss(nn.Module):
         return loss * dist.get_world_size() if self.times_ranks and dist.is_initialized() else loss
 
 
+class NTXentLoss(Loss):
+    """The loss of all anchors, of which the own features have a gradient, on every rank."""
+
+    def __init__(self):
+        super().__init__("all", "own")
+
+
 class Correlations(nn.Module):
     """Barlow Twins: the correlations of the features over the samples of all ranks."""
 
@@ -80,7 +87,7 @@ def info_nce():
 CASES = {
     "of all anchors, every feature with a gradient": (Loss("all", "all"), ""),
     "of own anchors, every feature with a gradient": (Loss("own", "all"), ""),
-    "of all anchors, own features with a gradient": (Loss("all", "own"), "0.5 times that of one process (1 / K)"),
+    "of all anchors, own features with a gradient": (NTXentLoss, "0.5 times that of one process (1 / K)"),
     "the same, times the number of ranks": (Loss("all", "own", times_ranks=True), "the value differs"),
     "of own anchors, own features with a gradient": (Loss("own", "own"), "gathered features carry no gradient"),
     "labels of the first rank": (Loss("own", "all", shift=False), "the value differs"),
