@@ -90,9 +90,11 @@ def gradient_cache(
         index, index2, labels, tau, negatives, keys, pairs: as in a call of ``est``, for the whole batch. Gradients of
             ``tau`` and ``negatives`` are accumulated with the last micro-batch. If the model returns ``negatives``,
             ``(None, positions)`` gives their positions.
-        micro_batch_size: samples per micro-batch. Or a function that returns the sizes of all micro-batches for given
-            inputs, ``(inputs) -> [8, 8, 3]``, for example for a budget of tokens. For towers also a sequence with one
-            of these per tower.
+        micro_batch_size: samples per micro-batch, or a :class:`~compopt.TokenBudget`. For towers also a sequence of one
+            per tower.
+        split: function that divides inputs of another form by sample, ``(inputs) -> [inputs of sample 0, ...]``. The
+            inputs of a micro-batch are those of its samples, with tensors and lists joined along their first
+            dimension. For towers also a sequence with one function or ``None`` per tower.
         encode: function that encodes, ``encode(model, part) -> outputs``; with towers it is called for each of them.
             Outputs are ``(z1, z2)`` or ``(z1, z2, negatives)``. A 0-d last output is ``tau``, as ``1 / scale`` of a
             CLIP model; it may require a gradient.

@@ -55,21 +55,14 @@ class TokenBudget:
         >>> import torch, compopt
         >>> texts = {"input_ids": torch.tensor([[5, 0, 0], [5, 6, 7], [5, 6, 0]])}
         >>> texts["attention_mask"] = (texts["input_ids"] > 0).long()
+        >>> table, sizes = torch.nn.Embedding(8, 4), []
         >>> def encode(table, part):
-        ...     print(tuple(part["input_ids"].shape))
-        ...     mask = part["attention_mask"][..., None]
-        ...     return (table(part["input_ids"]) * mask).sum(1)
-        >>> table = torch.nn.Embedding(8, 4)
-        >>> loss = compopt.gradient_cache(
-        ...     compopt.InfoNCEEstimator(), (table, table), (texts, texts), torch.arange(3), encode=encode,
-        ...     micro_batch_size=(3, compopt.TokenBudget(4)),
-        ... )
-        (3, 3)
-        (1, 3)
-        (2, 2)
-        (3, 3)
-        (1, 3)
-        (2, 2)
+        ...     sizes.append(tuple(part["input_ids"].shape))
+        ...     return (table(part["input_ids"]) * part["attention_mask"][..., None]).sum(1)
+        >>> est, towers, budget = compopt.InfoNCEEstimator(), (table, table), compopt.TokenBudget(4)
+        >>> loss = compopt.gradient_cache(est, towers, (texts, texts), encode=encode, micro_batch_size=budget)
+        >>> sizes[:2]
+        [(1, 3), (2, 2)]
     """
 
     tokens: int | None = None
@@ -114,7 +107,7 @@ class TokenBudget:
         return (self.tokens is None or padded <= self.tokens) and (self.pixels is None or seen <= self.pixels)
 
 
-Sizes = int | Callable[[Any], Sequence[int]] | TokenBudget
+Sizes = int | TokenBudget
 
 
 def micro_batches(inputs: Any, size: Sizes, split: Split | None) -> tuple[list[Any], list[int], list[int] | None]:
@@ -127,19 +120,9 @@ def micro_batches(inputs: Any, size: Sizes, split: Split | None) -> tuple[list[A
         groups = size.groups(inputs, [take([i]) for i in range(count)]) or [[]]
         parts = [take(group) if size.tokens is None else without_padding(take(group)) for group in groups]
         return parts, [len(group) for group in groups], [i for group in groups for i in group]
-    sizes = _sizes(inputs, size, count)
-    ends = accumulate(sizes)
-    return [take(range(end - own, end)) for own, end in zip(sizes, ends, strict=True)], sizes, None
-
-
-def _sizes(inputs: Any, size: int | Callable[[Any], Sequence[int]], count: int) -> list[int]:
-    if callable(size) and count > 0:
-        sizes = [checks.count("micro_batch_size", one) for one in size(inputs)]
-        if sum(sizes) != count:
-            raise ValueError(f"micro_batch_size must return sizes that sum up to {count} samples, got {sizes}")
-        return sizes
-    most = 1 if callable(size) else checks.count("micro_batch_size", size)
-    return [min(most, count - start) for start in range(0, count, most)] or [0]
+    most = checks.count("micro_batch_size", size)
+    chunks = [range(start, min(start + most, count)) for start in range(0, max(1, count), most)]
+    return [take(chunk) for chunk in chunks], [len(chunk) for chunk in chunks], None
 
 
 # -- samples of inputs ------------------------------------------------------------------------------------------------
@@ -183,21 +166,18 @@ def _rows(value: Tensor, chosen: Sequence[int]) -> Tensor:
     return value[chosen.start : chosen.stop] if isinstance(chosen, range) else value[list(chosen)]
 
 
-def _spans(value: Any, lengths: Sequence[int], dim: int = 0) -> Take:
+def _spans(value: Any, lengths: Sequence[int], dim: int = 0, nothing: Any = ()) -> Take:
     """Return a function that takes samples out of a tensor whose dimension ``dim`` contains one after the other."""
     starts = [0, *accumulate(lengths)]
 
-    def take(chosen: Sequence[int]) -> Tensor:
+    def take(chosen: Sequence[int]) -> Any:
+        if nothing is None and not any(lengths[i] for i in chosen):
+            return None
         if isinstance(chosen, range):  # a view
             return value.narrow(dim, starts[chosen.start], starts[chosen.stop] - starts[chosen.start])
         return torch.cat([value.narrow(dim, starts[i], lengths[i]) for i in chosen], dim)
 
     return take
-
-
-def _or_none(take: Take) -> Take:
-    """Replace no images by ``None``, as processors do."""
-    return lambda chosen: found if len(found := take(chosen)) else None
 
 
 def _packed(inputs: Mapping[str, Any], counts: set[int]) -> dict[str, Take]:
@@ -213,8 +193,9 @@ def _packed(inputs: Mapping[str, Any], counts: set[int]) -> dict[str, Take]:
                 images = _images(inputs, patches, kind, tokens)
                 counts.add(len(images))
                 ends = [0, *accumulate(images)]
-                takes[key] = _or_none(_spans(inputs[key], [sum(patches[a:b]) for a, b in pairwise(ends)]))
-                takes[grid] = _or_none(_spans(inputs[grid], images))
+                # samples without images have None, as processors return it
+                takes[key] = _spans(inputs[key], [sum(patches[a:b]) for a, b in pairwise(ends)], nothing=None)
+                takes[grid] = _spans(inputs[grid], images, nothing=None)
     return takes
 
 

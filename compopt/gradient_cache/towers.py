@@ -60,7 +60,7 @@ def rows_in_order(order: Sequence[int], samples: Sequence[int], rows: Sequence[i
     if list(rows) != [each * count for count in samples]:
         raise ValueError(
             f"micro-batches of {list(samples)} samples have {list(rows)} features; TokenBudget sorts samples, which "
-            f"requires the same number of features for each: give a function that returns sizes instead"
+            f"requires the same number of features for each: give a number of samples instead"
         )
     return (torch.tensor(order, device=device)[:, None] * each + torch.arange(each, device=device)).flatten()
 
