@@ -205,6 +205,11 @@ class DistributedResult:
         derivative: error of the gradient against difference quotients of the loss on these ranks.
         state: error of ``state_dict()``; NaN without one.
         message: explanation of the errors; ``""`` if there are none.
+
+    Example:
+        >>> from compopt.testing import DistributedResult
+        >>> print(DistributedResult(2, 0.0, 0.5, 0.5, 0.0, 0.1, 0.0, "the gradient differs"))
+        2 ranks: the gradient differs; errors: value 0.0e+00, gradient 5.0e-01, state 0.0e+00
     """
 
     world_size: int
