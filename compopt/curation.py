@@ -80,7 +80,7 @@ class ScoreKeeper(Estimator):
     from all candidates with other keys. With ``keys=`` candidates and positives are those of the copy.
 
     The rows have the mode, the dtype and the placement of the estimator that :meth:`attach` is given. They are saved by
-    ``compopt.save(keeper, directory)``, and read ahead by ``est.prefetch(keeper.prefetch(loader))``.
+    ``compopt.save(keeper, directory)``, and read ahead by ``est.prefetch(loader)``.
 
     Communicates, with several ranks and in each call that deposits: a message of up to 2 integers per sample and a few
     more; one all-gather of the rows of this rank's samples and of 2 floats per anchor (with ``shard=True`` the rows
@@ -147,7 +147,7 @@ class ScoreKeeper(Estimator):
     def _take_form(self, form: Form) -> None:
         """Create rows of this form, unless there are such; refuse to replace those that were written."""
         if not (self.t or self.pending):
-            self._form = None
+            self._close()
         self._join(replace(form, folder="scores"))
         self._row_keys = ROW_KEYS[: form.width]
 

@@ -56,49 +56,41 @@ def _chain(optimizer: Any) -> Iterator[Any]:
         optimizer = getattr(optimizer, "optimizer", None)
 
 
-def commit_after_step(optimizer: Any, commit: Commit) -> RemovableHandle:
-    """Call ``commit(found_inf)`` after each ``optimizer.step()``.
-
-    ``found_inf`` is the tensor that ``GradScaler`` sets on a fused optimizer, because the step hook of a fused
-    optimizer also runs on skipped steps. It is ``None`` if the optimizer has no such tensor.
-    """
-    reference = WeakMethod(commit)  # weak: an optimizer must not keep an estimator alive
-
-    @outside_of_graphs
-    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        alive = reference()
-        # torch.distributed.checkpoint calls step() to create the state of a new optimizer; this is not an update.
-        if alive is not None and not makes_optimizer_state():
-            alive(getattr(optimizer, "found_inf", None))
-
-    # A loop may call only the base_optimizer of a wrapping optimizer (SAM). The hook is therefore registered on both;
-    # if both run, the second one finds nothing to commit.
-    base = getattr(getattr(optimizer, "base_optimizer", None), "_optimizer_step_post_hooks", None)
-    if not isinstance(base, dict):
-        return optimizer.register_step_post_hook(hook)
-    handle = RemovableHandle(optimizer._optimizer_step_post_hooks, extra_dict=base)
-    optimizer._optimizer_step_post_hooks[handle.id] = base[handle.id] = hook
-    return handle
-
-
 class Attached:
-    """Weak reference to an optimizer that commits an estimator's deposits."""
+    """Hook of an optimizer that commits an estimator's deposits after each ``optimizer.step()``.
+
+    ``commit(found_inf)`` gets the tensor that ``GradScaler`` sets on a fused optimizer, because the step hook of a
+    fused optimizer also runs on skipped steps; otherwise ``None``. All references are weak: an optimizer must not keep
+    an estimator alive.
+    """
 
     def __init__(self, given: Any, inner: torch.optim.Optimizer, commit: Commit) -> None:
-        self.kind, self.optimizer, self.handle = type(inner).__name__, ref(inner), commit_after_step(inner, commit)
+        self.kind, self.optimizer, self._commit = type(inner).__name__, ref(inner), WeakMethod(commit)
         # DeepSpeed's engine counts the updates that it skips, and runs no hook for them.
-        counting = [each for each in _chain(given) if isinstance(getattr(each, "skipped_steps", None), int)]
-        self.counts = bool(counting)
-        self._engine = ref(counting[0]) if counting else None
-        self._skipped: int = counting[0].skipped_steps if counting else 0
-        table: Any = inner._optimizer_load_state_dict_pre_hooks
-        table[self.handle.id] = look_for_entries
-        self.handle.extra_dict_ref += (ref(table),)
+        engine = next((each for each in _chain(given) if isinstance(getattr(each, "skipped_steps", None), int)), None)
+        self.engine: ref[Any] | None = None if engine is None else ref(engine)
+        self._skipped: int = 0 if engine is None else engine.skipped_steps
+        # A loop may call only the base_optimizer of a wrapping optimizer (SAM). The hook is therefore registered on
+        # both; if both run, the second one finds nothing to commit.
+        base = getattr(getattr(inner, "base_optimizer", None), "_optimizer_step_post_hooks", None)
+        tables: list[Any] = [inner._optimizer_step_post_hooks, *([base] if isinstance(base, dict) else [])]
+        loading: Any = inner._optimizer_load_state_dict_pre_hooks
+        self.handle = RemovableHandle(tables[0], extra_dict=[*tables[1:], loading])
+        for table in tables:
+            table[self.handle.id] = self.hook
+        loading[self.handle.id] = look_for_entries
+
+    @outside_of_graphs
+    def hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Commit after a step."""
+        commit = self._commit()
+        # torch.distributed.checkpoint calls step() to create the state of a new optimizer; this is not an update.
+        if commit is not None and not makes_optimizer_state():
+            commit(getattr(optimizer, "found_inf", None))
 
     def skipped(self) -> bool:
         """Return whether the engine has skipped an update since the last call of this method."""
-        engine, before = None if self._engine is None else self._engine(), self._skipped
+        engine, before = None if self.engine is None else self.engine(), self._skipped
         self._skipped = before if engine is None else int(engine.skipped_steps)
         return self._skipped > before
 
@@ -140,8 +132,8 @@ class Attachments:
         attached = self._attached.get(id(inner))
         if attached is None or attached.listening() is not inner:
             attached = self._attached[id(inner)] = Attached(optimizer, inner, commit)
-            self.counting |= attached.counts
-            self._watch(False)  # updates before this one was attached say nothing about it
+            self.counting |= attached.engine is not None
+            self._updates, self.stepped = 0, None  # updates before this one was attached say nothing about it
         if carried is not None and attached.handle.id not in inner._optimizer_state_dict_post_hooks:
             Entry(carried, inner, attached.handle)
         return attached.handle
@@ -160,32 +152,26 @@ class Attachments:
         alive = any(each.optimizer() is not None for each in self._attached.values())
         return None if alive else next((each.kind for each in reversed(self._attached.values())), None)
 
-    def _parameters(self) -> list[Tensor]:
-        """Return the parameters of all optimizers that have the hook."""
-        optimizers = [optimizer for each in self._attached.values() if (optimizer := each.listening()) is not None]
-        return [p for optimizer in optimizers for p in _parameters(optimizer)]
-
     # -- no commit ---------------------------------------------------------------------------------------------
 
-    def committed(self, window: int) -> None:
-        """Record the commit of a window of ``window`` calls."""
+    def ended(self, window: int = 0) -> None:
+        """Record the commit of a window of ``window`` calls; 0: that all calls were dropped."""
         self._longest, self._calls = max(self._longest, window), 0
         self._updates, self.stepped = 0, None
-
-    def discarded(self) -> None:
-        """Record that no call waits for a commit."""
-        self._calls = 0
 
     def pending(self, calls: int) -> None:
         """Warn once if so many calls wait for a commit that the loop must lack one."""
         self._calls = calls
         if self._said_pending:
             return
-        if calls == 1:
-            by_hand = self._longest > 0 and self.gone() is None  # a loop that calls step() itself may commit late
-            self._watch(not by_hand and self.listening() is None)
-        elif self.stepped is None and calls > self._longest and self.listening() is not None:
-            self._watch(True)  # in a window of usual length, the attached optimizer is expected to step
+        if calls == 1:  # a loop that calls step() itself may commit late
+            by_hand = self._longest > 0 and self.gone() is None
+            watched = not by_hand and self.listening() is None
+            self._updates, self.stepped = 0, None
+        else:  # in a window of usual length, the attached optimizer is expected to step
+            watched = self.stepped is None and calls > self._longest and self.listening() is not None
+        if watched:
+            self._watch()
         if self.stepped:
             self._count()
         if calls >= max(PATIENCE, WINDOWS * self._longest) or self._updates >= UPDATES:
@@ -200,7 +186,8 @@ class Attachments:
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Record a step of an optimizer, unless it has none of the parameters of the attached ones."""
-        own = {*map(id, self._parameters())}
+        attached = [each.listening() for each in self._attached.values()]
+        own = {id(p) for each in attached if each is not None for p in _parameters(each)}
         alien = bool(own) and own.isdisjoint(map(id, _parameters(optimizer)))
         stepped = self.stepped  # read once: another thread may commit and set it to None meanwhile
         if stepped is not None and not alien:
@@ -231,12 +218,11 @@ class Attachments:
             )
         warn(fact + remedy)
 
-    def _watch(self, on: bool) -> None:
-        """Start or stop counting updates of the model, by the steps of all optimizers of the process."""
-        self._updates, self.stepped = 0, {} if on else None
-        if on:
-            _watching.add(self)
-        if on and not _hooks:  # one global hook, never removed: another thread may be running it
+    def _watch(self) -> None:
+        """Count updates of the model, by the steps of all optimizers of the process."""
+        self.stepped = {}
+        _watching.add(self)
+        if not _hooks:  # one global hook, never removed: another thread may be running it
             _hooks.append(register_optimizer_step_post_hook(_note))
 
     # -- batch positions ---------------------------------------------------------------------------------------

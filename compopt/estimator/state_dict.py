@@ -122,12 +122,19 @@ def check_groups(est: Estimator, given: Any) -> None:
     if len(given) != len(own):
         raise ValueError(f"sample_groups must be {len(own)} mappings, the checkpoint has {given!r}")
     for number, (group, other) in enumerate(zip(own, given, strict=True)):
+        if est._table is None:  # the size of other parts means nothing here
+            other = {**hyper(other), **{key: n for key, n in group.items() if key == "n"}}
         if set(group) != set(other):
             raise ValueError(
                 f"sample group {number} must have {sorted(group)}, the checkpoint has {sorted(other)}; build "
                 f"the estimator as the one that was saved"
             )
         group.completed(other)
+
+
+def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample group without its size."""
+    return {key: value for key, value in group.items() if key != "n"}
 
 
 def check_tensors(est: Estimator, state: Mapping[str, Any]) -> None:
@@ -159,9 +166,11 @@ def fill(est: Estimator, state: Mapping[str, Any], load_rows: Callable[[], None]
     with est._writing():
         est._reading().forget_prefetched()
         for own, group in zip(est._groups, state["sample_groups"], strict=True):
-            own.update(group)
+            own.update(hyper(group))
         load_rows()
-        est.take_state(state["state"])
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors cannot be changed outside of it
+            # copies, since the caller's tensors may be views of a mapped file
+            est.restore_state({name: value.detach().clone() for name, value in state["state"].items()})
         est.notes = dict(state.get("notes", {}))
         finish(est, state)
 
@@ -282,11 +291,13 @@ def split_rows(est: Estimator, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _compare_configs(est: Estimator, given: Any) -> None:
     """Raise at the first entry that differs; the message has both values."""
     given, expected = values.mapping("config", given), config(est)
-    expected.pop("parts", None)
-    if not is_container(est) and "single" in (given.get("mode"), expected["mode"]):  # used alone, or in a container
-        expected.pop("mode")
-        given = {key: value for key, value in given.items() if key != "mode"}
-    _compare("", expected, given)
+    free = {"parts"}
+    if "single" in (given.get("mode"), expected["mode"]):  # used alone, or in a container
+        free.add("mode")
+    if not expected.get("columns", True):  # without rows the size is that of other parts
+        free.add("n")
+    own, other = ({key: value for key, value in each.items() if key not in free} for each in (expected, given))
+    _compare("", own, other)
 
 
 def _compare(where: str, expected: Any, given: Any) -> None:
