@@ -460,7 +460,7 @@ class ContrastiveEstimator(Container):
         units = [features.unit for features in (given.negatives, encoded) if features is not None]
         units += given.of_others
         # before anything is deposited, since a warning may be an error
-        self._async_checks.watch_features(self._handshake.agree, value, unit, *units)
+        self._async_checks.watch_features(self._reading().handshake.agree, value, unit, *units)
         return value
 
     def _propose(self, call: Call, objective: Objective) -> None:

@@ -529,10 +529,7 @@ SPOILED = {
     "a version": lambda entry: {**entry, "version": 99},
     "commits": lambda entry: {**entry, "t": -1},
     "a group": of_part(
-        lambda entry: {
-            **entry,
-            "sample_groups": [{**group, "n" if entry["rows"] else "more": 99} for group in entry["sample_groups"]],
-        }
+        lambda entry: {**entry, "sample_groups": [{**group, "n": 99} for group in entry["sample_groups"]]}
     ),
     "a column": of_part(lambda entry: {**entry, "rows": {**entry["rows"], "more": torch.zeros(N, 2)}}),
     "a tensor": of_part(lambda entry: {**entry, "state": {"more": torch.ones(1)}}),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from compopt.checks.context import makes_optimizer_state, outside_of_graphs, warn
+from compopt.checks.context import STATE_MAKERS, called_from, outside_of_graphs, warn
 from compopt.estimator.entry import FAMILIES, Entry, check_entry, look_for_entries
 
 Commit = Callable[[Tensor | None], None]
@@ -85,7 +85,7 @@ class Attached:
         """Commit after a step."""
         commit = self._commit()
         # torch.distributed.checkpoint calls step() to create the state of a new optimizer; this is not an update.
-        if commit is not None and not makes_optimizer_state():
+        if commit is not None and not called_from(STATE_MAKERS):
             commit(getattr(optimizer, "found_inf", None))
 
     def skipped(self) -> bool:

@@ -369,18 +369,16 @@ class Estimator:
 
     def _reading(self) -> Reader:
         """Return the reader of calls, which is created at the first use."""
-        if self._reader is None:
-            with FIRST_USE:
-                if self._reader is None:
-                    form = self._opened()
-                    objects = {
-                        name: (each._groups, each._table, each._columns()) for name, each in self._objects().items()
-                    }
-                    dtypes = [each.dtype for each in self._objects().values()]
-                    dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
-                    handshake = Handshake(form.ranks)
-                    self._reader = Reader(objects, handshake, self._async_checks, dtype, self._row_keys)
-        return self._reader
+        return self._reader or self._new_reader()
+
+    def _new_reader(self) -> Reader:
+        with FIRST_USE:
+            if self._reader is None:
+                handshake, every = Handshake(self._opened().ranks), self._objects()
+                objects = {name: (each._groups, each._table, each._columns()) for name, each in every.items()}
+                dtype = max((each.dtype for each in every.values()), key=lambda dtype: dtype.itemsize)
+                self._reader = Reader(objects, handshake, self._async_checks, dtype, self._row_keys)
+            return self._reader
 
     def _columns(self) -> list[Column]:
         form = self._opened()
@@ -390,13 +388,9 @@ class Estimator:
     def _ranks(self) -> Ranks:
         return self._opened().ranks
 
-    @property
-    def _handshake(self) -> Handshake:
-        return self._reading().handshake
-
     def _guard(self) -> AbstractContextManager[None]:
         """Wrap the checks of this rank before the exchange with the others, see :meth:`Handshake.guard`."""
-        reader = self._reader or self._reading()
+        reader = self._reading()
         return reader.handshake.guard() if reader.several else NOTHING
 
     @property
@@ -491,18 +485,13 @@ class Estimator:
                 raise ValueError("this estimator keeps no rows and has no n; there is nothing to add")
             new = self._new_groups(group)
             self._reading().forget_prefetched()
-            grown: list[tuple[RowTable, int]] = []
-            try:
+            with ExitStack() as grown, torch.inference_mode(False):  # inference tensors cannot be written outside of it
                 for each, added in new:
-                    if each._table is not None:
-                        before = each._table.n
-                        with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
-                            each._table.grow(before + added["n"])
-                        grown.append((each._table, before))
-            except BaseException:
-                for table, before in grown:
-                    table.grow(before)
-                raise
+                    if (table := each._table) is not None:
+                        before = table.n
+                        table.grow(before + added["n"])
+                        grown.callback(table.grow, before)
+                grown.pop_all()
             for each, added in new:
                 each._groups.append(SampleGroup(added, each._completed))
 
@@ -717,7 +706,7 @@ class Estimator:
     def _commits(self) -> bool:
         """Return whether a call has anything to commit: rows, other state, or those of a follower."""
         objects = self._objects().values()
-        return self._followed or any(each._table is not None or each.has_state for each in objects)
+        return self._followed or any(each._table is not None or each.state for each in objects)
 
     @property
     def _followed(self) -> bool:
@@ -845,11 +834,6 @@ class Estimator:
         return self._attachments.add(optimizer, self._commit, self if checkpoint else None)
 
     # -- state that is not rows --------------------------------------------------------------------------------
-
-    @property
-    def has_state(self) -> bool:
-        """Return whether this object has committed state that is not rows."""
-        return bool(self.state)
 
     @property
     def split_state(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def check_about(est: Estimator, state: Mapping[str, Any]) -> None:
     commits(state["t"])
     if not is_container(est):
         values.mapping("notes", state.get("notes", {}))
-        check_groups(est, state["sample_groups"])
+        check_groups(est, state["sample_groups"], state["config"].get("n"))
         est.check_load(state)
         return
     values.entries("state_dict", state, PARTS)
@@ -114,26 +115,26 @@ def check_tree(est: Estimator, state: Mapping[str, Any]) -> None:
             check_about(each, state["parts"][name])
 
 
-def check_groups(est: Estimator, given: Any) -> None:
-    """Refuse sample groups that cannot replace those of an object."""
+def check_groups(est: Estimator, given: Any, sizes: Any) -> None:
+    """Refuse sample groups that cannot replace those of an object; ``sizes`` are those of the configuration."""
     own = est._groups
     if not isinstance(given, list | tuple) or not all(isinstance(group, Mapping) for group in given):
         raise ValueError(f"sample_groups must be {len(own)} mappings, the checkpoint has {given!r}")
     if len(given) != len(own):
         raise ValueError(f"sample_groups must be {len(own)} mappings, the checkpoint has {given!r}")
+    if not values.equal([group.get("n") for group in given], sizes):
+        raise ValueError(f"n of the sample groups must be that of config, {sizes}, the checkpoint has {given!r}")
     for number, (group, other) in enumerate(zip(own, given, strict=True)):
-        if est._table is None:  # the size of other parts means nothing here
-            other = {**hyper(other), **{key: n for key, n in group.items() if key == "n"}}
-        if set(group) != set(other):
+        if hyper(group).keys() != hyper(other).keys():
             raise ValueError(
                 f"sample group {number} must have {sorted(group)}, the checkpoint has {sorted(other)}; build "
                 f"the estimator as the one that was saved"
             )
-        group.completed(other)
+        group.completed(hyper(other))
 
 
 def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a sample group without its size."""
+    """Return a sample group without its size, which an object without rows takes from its container."""
     return {key: value for key, value in group.items() if key != "n"}
 
 
@@ -152,13 +153,10 @@ def check_tensors(est: Estimator, state: Mapping[str, Any]) -> None:
 
 def load(est: Estimator, state: Mapping[str, Any]) -> None:
     """Load a whole state that :func:`checked` has accepted."""
-    if is_container(est):
-        for name, each in est._objects().items():
-            load(each, state["parts"][name])
-        finish(est, state)
-        return
-    table = est._table
-    fill(est, state, lambda: None if table is None else table.load_state_dict(state["rows"]))
+    for name, each in est._objects().items():
+        own, table = of(state, name), each._table
+        fill(each, own, (lambda: None) if table is None else partial(table.load_state_dict, own["rows"]))
+    finish(est, state)
 
 
 def fill(est: Estimator, state: Mapping[str, Any], load_rows: Callable[[], None]) -> None:
