@@ -104,10 +104,8 @@ class Attached:
 class Attachments:
     """Optimizers that commit an estimator's deposits, and one-time warnings about mistakes in the training loop.
 
-    *No commit*: ``step()`` never runs, or another optimizer than the attached one updates the model.
-    *Batch positions as index*: every index is 0 .. B - 1, so that all samples share a few rows.
-
-    No check waits for a device.
+    The mistakes are a loop without commits, because ``step()`` never runs or another optimizer than the attached one
+    updates the model, and positions in the batch as index. No check waits for a device.
 
     Attributes:
         stepped: by the id of each optimizer that may have the model (see :meth:`note`), whether it has stepped since
@@ -179,18 +177,19 @@ class Attachments:
 
     def _count(self) -> None:
         """Count an update if all optimizers have stepped, since it is not known which one has the model."""
-        known = dict(self.stepped or {})  # a copy: an optimizer may step in another thread
+        known = dict(self.stepped or {})  # another thread may change it
         if known and all(known.values()):
             self._updates += 1
             self.stepped = dict.fromkeys(known, False)
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Record a step of an optimizer, unless it has none of the parameters of the attached ones."""
+        stepped = self.stepped  # read once: another thread may commit and set it to None meanwhile
+        if stepped is None:
+            return
         attached = [each.listening() for each in self._attached.values()]
         own = {id(p) for each in attached if each is not None for p in _parameters(each)}
-        alien = bool(own) and own.isdisjoint(map(id, _parameters(optimizer)))
-        stepped = self.stepped  # read once: another thread may commit and set it to None meanwhile
-        if stepped is not None and not alien:
+        if not own or not own.isdisjoint(map(id, _parameters(optimizer))):
             stepped[id(optimizer)] = True
 
     def saving(self, t: int) -> None:
@@ -228,12 +227,9 @@ class Attachments:
     # -- batch positions ---------------------------------------------------------------------------------------
 
     def positions(self, index: Tensor, n: int | None, remembered: bool) -> None:
-        """Warn if every index so far equals the positions in the batch.
+        """Warn if every index ``(b,)`` so far equals the positions in the batch.
 
-        Args:
-            index: index of this rank, ``(b,)``.
-            n: number of rows; ``None``: the estimator has no rows.
-            remembered: the estimator identifies samples of earlier batches by their index, with or without rows.
+        ``n`` is the number of rows, or ``None``; ``remembered``: samples of earlier batches are known by their index.
         """
         if len(index) == 0:
             return
@@ -259,8 +255,7 @@ _hooks: list[Any] = []
 @outside_of_graphs
 def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for attachments in tuple(_watching):
-        if attachments.stepped is not None:
-            attachments.note(optimizer)
+        attachments.note(optimizer)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

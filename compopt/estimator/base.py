@@ -92,12 +92,9 @@ class Fixed:
 def is_fixed(est: Any, name: str, value: object) -> AttributeError:
     """Return the error for an attempt to change an attribute that determines the meaning of the rows."""
     plain_types = str | bool | int | torch.dtype | None
-    before = getattr(est, name)
-    old, new = (repr(x) if isinstance(x, plain_types) else type(x).__name__ for x in (before, value))
-    return AttributeError(
-        f"{name} of {type(est).__name__} is fixed at {old}, since its state depends on it: build another estimator "
-        f"with {name}={new}"
-    )
+    old, new = (repr(x) if isinstance(x, plain_types) else type(x).__name__ for x in (getattr(est, name), value))
+    kind, remedy = type(est).__name__, f"build another estimator with {name}={new}"
+    return AttributeError(f"{name} of {kind} is fixed at {old}, since its state depends on it: {remedy}")
 
 
 class Estimator:
@@ -203,15 +200,11 @@ class Estimator:
         self._filled: list[dict[str, Any]] = []  # by group, the defaults of the mode
         self._make_own()
         self._defaults = plain(defaults)
-        self._groups = [SampleGroup(group, self._completed) for group in self._first_groups(n)]
+        self.check(self._defaults)
+        groups = [self._joined(number, group) for number, group in enumerate([{}] if n is None else as_groups(n))]
+        self._groups = [SampleGroup(self._completed(group), self._completed) for group in groups]
         if self._placement != Placement():
             self._opened()
-
-    def _first_groups(self, n: GroupSpec | None) -> list[dict[str, Any]]:
-        self.check(self._defaults)
-        if n is None:
-            return [dict(self._defaults)]
-        return [self._completed(self._joined(number, group)) for number, group in enumerate(as_groups(n))]
 
     def _joined(self, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group with defaults for missing keys."""
@@ -246,9 +239,9 @@ class Estimator:
         return []
 
     def setup(self, form: Form) -> None:
-        """Create :attr:`state` and other members whose shape depends on the form.
+        """Set :attr:`state` and other members that depend on the form; change no member in place.
 
-        Called before the first use, and again if a container takes an object that has no commits.
+        Called before the first use, and again if a container takes an object that was used alone.
         """
 
     def structure(self) -> dict[str, Any]:
@@ -431,11 +424,9 @@ class Estimator:
         try:
             yield
         except BaseException:
-            for each, pending, state, notes in before:
+            for each, *pending in before:  # deposits replace the mappings, and leave what is in them as it is
                 with each._writing():
-                    each._forget(pending)
-                    # deposits replace the mappings, and leave what is in them as it is
-                    each._pending_state, each._pending_notes = state, notes
+                    each._forget(*pending)
             raise
 
     def _await_save(self) -> None:
@@ -788,12 +779,11 @@ class Estimator:
         self._attachments.ended()
         with self._writing():
             for each in self._tree():
-                each._forget(0)
-                each._pending_state = each._pending_notes = None
+                each._forget()
 
-    def _forget(self, first: int) -> None:
-        """Drop the deposits of this object from number ``first`` on."""
-        self.pending = first
+    def _forget(self, first: int = 0, state: Any = None, notes: Any = None) -> None:
+        """Drop the deposits of this object from number ``first`` on; ``state`` and ``notes`` are pending again."""
+        self.pending, self._pending_state, self._pending_notes = first, state, notes
         if self._table is not None:
             self._table.discard(first)
 
@@ -1005,15 +995,16 @@ class Estimator:
         configuration in another composition.
 
         The dtype and the device of this estimator do not change, and all values are copied. If any check fails, nothing
-        is written. No other thread may call the estimator meanwhile. States of version 0.3 are converted.
+        is written. No other thread may call the estimator meanwhile. States of version 0.3 are converted. An object
+        that was never used takes the form of the state, and its dtype, unless it was built with one.
 
         Args:
             state_dict: result of :meth:`state_dict`.
 
         Raises:
-            ValueError: another n, mode, method or dtype (dtypes are never converted); missing or unknown entries;
-                tensors that are sparse or on the meta device; values that no run writes, such as NaN or a count below
-                0; values with another meaning (another ``reference``).
+            ValueError: another n (with rows), mode, method or dtype (dtypes are never converted); missing or unknown
+                entries; tensors that are sparse or on the meta device; values that no run writes, such as NaN or a
+                count below 0; values with another meaning (another ``reference``).
             TypeError: ``state_dict`` is not a mapping, or an entry has another type.
 
         Communicates: nothing.
@@ -1021,12 +1012,14 @@ class Estimator:
         self._load_checked(self._checked_state(state_dict))
 
     def _take_form_of(self, config: Any) -> None:
-        """Take the form of a saved state, if this object was never used: its mode, and the number of values."""
-        columns, mode = (config.get("columns"), config.get("mode")) if isinstance(config, Mapping) else (None, None)
+        """Take the form of a saved state, if this object was never used: mode, number of values, and dtype."""
+        config = config if isinstance(config, Mapping) else {}
+        columns, mode = config.get("columns"), config.get("mode")
         width = columns.get(COUNT) if isinstance(columns, Mapping) else None
         if self._unused and mode in ("bimodal", "unimodal") and width in ([1, "torch.int32"], [2, "torch.int32"]):
             directions, ranks = 2 if mode == "unimodal" else width[0], Ranks(self._placement.process_group)
-            self._join(Form(mode, width[0], self.dtype, self._placement, ranks, directions, normalize=True))
+            dtype = torch.float64 if config.get("dtype") == "torch.float64" else self.dtype
+            self._join(Form(mode, width[0], dtype, self._placement, ranks, directions, normalize=True))
 
     def _checked_state(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a state as the pre-hooks of a load leave it, or raise if it cannot be loaded; change nothing."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from compopt import checks
 from compopt.batch import Batch
 from compopt.distributed.ranks import Ranks
-from compopt.estimator.base import Estimator, Form, check_dtype
+from compopt.estimator.base import Estimator, Form
 from compopt.estimator.groups import Groups, GroupView, as_groups, plain
 
 
@@ -35,9 +35,14 @@ class Container(Estimator):
 
     def __init__(self, parts: Mapping[str, Estimator], form: Form, sample_groups: Groups | None = None) -> None:
         super().__init__(None, {})
-        self._placement, self._dtype, self._ranks = form.placement, check_dtype(form.dtype), form.ranks
-        self._parts = dict(parts)
-        self._names = self._named()
+        self._placement, self._dtype, self._ranks = form.placement, form.dtype, form.ranks
+        self._parts, every = dict(parts), [key for part in parts.values() for key in part.defaults]
+        # by key of the container, the name of the part and its key; keys that two parts share are prefixed
+        self._names = {
+            f"{name}.{key}" if every.count(key) > 1 else key: (name, key)
+            for name, part in parts.items()
+            for key in part.defaults
+        }
         data = {part.data_fingerprint for part in parts.values()} - {None}
         if len(data) > 1:
             raise ValueError(f"data_fingerprint differs: the rows of the parts are of {sorted(map(repr, data))}")
@@ -58,10 +63,6 @@ class Container(Estimator):
 
     _ranks: Ranks = cast(Ranks, None)  # an attribute, since every call reads it
 
-    def _opened(self) -> Form:
-        assert self._form is not None
-        return self._form
-
     def _objects(self) -> dict[str, Estimator]:
         return self._parts
 
@@ -79,15 +80,6 @@ class Container(Estimator):
             part.data_fingerprint = value
 
     # -- groups ------------------------------------------------------------------------------------------------
-
-    def _named(self) -> dict[str, tuple[str, str]]:
-        """Return, by key of the container, the name of the part and its key; keys that two parts share are prefixed."""
-        every = [key for part in self._parts.values() for key in part.defaults]
-        return {
-            f"{name}.{key}" if every.count(key) > 1 else key: (name, key)
-            for name, part in self._parts.items()
-            for key in part.defaults
-        }
 
     def _groups_of_parts(self, given: Groups | None) -> dict[str, list[dict[str, Any]]]:
         """Return the sample groups that the parts will have: with sizes, and with the given hyper-parameters."""
