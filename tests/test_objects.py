@@ -18,6 +18,7 @@ from tests.pool import the_pool
 from tests.test_alone import DIM, N, data
 
 TAU = 0.2
+OTHER = {torch.float32: torch.float64, torch.float64: torch.float32}
 I, G = torch.arange(3), torch.zeros(3)  # noqa: E741
 
 
@@ -116,17 +117,20 @@ def test_a_state_of_use_alone_fits_a_part_with_one_value_per_sample():
         isogclr(optimizer="momentum", dtype=torch.float32).temperature.load_state_dict(tau.state_dict())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
-def test_an_object_that_was_never_used_takes_the_form_of_the_state_that_it_loads(mode, tmp_path):
-    est, index = sogclr(mode, dtype=torch.float32), torch.arange(N)
+def test_an_object_that_was_never_used_takes_the_form_of_the_state_that_it_loads(mode, dtype, tmp_path):
+    est, index = sogclr(mode, dtype=dtype), torch.arange(N)
     path = compopt.save(est.normalizer, tmp_path)
     for load in (lambda u: u.load_state_dict(est.normalizer.state_dict()), lambda u: compopt.load(u, path)):
         u = compopt.MovingAverageEstimator(N)
         load(u)
         assert_same_bits(u.read(index), est.normalizer.read(index))
-        other = compose(u, mode=mode)
+        other = compose(u, mode=mode, dtype=dtype)
         assert call(other, range(4)) == call(est, range(4))
         est.discard()
+        with pytest.raises(ValueError, match="dtype differs"):
+            load(compopt.MovingAverageEstimator(N, dtype=OTHER[dtype]))
 
 
 REFUSED = [

@@ -90,7 +90,7 @@ def checked(est: Estimator, state: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_about(est: Estimator, state: Mapping[str, Any]) -> None:
     """Refuse the state, or the manifest, of another estimator; tensors are not checked here."""
     _compare_configs(est, state["config"])
-    commits(state["t"])
+    values.integer("t", state["t"], 0, values.MOST)
     if not is_container(est):
         values.mapping("notes", state.get("notes", {}))
         check_groups(est, state["sample_groups"], state["config"].get("n"))
@@ -176,13 +176,8 @@ def fill(est: Estimator, state: Mapping[str, Any], load_rows: Callable[[], None]
 def finish(est: Estimator, state: Mapping[str, Any]) -> None:
     """Set the number of commits, and drop what is pending."""
     est._reading().forget_prefetched()
-    est.t, est._committed = commits(state["t"]), 0
+    est.t, est._committed = int(state["t"]), 0
     est._drop_pending()
-
-
-def commits(t: Any) -> int:
-    """Return the checked number of commits of a checkpoint."""
-    return values.integer("t", t, 0, values.MOST)
 
 
 # -- version 0.3 ---------------------------------------------------------------------------------------------------
