@@ -546,10 +546,6 @@ class Estimator:
             return torch.zeros(size, dtype=torch.int64, device="cpu")  # no rows: the first sample group is that of all
         raise TypeError(f"index is None; pass data-set positions: {type(self).__name__} has rows for n={self.n}")
 
-    def _look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
-        """Read committed rows outside of a call, with the device and dtype of ``like``; collective on shards."""
-        return self._reading().look(index, like, values)
-
     def _progress(self, depositing: bool, facts: Mapping[str, int]) -> dict[str, int]:
         """Return the facts of a call that must be equal on all ranks."""
         progress = {"depositing": int(depositing), "t": self.t, "pending": self.pending, **facts}
