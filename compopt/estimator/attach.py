@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import WeakMethod, WeakSet, ref
 
 import numpy as np
@@ -39,8 +39,7 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
         # torch marks the step() that runs hooks.
         tables = [getattr(each, f"_optimizer_{family}_hooks", None) for family in ("step_post", *FAMILIES)]
         if getattr(getattr(type(each), "step", None), "hooked", False) and all(isinstance(x, dict) for x in tables):
-            found: torch.optim.Optimizer = each
-            return found
+            return cast(torch.optim.Optimizer, each)
     raise TypeError(
         f"attach() needs a torch optimizer, or a wrapper that keeps one in .optimizer; got "
         f"{type(optimizer).__name__}. Attach the optimizer inside it, or call est.step() after each real update"
@@ -69,7 +68,7 @@ class Attached:
         # DeepSpeed's engine counts the updates that it skips, and runs no hook for them.
         engine = next((each for each in _chain(given) if isinstance(getattr(each, "skipped_steps", None), int)), None)
         self.engine: ref[Any] | None = None if engine is None else ref(engine)
-        self._skipped: int = 0 if engine is None else engine.skipped_steps
+        self.skipped: int = 0 if engine is None else engine.skipped_steps
         # A loop may call only the base_optimizer of a wrapping optimizer (SAM). The hook is therefore registered on
         # both; if both run, the second one finds nothing to commit.
         base = getattr(getattr(inner, "base_optimizer", None), "_optimizer_step_post_hooks", None)
@@ -87,12 +86,6 @@ class Attached:
         # torch.distributed.checkpoint calls step() to create the state of a new optimizer; this is not an update.
         if commit is not None and not called_from(STATE_MAKERS):
             commit(getattr(optimizer, "found_inf", None))
-
-    def skipped(self) -> bool:
-        """Return whether the engine has skipped an update since the last call of this method."""
-        engine, before = None if self.engine is None else self.engine(), self._skipped
-        self._skipped = before if engine is None else int(engine.skipped_steps)
-        return self._skipped > before
 
     def listening(self) -> torch.optim.Optimizer | None:
         """Return the optimizer if it is alive and still has the hook; otherwise ``None``."""
@@ -138,8 +131,12 @@ class Attachments:
 
     def skipped(self) -> bool:
         """Return whether an engine has skipped an update since the last call of this method."""
-        skipped = [each.skipped() for each in self._attached.values()]  # a list: every counter must be read
-        return any(skipped)
+        found = False
+        for each in self._attached.values():  # every counter must be read
+            if each.engine is not None and (engine := each.engine()) is not None:
+                found |= engine.skipped_steps > each.skipped
+                each.skipped = int(engine.skipped_steps)
+        return found
 
     def listening(self) -> str | None:
         """Return the class name of an optimizer that is alive and has the hook, or ``None``."""
@@ -203,17 +200,17 @@ class Attachments:
         self._said_pending = True
         meanwhile = f" in {self._updates} update{'s' * (self._updates > 1)} of the model" if self._updates else ""
         fact = f"{calls} calls have deposited{meanwhile} and none was committed{harm}: "
-        gone, silent = self.gone(), self.listening()
-        remedy = (
-            "call est.step() after optimizer.step(), or est.attach(optimizer); the trainers of transformers, "
-            "sentence-transformers and Lightning need the EstimatorCallback of compopt.integrations"
-        )
-        if gone is not None:
+        if (gone := self.gone()) is not None:
             remedy = f"the {gone} that est.attach() was given is gone; attach the optimizer that took its place"
-        elif silent is not None:
+        elif (silent := self.listening()) is not None:
             remedy = (
                 f"the attached {silent} has not run step() meanwhile; attach the optimizer whose step() updates the "
                 f"model (after deepspeed.initialize or prepare), or call est.step() after each update"
+            )
+        else:
+            remedy = (
+                "call est.step() after optimizer.step(), or est.attach(optimizer); the trainers of transformers, "
+                "sentence-transformers and Lightning need the EstimatorCallback of compopt.integrations"
             )
         warn(fact + remedy)
 
