@@ -191,11 +191,11 @@ class ContrastiveEstimator(Container):
         more |= {} if self.pairs is None else {"pairs": repr(self.pairs)}
         return {"normalize": self.normalize, "multiply_tau": self.multiply_tau, **more}
 
-    def _described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, Any]:
         directions = {} if self.mode == "unimodal" else {"directions": self.directions}
         unusual = {key: False for key in ("normalize", "multiply_tau") if not getattr(self, key)}
         pairs = {} if self.pairs is None else {"pairs": self.pairs}
-        return {"mode": self.mode, **directions, **unusual, **pairs, **super()._described()}
+        return {"mode": self.mode, **directions, **unusual, **pairs, **super().described()}
 
     @property
     def _remembers_index(self) -> bool:
@@ -460,7 +460,7 @@ class ContrastiveEstimator(Container):
         units = [features.unit for features in (given.negatives, encoded) if features is not None]
         units += given.of_others
         # before anything is deposited, since a warning may be an error
-        self._async_checks.watch_features(self._handshake.agree, value, unit, *units)
+        self._async_checks.watch_features(self._reading().handshake.agree, value, unit, *units)
         return value
 
     def _propose(self, call: Call, objective: Objective) -> None:

@@ -18,7 +18,6 @@ import csv
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +29,17 @@ from torch.utils.hooks import RemovableHandle
 
 from compopt import checks
 from compopt.batch import COUNT, Batch
-from compopt.checks import values
 from compopt.checks.context import warn
 from compopt.checks.inputs import check_values
 from compopt.contrastive import ContrastiveEstimator
-from compopt.distributed.ranks import Ranks
-from compopt.estimator import state_dict as states
 from compopt.estimator.base import Estimator, Form, Hook
 from compopt.estimator.groups import GroupSpec, as_groups
 from compopt.estimator.reader import ROW_KEYS
 from compopt.kernel.block import same_sample
 from compopt.kernel.pairs import Pairs
 from compopt.stores.rows import Column
-from compopt.stores.table import Placement
 
 READ_ROWS = 1 << 20  # rows per read
-FORMS = (("bimodal", 2), ("bimodal", 1), ("unimodal", 1))  # modes, and directions with rows of their own
 RANK_ROWS = 512  # anchors per block of similarities
 ROUNDING = 8  # largest error of a cosine similarity, in units of the last place
 CHANCE = 0.5  # mean rank of a positive that is unrelated to its anchor
@@ -80,7 +74,7 @@ class ScoreKeeper(Estimator):
     from all candidates with other keys. With ``keys=`` candidates and positives are those of the copy.
 
     The rows have the mode, the dtype and the placement of the estimator that :meth:`attach` is given. They are saved by
-    ``compopt.save(keeper, directory)``, and read ahead by ``est.prefetch(keeper.prefetch(loader))``.
+    ``compopt.save(keeper, directory)``, and read ahead by ``est.prefetch(loader)``.
 
     Communicates, with several ranks and in each call that deposits: a message of up to 2 integers per sample and a few
     more; one all-gather of the rows of this rank's samples and of 2 floats per anchor (with ``shard=True`` the rows
@@ -134,7 +128,9 @@ class ScoreKeeper(Estimator):
             raise TypeError(f"est must be a contrastive estimator, got {type(est).__name__}")
         if est.n not in (None, self.n):
             raise ValueError(f"n differs: the ScoreKeeper has {self.n}, the estimator {est.n}; give both the same n")
-        self._take_form(est._opened())
+        if not (self.t or self.pending):
+            self._close()
+        self._join(est._opened())
         if self._handle is not None:
             self._handle.remove()
         self._handle = est.register_call_hook(self._record)
@@ -144,11 +140,8 @@ class ScoreKeeper(Estimator):
             self._handle.extra_dict_ref += (weakref.ref(est._hooks[family]),)
         return self._handle
 
-    def _take_form(self, form: Form) -> None:
-        """Create rows of this form, unless there are such; refuse to replace those that were written."""
-        if not (self.t or self.pending):
-            self._form = None
-        self._join(replace(form, folder="scores"))
+    def _join(self, form: Form) -> None:
+        super()._join(replace(form, folder="scores"))
         self._row_keys = ROW_KEYS[: form.width]
 
     def _record(self, est: ContrastiveEstimator, batch: Batch, pairs: Pairs) -> None:
@@ -194,16 +187,6 @@ class ScoreKeeper(Estimator):
 
     def _drop(self, est: Estimator) -> None:
         self.discard()
-
-    def _checked_state(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        if self._handle is None:  # no estimator determines the form of the rows
-            values.entries("state_dict", state_dict, states.KEYS)
-            config = values.mapping("config", state_dict["config"])
-            column = values.mapping("columns", config.get("columns")).get("log_g")
-            for (mode, width), dtype in product(FORMS, (torch.float32, torch.float64)):
-                if (config.get("mode"), column) == (mode, [width, str(dtype)]):
-                    self._take_form(Form(mode, width, dtype, Placement(), Ranks()))
-        return super()._checked_state(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_handle": None}

@@ -31,8 +31,9 @@ class EstimatorModule(nn.Module):
         self.est = est  # first, since Module.__init__ assigns training
         super().__init__()
         self.training = mode
-        for role, learnable in self.est.learnables().items():
-            self.add_module(role, learnable)
+        for name, each in self.est._objects().items():
+            if each.learnable is not None:
+                self.add_module(name or "learnable", each.learnable)
         if {id(p) for p in est.parameters()} != {id(p) for p in self.parameters()}:
             raise TypeError(
                 "a part of this estimator yields parameters from learned() that are not in its attribute learnable; "

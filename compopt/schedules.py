@@ -48,7 +48,7 @@ class Schedule:
 
     def _move(self, t: int) -> None:
         values = [plain_value(self.key, self.fn(t)) for _ in self.est.sample_groups]
-        with self.est.between_commits():
+        with self.est._writing():
             for group, value in zip(self.est.sample_groups, values, strict=True):
                 group[self.key] = value
         self.t = t

@@ -10,6 +10,7 @@ from torch.nn.functional import normalize
 
 import compopt
 from compopt import curation
+from compopt.stores.prefetch import Prefetcher
 from tests.helpers import batches, features, near, run, snapshot, whole
 from tests.pool import the_pool
 
@@ -223,6 +224,20 @@ def test_a_call_that_the_keeper_refuses_deposits_nothing():
         est(*z)
 
 
+def test_a_call_that_one_keeper_refuses_deposits_nothing_in_another():
+    est = compopt.DCLEstimator()
+    first, second = kept(est), kept(est)
+    z = features(4, D, seed=0)
+    run(est, *z, torch.arange(4))
+    first.add_sample_group({"n": 3})
+    with pytest.raises(IndexError, match=f"index {N + 1} is outside n={N}"):
+        est(*z, torch.arange(N - 2, N + 2))
+    assert first.pending == second.pending == 1  # the call before stays
+    est.step()
+    for keeper in (first, second):
+        assert keeper.read(torch.arange(N))["count"].tolist() == [1] * 4 + [0] * (N - 4)
+
+
 @pytest.mark.parametrize("options", [{"offload": "cpu"}, {"offload": "disk"}])
 def test_the_rows_have_the_placement_of_the_estimator(options, tmp_path):
     if options["offload"] == "disk":
@@ -234,6 +249,18 @@ def test_the_rows_have_the_placement_of_the_estimator(options, tmp_path):
         est.step(), plain.step()
     for key, value in snapshot(wanted, N).items():
         assert torch.equal(snapshot(keeper, N)[key], value), key
+
+
+def test_a_prefetch_of_the_estimator_reads_the_rows_of_its_keepers(monkeypatch):
+    started, start = [], Prefetcher.start
+    monkeypatch.setattr(Prefetcher, "start", lambda self, *given: started.append(self) or start(self, *given))
+    for name in ("dcl", "isogclr"):
+        est, keeper = with_scores(name, "bimodal", offload="cpu")
+        for batch in est.prefetch(batches(N, steps=3, seed=4)):
+            run(est, *batch), est.step()
+        assert started.count(keeper._reading().prefetcher) == 3
+        est.prefetch(torch.arange(4))
+        assert started.count(keeper._reading().prefetcher) == 4
 
 
 # -- results from rows ---------------------------------------------------------------------------------------------

@@ -203,7 +203,7 @@ REFUSED = [
     (build, lambda k: (*k, k[0]), ValueError, "must be a pair.*got 3"),
     (build, lambda k: (k[0], k[1][:-1]), ValueError, r"keys\[1\] must have the shape of z1"),
     (build, lambda k: (k[0].long(), k[1]), TypeError, r"keys\[0\] must be a floating-point tensor"),
-    (build, lambda k: [side.to("meta") for side in k], TypeError, "dense tensor with values"),
+    (build, lambda k: [side.to("meta") for side in k], ValueError, "on the meta device"),
 ]
 
 

@@ -18,6 +18,7 @@ from tests.pool import the_pool
 from tests.test_alone import DIM, N, data
 
 TAU = 0.2
+OTHER = {torch.float32: torch.float64, torch.float64: torch.float32}
 I, G = torch.arange(3), torch.zeros(3)  # noqa: E741
 
 
@@ -116,17 +117,20 @@ def test_a_state_of_use_alone_fits_a_part_with_one_value_per_sample():
         isogclr(optimizer="momentum", dtype=torch.float32).temperature.load_state_dict(tau.state_dict())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
-def test_an_object_that_was_never_used_takes_the_form_of_the_state_that_it_loads(mode, tmp_path):
-    est, index = sogclr(mode, dtype=torch.float32), torch.arange(N)
+def test_an_object_that_was_never_used_takes_the_form_of_the_state_that_it_loads(mode, dtype, tmp_path):
+    est, index = sogclr(mode, dtype=dtype), torch.arange(N)
     path = compopt.save(est.normalizer, tmp_path)
     for load in (lambda u: u.load_state_dict(est.normalizer.state_dict()), lambda u: compopt.load(u, path)):
         u = compopt.MovingAverageEstimator(N)
         load(u)
         assert_same_bits(u.read(index), est.normalizer.read(index))
-        other = compose(u, mode=mode)
+        other = compose(u, mode=mode, dtype=dtype)
         assert call(other, range(4)) == call(est, range(4))
         est.discard()
+        with pytest.raises(ValueError, match="dtype differs"):
+            load(compopt.MovingAverageEstimator(N, dtype=OTHER[dtype]))
 
 
 REFUSED = [
@@ -168,6 +172,60 @@ def test_a_load_of_rows_that_were_averaged_at_another_temperature_warns_once():
             with pytest.warns(UserWarning, match=r"averaged at tau=0.2, this call has tau=0.3"):
                 call(est, range(4))
         call(est, range(4), 1)  # a warning would be an error
+
+
+def test_the_temperature_of_rows_is_committed_and_discarded_with_them():
+    est = compopt.SogCLREstimator(N, gamma=0.6, tau=TAU)
+    call(est, range(4))
+    assert est.normalizer.notes == {}
+    est.discard()
+    call(est, range(4)), est.step()
+    assert est.normalizer.notes == {"tau": TAU}
+    est.sample_groups[0]["tau"] = 0.3
+    call(est, range(4)), est.discard()
+    assert est.state_dict()["parts"]["normalizer"]["notes"] == {"tau": TAU}
+    call(est, range(4)), est.step()
+    assert est.normalizer.notes == {"tau": 0.3}
+
+
+def test_columns_are_read_in_their_own_dtypes():
+    u = compopt.MovingAverageEstimator(N, dtype=torch.float32)
+    est = compose(u, compopt.TemperatureDual(N, dtype=torch.float64))
+    call(est, range(4)), est.step()
+    read = est.read(torch.arange(4))
+    assert (read["log_u"].dtype, read["tau"].dtype) == (torch.float32, torch.float64)
+    assert torch.equal(read["log_u"], u.read(torch.arange(4))["log_u"])
+
+
+def test_a_part_that_is_saved_alone_is_of_the_data_of_its_container(tmp_path):
+    est, other, again = sogclr(), sogclr(steps=()), sogclr(steps=())
+    est.data_fingerprint = again.data_fingerprint = "data"
+    assert est.normalizer.data_fingerprint == "data"
+    compopt.save(est.normalizer, tmp_path)
+    other.data_fingerprint = "other data"
+    with pytest.raises(ValueError, match="fingerprint 'data', est.data_fingerprint is 'other data'"):
+        compopt.load(other.normalizer, tmp_path)
+    compopt.load(again.normalizer, tmp_path)
+    assert compose(est.normalizer, dtype=torch.float64).data_fingerprint == "data"
+    with pytest.raises(ValueError, match="data_fingerprint differs.*'data'.*'other data'"):
+        compose(est.normalizer, other.temperature)
+
+
+def test_a_part_without_rows_loads_a_state_of_any_size(tmp_path):
+    large, none = sogclr(dtype=torch.float32), compopt.DCLEstimator(tau=0.7)
+    small = compopt.SogCLREstimator(N - 1, tau=0.7)
+    for each in (small, none, compose(compopt.BatchNormalizer(), compopt.FixedTemperature(0.7))):
+        each.temperature.load_state_dict(large.temperature.state_dict())
+        assert each.temperature.sample_groups[0]["tau"] == TAU and each.n != large.n
+    none.temperature.sample_groups[0]["tau"] = 0.5
+    compopt.save(none.temperature, tmp_path)
+    compopt.load(large.temperature, tmp_path)
+    assert dict(large.sample_groups[0]) == {"n": N, "gamma": 0.6, "reference": "none", "eps": 0.0, "tau": 0.5}
+    with pytest.raises(ValueError, match="n differs"):
+        small.normalizer.load_state_dict(large.normalizer.state_dict())
+    two = compopt.SogCLREstimator([{"n": N}, {"n": 1, "tau": 0.1}])
+    with pytest.raises(ValueError, match="sample_groups must be 2 mappings"):
+        two.temperature.load_state_dict(large.temperature.state_dict())
 
 
 def test_a_checkpoint_has_a_folder_per_object(tmp_path):
@@ -306,6 +364,31 @@ def test_a_refused_composition_leaves_its_parts():
     call(compose(u, tau), range(4))
 
 
+def test_parts_are_taken_once_all_of_them_fit(tmp_path):
+    class Refusing(compopt.FixedTemperature):
+        def setup(self, form):
+            if form.mode != "single":
+                raise ValueError("not here")
+
+    def refused(u):
+        with pytest.raises(ValueError, match="not here"):
+            compose(u, Refusing(TAU), mode="unimodal", sample_groups=[{"n": N, "gamma": 0.5}])
+
+    new = compopt.MovingAverageEstimator(N, offload="disk", offload_dir=tmp_path)
+    used = compopt.MovingAverageEstimator(N)
+    used.update(G, I), used.step()
+    for u in (new, used):
+        (group,), state = u.sample_groups, u.state_dict()
+        refused(u)
+        assert not [*tmp_path.glob("normalizer-*")]
+        assert_same_bits(tensors_of(u.state_dict()), tensors_of(state))
+        assert u.sample_groups[0] is group and group["gamma"] == 0.9 and u.state_dict()["config"]["mode"] == "single"
+        assert u.update(G + 1, I).shape == (3,)
+        u.step()
+    est = compose(used, mode="unimodal", sample_groups=[{"n": N, "gamma": 0.5}])
+    assert used.sample_groups[0]["gamma"] == 0.5 and est.read(I)["count"].tolist() == [2] * 3
+
+
 def test_copies_are_whole_and_apart():
     est = isogclr()
     call(est, range(4)), est.step()
@@ -346,6 +429,14 @@ def test_groups_of_a_container_are_views_that_write_through():
     with pytest.raises(TypeError, match="cannot be removed"):
         del group["rho"]
     isogclr().sample_groups[0]["lr"] = 0.5  # no prefix where one part has the key
+
+
+def test_groups_are_appended_by_their_method_only():
+    for each in (isogclr(), compopt.MovingAverageEstimator(N)):
+        with pytest.raises(AttributeError, match="append"):
+            each.sample_groups.append({"n": 1})
+        with pytest.raises(TypeError):
+            each.sample_groups[0] = {"n": N}
 
 
 def test_defaults_are_those_of_the_mode():
@@ -511,7 +602,7 @@ def test_groups_of_a_container_are_used_like_dicts():
     (group,) = est.sample_groups
     group |= {"rho": 0.3}
     assert group.copy() == dict(group) == copy.deepcopy(group) == (group | {}) and group["rho"] == 0.3
-    assert pickle.loads(pickle.dumps(est.sample_groups)) == [dict(group)]
+    assert pickle.loads(pickle.dumps(est.sample_groups)) == (dict(group),)
 
 
 def test_a_part_in_evaluation_mode_is_frozen():
@@ -611,6 +702,11 @@ def test_mistakes_of_authors_are_named(mistake, kind, message):
     assert est.pending == 0
     est.step()
     assert est.t == 0
+
+
+def test_a_column_has_a_known_reduction():
+    with pytest.raises(ValueError, match="reduce of column 'log_u' must be one of 'mean', .*, got 'median'"):
+        Column("log_u", 1, reduce="median")
 
 
 def test_forgotten_proposals_of_other_parts_are_named():

@@ -151,7 +151,7 @@ def loaded_without_memory_on_one_rank(group, directory):
     """Fail on one rank while restoring the state that is not rows, which is restored last; return the error."""
     est = sogclr(process_group=group)
     if torch.distributed.get_rank(group):
-        est.normalizer.take_state = lambda state: torch.empty(1 << 60)
+        est.normalizer.restore_state = lambda state: torch.empty(1 << 60)
     with pytest.raises(RuntimeError) as raised:
         compopt.load(est, directory)
     return str(raised.value)

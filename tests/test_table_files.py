@@ -93,7 +93,7 @@ def test_an_estimator_refuses_the_table_of_another_run_until_a_load_follows(tmp_
         est.step()
     state, path = snapshot(est, 50), compopt.save(est, tmp_path / "checkpoints")
     again = build()
-    with pytest.raises(ValueError, match="already exists.*load a checkpoint"):
+    with pytest.raises(ValueError, match="exists and holds the rows of another estimator of this process: load a"):
         again.read(torch.arange(50))
     compopt.load(again, path)
     assert_same_bits(snapshot(again, 50), state)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from typing import TypeVar, cast
 
 import torch
@@ -22,10 +22,10 @@ STATE_MAKERS = {
     ("torch.distributed.checkpoint.state_dict", "_init_optim_state"),
     ("torch.distributed.optim.named_optimizer", "init_state"),
 }
-# Largest number of frames (of torch, wrappers and schedulers) between such a function and a hook of the optimizer.
-STATE_MAKERS_DEPTH = 32
 # Modules that read state and groups from an optimizer's state dict, and drop all other entries.
 STATE_FILTERS = ("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp.fully_sharded_data_parallel")
+# Largest number of frames (of torch, wrappers and schedulers) between these and a hook of the optimizer.
+DEPTH = 32
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -80,7 +80,7 @@ def in_checkpoint() -> bool:
     checkpointed function.
     """
     frame = inspect.currentframe()
-    while frame is not None:  # not _callers(): the depth is unlimited, and every depositing call runs this loop
+    while frame is not None:  # of any depth
         module = frame.f_globals.get("__name__")
         if module in CHECKPOINTS or module in ENGINE:
             return module in CHECKPOINTS
@@ -88,35 +88,21 @@ def in_checkpoint() -> bool:
     return False
 
 
-def makes_optimizer_state() -> bool:
-    """Return whether ``torch.distributed.checkpoint`` calls ``step()`` only to create the state of an optimizer.
+def called_from(places: Collection[object]) -> bool:
+    """Return whether a module, or a function ``(module, name)``, of ``places`` is on the call stack.
 
-    The call stack is the only evidence: a learning rate of zero may be the first value of a schedule, and a comparison
-    of the gradients with zero would wait for the device.
+    The call stack is the only evidence that ``step()`` creates state: a learning rate of zero may be the first value of
+    a schedule, and a comparison of the gradients with zero would wait for the device.
     """
     frame = inspect.currentframe()
-    for _ in range(STATE_MAKERS_DEPTH):  # not _callers(), which costs a call per frame: every step runs this loop
+    for _ in range(DEPTH):
         if frame is None:
             return False
-        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in STATE_MAKERS:
+        module = frame.f_globals.get("__name__")
+        if module in places or (module, frame.f_code.co_name) in places:
             return True
         frame = frame.f_back
     return False
-
-
-def drops_entries() -> bool:
-    """Return whether the caller of an optimizer's ``state_dict()`` drops all entries except state and groups."""
-    return any(module in STATE_FILTERS for module, _ in _callers())
-
-
-def _callers() -> Iterator[tuple[str | None, str]]:
-    # Yields module and name of the functions on the call stack, nearest first.
-    frame = inspect.currentframe()
-    for _ in range(STATE_MAKERS_DEPTH):
-        if frame is None:
-            return
-        yield frame.f_globals.get("__name__"), frame.f_code.co_name
-        frame = frame.f_back
 
 
 def in_backward() -> bool:

@@ -146,24 +146,34 @@ def check_pool(candidates: Any, scores: Tensor) -> Tensor:
     return names
 
 
+def check_floats(name: str, value: Any, shape: str, axes: int = 2) -> Tensor:
+    """Return a dense floating-point tensor with ``axes`` axes and with values; ``shape`` is for messages."""
+    if not isinstance(value, Tensor) or value.dtype not in _FLOATS:
+        found = value.dtype if isinstance(value, Tensor) else f"{type(value).__name__}{remedy_for(value)}"
+        raise TypeError(f"{name} must be a floating-point tensor, got {found}")
+    check_strided(name, value)
+    if value.dim() != axes:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
+    if value.is_meta:
+        raise ValueError(f"{name} is on the meta device and holds no values; pass it on another, such as cpu")
+    return value
+
+
+def check_values(name: str, value: Any, shape: str, axes: int) -> Tensor:
+    """Return the result of :func:`check_floats`, detached and at least float32."""
+    value = check_floats(name, value, shape, axes).detach()
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
 def check_features(z1: Any, z2: Any, least: int = 2) -> None:
     """Check that features are two floating-point matrices ``(B, d)`` of one shape, dtype and device, B >= ``least``."""
-    for name, z in (("z1", z1), ("z2", z2)):
-        if not isinstance(z, Tensor):
-            raise TypeError(f"{name} must be a tensor of features (B, d), got {type(z).__name__}{remedy_for(z)}")
-        check_strided(name, z)
-        if z.dtype not in _FLOATS:
-            raise TypeError(f"{name} must hold floating-point features, got {z.dtype}")
-        if z.dim() != 2 or z.shape[1] == 0:
-            raise ValueError(f"{name} must have shape (B, d), got {tuple(z.shape)}")
-    if z1.shape != z2.shape:
+    check_floats("z1", z1, "(B, d)"), check_floats("z2", z2, "(B, d)")
+    if z1.shape != z2.shape or z1.shape[1] == 0:
         raise ValueError(
-            f"z1 and z2 must have the same shape, got {tuple(z1.shape)} and {tuple(z2.shape)}; "
+            f"z1 and z2 must have the same shape (B, d), got {tuple(z1.shape)} and {tuple(z2.shape)}; "
             f"row i of both belongs to the same sample"
         )
     _check_alike("z2", z2, z1)
-    if z1.is_meta:
-        raise ValueError("z1 and z2 are on the meta device and hold no values; pass real features")
     if z1.shape[0] < least:
         raise ValueError(
             f"z1 has {len(z1)} rows; a batch must have at least two distinct samples to have negatives: if it is the "
@@ -176,13 +186,8 @@ def check_negatives(negatives: Any, like: Tensor) -> tuple[Tensor | None, Tensor
     if negatives is None:
         return None, None
     z, positions = split_negatives(negatives)
-    if not isinstance(z, Tensor):
-        raise TypeError(
-            f"negatives must be features (M, d), or a pair of features and positions, got {type(z).__name__}"
-            f"{remedy_for(z)}"
-        )
-    check_strided("negatives", z)
-    if z.dim() != 2 or z.shape[1] != like.shape[1]:
+    check_floats("negatives", z, f"(M, {like.shape[1]})")
+    if z.shape[1] != like.shape[1]:
         raise ValueError(f"negatives must have shape (M, {like.shape[1]}) as z1 and z2, got {tuple(z.shape)}")
     _check_alike("negatives", z, like)
     return z, None if positions is None else check_vector("negatives[1]", positions, len(z), "{} candidates")
@@ -222,22 +227,11 @@ def _check_matrices(name: str, given: Any, sizes: list[int], wanted: str, width:
     if not isinstance(given, tuple | list) or len(given) != len(sizes):
         raise ValueError(f"{name} must be {wanted}, got {_count(given)}")
     for number, (z, size) in enumerate(zip(given, sizes, strict=True)):
-        _check_floats(f"{name}[{number}]", z)
-        if z.dim() != 2 or z.shape != (size, given[0].shape[-1] if width is None else width):
+        check_floats(f"{name}[{number}]", z, f"({size}, {'g' if width is None else width})")
+        if z.shape != (size, given[0].shape[1] if width is None else width) or z.shape[1] == 0:
             shape = f"shape ({size}, g), one g for all" if width is None else f"the shape of z1, ({size}, {width})"
             raise ValueError(f"{name}[{number}] must have {shape}, got {tuple(z.shape)}")
     return list(given)
-
-
-def _check_floats(name: str, z: Any, shape: str = "") -> None:
-    """Refuse values that are not a dense floating-point tensor with values and at least one column."""
-    if not isinstance(z, Tensor) or z.dtype not in _FLOATS:
-        found = f"{getattr(z, 'dtype', type(z).__name__)}{remedy_for(z)}"
-        raise TypeError(f"{name} must be a floating-point tensor{shape}, got {found}")
-    if z.layout != torch.strided or z.is_meta:
-        raise TypeError(f"{name} must be a dense tensor with values, got {z.layout} on {z.device}")
-    if z.dim() == 2 and z.shape[1] == 0:
-        raise ValueError(f"{name} must have at least one column, got shape {tuple(z.shape)}")
 
 
 def check_within(within: Any, batch: int, more: int | None) -> list[Tensor]:
@@ -262,17 +256,6 @@ def _check_alike(name: str, z: Tensor, z1: Tensor) -> None:
         )
     if z.device != z1.device:
         raise ValueError(f"{name} must be on the device of z1, got {z.device} and {z1.device}")
-
-
-def check_values(name: str, value: Any, shape: str, axes: int) -> Tensor:
-    """Return a floating-point tensor with ``axes`` axes, detached and at least float32; ``shape`` is for messages."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor {shape}, got {getattr(value, 'dtype', type(value))}")
-    if value.dim() != axes:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
-    if value.is_meta:
-        raise ValueError(f"{name} is on the meta device and holds no values; pass real ones")
-    return value.detach().to(torch.promote_types(value.dtype, torch.float32))
 
 
 def check_tau(tau: Any, batch: int, directions: int = 2) -> float | Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import WeakMethod, WeakSet, ref
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from compopt.checks.context import makes_optimizer_state, outside_of_graphs, warn
+from compopt.checks.context import STATE_MAKERS, called_from, outside_of_graphs, warn
 from compopt.estimator.entry import FAMILIES, Entry, check_entry, look_for_entries
 
 Commit = Callable[[Tensor | None], None]
@@ -39,8 +39,7 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
         # torch marks the step() that runs hooks.
         tables = [getattr(each, f"_optimizer_{family}_hooks", None) for family in ("step_post", *FAMILIES)]
         if getattr(getattr(type(each), "step", None), "hooked", False) and all(isinstance(x, dict) for x in tables):
-            found: torch.optim.Optimizer = each
-            return found
+            return cast(torch.optim.Optimizer, each)
     raise TypeError(
         f"attach() needs a torch optimizer, or a wrapper that keeps one in .optimizer; got "
         f"{type(optimizer).__name__}. Attach the optimizer inside it, or call est.step() after each real update"
@@ -56,51 +55,37 @@ def _chain(optimizer: Any) -> Iterator[Any]:
         optimizer = getattr(optimizer, "optimizer", None)
 
 
-def commit_after_step(optimizer: Any, commit: Commit) -> RemovableHandle:
-    """Call ``commit(found_inf)`` after each ``optimizer.step()``.
-
-    ``found_inf`` is the tensor that ``GradScaler`` sets on a fused optimizer, because the step hook of a fused
-    optimizer also runs on skipped steps. It is ``None`` if the optimizer has no such tensor.
-    """
-    reference = WeakMethod(commit)  # weak: an optimizer must not keep an estimator alive
-
-    @outside_of_graphs
-    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        alive = reference()
-        # torch.distributed.checkpoint calls step() to create the state of a new optimizer; this is not an update.
-        if alive is not None and not makes_optimizer_state():
-            alive(getattr(optimizer, "found_inf", None))
-
-    # A loop may call only the base_optimizer of a wrapping optimizer (SAM). The hook is therefore registered on both;
-    # if both run, the second one finds nothing to commit.
-    base = getattr(getattr(optimizer, "base_optimizer", None), "_optimizer_step_post_hooks", None)
-    if not isinstance(base, dict):
-        return optimizer.register_step_post_hook(hook)
-    handle = RemovableHandle(optimizer._optimizer_step_post_hooks, extra_dict=base)
-    optimizer._optimizer_step_post_hooks[handle.id] = base[handle.id] = hook
-    return handle
-
-
 class Attached:
-    """Weak reference to an optimizer that commits an estimator's deposits."""
+    """Hook of an optimizer that commits an estimator's deposits after each ``optimizer.step()``.
+
+    ``commit(found_inf)`` gets the tensor that ``GradScaler`` sets on a fused optimizer, because the step hook of a
+    fused optimizer also runs on skipped steps; otherwise ``None``. All references are weak: an optimizer must not keep
+    an estimator alive.
+    """
 
     def __init__(self, given: Any, inner: torch.optim.Optimizer, commit: Commit) -> None:
-        self.kind, self.optimizer, self.handle = type(inner).__name__, ref(inner), commit_after_step(inner, commit)
+        self.kind, self.optimizer, self._commit = type(inner).__name__, ref(inner), WeakMethod(commit)
         # DeepSpeed's engine counts the updates that it skips, and runs no hook for them.
-        counting = [each for each in _chain(given) if isinstance(getattr(each, "skipped_steps", None), int)]
-        self.counts = bool(counting)
-        self._engine = ref(counting[0]) if counting else None
-        self._skipped: int = counting[0].skipped_steps if counting else 0
-        table: Any = inner._optimizer_load_state_dict_pre_hooks
-        table[self.handle.id] = look_for_entries
-        self.handle.extra_dict_ref += (ref(table),)
+        engine = next((each for each in _chain(given) if isinstance(getattr(each, "skipped_steps", None), int)), None)
+        self.engine: ref[Any] | None = None if engine is None else ref(engine)
+        self.skipped: int = 0 if engine is None else engine.skipped_steps
+        # A loop may call only the base_optimizer of a wrapping optimizer (SAM). The hook is therefore registered on
+        # both; if both run, the second one finds nothing to commit.
+        base = getattr(getattr(inner, "base_optimizer", None), "_optimizer_step_post_hooks", None)
+        tables: list[Any] = [inner._optimizer_step_post_hooks, *([base] if isinstance(base, dict) else [])]
+        loading: Any = inner._optimizer_load_state_dict_pre_hooks
+        self.handle = RemovableHandle(tables[0], extra_dict=[*tables[1:], loading])
+        for table in tables:
+            table[self.handle.id] = self.hook
+        loading[self.handle.id] = look_for_entries
 
-    def skipped(self) -> bool:
-        """Return whether the engine has skipped an update since the last call of this method."""
-        engine, before = None if self._engine is None else self._engine(), self._skipped
-        self._skipped = before if engine is None else int(engine.skipped_steps)
-        return self._skipped > before
+    @outside_of_graphs
+    def hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Commit after a step."""
+        commit = self._commit()
+        # torch.distributed.checkpoint calls step() to create the state of a new optimizer; this is not an update.
+        if commit is not None and not called_from(STATE_MAKERS):
+            commit(getattr(optimizer, "found_inf", None))
 
     def listening(self) -> torch.optim.Optimizer | None:
         """Return the optimizer if it is alive and still has the hook; otherwise ``None``."""
@@ -112,10 +97,8 @@ class Attached:
 class Attachments:
     """Optimizers that commit an estimator's deposits, and one-time warnings about mistakes in the training loop.
 
-    *No commit*: ``step()`` never runs, or another optimizer than the attached one updates the model.
-    *Batch positions as index*: every index is 0 .. B - 1, so that all samples share a few rows.
-
-    No check waits for a device.
+    The mistakes are a loop without commits, because ``step()`` never runs or another optimizer than the attached one
+    updates the model, and positions in the batch as index. No check waits for a device.
 
     Attributes:
         stepped: by the id of each optimizer that may have the model (see :meth:`note`), whether it has stepped since
@@ -140,16 +123,20 @@ class Attachments:
         attached = self._attached.get(id(inner))
         if attached is None or attached.listening() is not inner:
             attached = self._attached[id(inner)] = Attached(optimizer, inner, commit)
-            self.counting |= attached.counts
-            self._watch(False)  # updates before this one was attached say nothing about it
+            self.counting |= attached.engine is not None
+            self._updates, self.stepped = 0, None  # updates before this one was attached say nothing about it
         if carried is not None and attached.handle.id not in inner._optimizer_state_dict_post_hooks:
             Entry(carried, inner, attached.handle)
         return attached.handle
 
     def skipped(self) -> bool:
         """Return whether an engine has skipped an update since the last call of this method."""
-        skipped = [each.skipped() for each in self._attached.values()]  # a list: every counter must be read
-        return any(skipped)
+        found = False
+        for each in self._attached.values():  # every counter must be read
+            if each.engine is not None and (engine := each.engine()) is not None:
+                found |= engine.skipped_steps > each.skipped
+                each.skipped = int(engine.skipped_steps)
+        return found
 
     def listening(self) -> str | None:
         """Return the class name of an optimizer that is alive and has the hook, or ``None``."""
@@ -160,32 +147,26 @@ class Attachments:
         alive = any(each.optimizer() is not None for each in self._attached.values())
         return None if alive else next((each.kind for each in reversed(self._attached.values())), None)
 
-    def _parameters(self) -> list[Tensor]:
-        """Return the parameters of all optimizers that have the hook."""
-        optimizers = [optimizer for each in self._attached.values() if (optimizer := each.listening()) is not None]
-        return [p for optimizer in optimizers for p in _parameters(optimizer)]
-
     # -- no commit ---------------------------------------------------------------------------------------------
 
-    def committed(self, window: int) -> None:
-        """Record the commit of a window of ``window`` calls."""
+    def ended(self, window: int = 0) -> None:
+        """Record the commit of a window of ``window`` calls; 0: that all calls were dropped."""
         self._longest, self._calls = max(self._longest, window), 0
         self._updates, self.stepped = 0, None
-
-    def discarded(self) -> None:
-        """Record that no call waits for a commit."""
-        self._calls = 0
 
     def pending(self, calls: int) -> None:
         """Warn once if so many calls wait for a commit that the loop must lack one."""
         self._calls = calls
         if self._said_pending:
             return
-        if calls == 1:
-            by_hand = self._longest > 0 and self.gone() is None  # a loop that calls step() itself may commit late
-            self._watch(not by_hand and self.listening() is None)
-        elif self.stepped is None and calls > self._longest and self.listening() is not None:
-            self._watch(True)  # in a window of usual length, the attached optimizer is expected to step
+        if calls == 1:  # a loop that calls step() itself may commit late
+            by_hand = self._longest > 0 and self.gone() is None
+            watched = not by_hand and self.listening() is None
+            self._updates, self.stepped = 0, None
+        else:  # in a window of usual length, the attached optimizer is expected to step
+            watched = self.stepped is None and calls > self._longest and self.listening() is not None
+        if watched:
+            self._watch()
         if self.stepped:
             self._count()
         if calls >= max(PATIENCE, WINDOWS * self._longest) or self._updates >= UPDATES:
@@ -193,17 +174,19 @@ class Attachments:
 
     def _count(self) -> None:
         """Count an update if all optimizers have stepped, since it is not known which one has the model."""
-        known = dict(self.stepped or {})  # a copy: an optimizer may step in another thread
+        known = dict(self.stepped or {})  # another thread may change it
         if known and all(known.values()):
             self._updates += 1
             self.stepped = dict.fromkeys(known, False)
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Record a step of an optimizer, unless it has none of the parameters of the attached ones."""
-        own = {*map(id, self._parameters())}
-        alien = bool(own) and own.isdisjoint(map(id, _parameters(optimizer)))
         stepped = self.stepped  # read once: another thread may commit and set it to None meanwhile
-        if stepped is not None and not alien:
+        if stepped is None:
+            return
+        attached = [each.listening() for each in self._attached.values()]
+        own = {id(p) for each in attached if each is not None for p in _parameters(each)}
+        if not own or not own.isdisjoint(map(id, _parameters(optimizer))):
             stepped[id(optimizer)] = True
 
     def saving(self, t: int) -> None:
@@ -217,37 +200,33 @@ class Attachments:
         self._said_pending = True
         meanwhile = f" in {self._updates} update{'s' * (self._updates > 1)} of the model" if self._updates else ""
         fact = f"{calls} calls have deposited{meanwhile} and none was committed{harm}: "
-        gone, silent = self.gone(), self.listening()
-        remedy = (
-            "call est.step() after optimizer.step(), or est.attach(optimizer); the trainers of transformers, "
-            "sentence-transformers and Lightning need the EstimatorCallback of compopt.integrations"
-        )
-        if gone is not None:
+        if (gone := self.gone()) is not None:
             remedy = f"the {gone} that est.attach() was given is gone; attach the optimizer that took its place"
-        elif silent is not None:
+        elif (silent := self.listening()) is not None:
             remedy = (
                 f"the attached {silent} has not run step() meanwhile; attach the optimizer whose step() updates the "
                 f"model (after deepspeed.initialize or prepare), or call est.step() after each update"
             )
+        else:
+            remedy = (
+                "call est.step() after optimizer.step(), or est.attach(optimizer); the trainers of transformers, "
+                "sentence-transformers and Lightning need the EstimatorCallback of compopt.integrations"
+            )
         warn(fact + remedy)
 
-    def _watch(self, on: bool) -> None:
-        """Start or stop counting updates of the model, by the steps of all optimizers of the process."""
-        self._updates, self.stepped = 0, {} if on else None
-        if on:
-            _watching.add(self)
-        if on and not _hooks:  # one global hook, never removed: another thread may be running it
+    def _watch(self) -> None:
+        """Count updates of the model, by the steps of all optimizers of the process."""
+        self.stepped = {}
+        _watching.add(self)
+        if not _hooks:  # one global hook, never removed: another thread may be running it
             _hooks.append(register_optimizer_step_post_hook(_note))
 
     # -- batch positions ---------------------------------------------------------------------------------------
 
     def positions(self, index: Tensor, n: int | None, remembered: bool) -> None:
-        """Warn if every index so far equals the positions in the batch.
+        """Warn if every index ``(b,)`` so far equals the positions in the batch.
 
-        Args:
-            index: index of this rank, ``(b,)``.
-            n: number of rows; ``None``: the estimator has no rows.
-            remembered: the estimator identifies samples of earlier batches by their index, with or without rows.
+        ``n`` is the number of rows, or ``None``; ``remembered``: samples of earlier batches are known by their index.
         """
         if len(index) == 0:
             return
@@ -273,8 +252,7 @@ _hooks: list[Any] = []
 @outside_of_graphs
 def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for attachments in tuple(_watching):
-        if attachments.stepped is not None:
-            attachments.note(optimizer)
+        attachments.note(optimizer)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -92,12 +92,9 @@ class Fixed:
 def is_fixed(est: Any, name: str, value: object) -> AttributeError:
     """Return the error for an attempt to change an attribute that determines the meaning of the rows."""
     plain_types = str | bool | int | torch.dtype | None
-    before = getattr(est, name)
-    old, new = (repr(x) if isinstance(x, plain_types) else type(x).__name__ for x in (before, value))
-    return AttributeError(
-        f"{name} of {type(est).__name__} is fixed at {old}, since its state depends on it: build another estimator "
-        f"with {name}={new}"
-    )
+    old, new = (repr(x) if isinstance(x, plain_types) else type(x).__name__ for x in (getattr(est, name), value))
+    kind, remedy = type(est).__name__, f"build another estimator with {name}={new}"
+    return AttributeError(f"{name} of {kind} is fixed at {old}, since its state depends on it: {remedy}")
 
 
 class Estimator:
@@ -196,21 +193,18 @@ class Estimator:
         self.state: dict[str, Tensor] = {}
         self._pending_state: dict[str, Tensor] | None = None
         self.notes: dict[str, Any] = {}
+        self._pending_notes: dict[str, Any] | None = None  # those of the latest call, which a commit makes the notes
         self.t = self.pending = self._committed = 0  # _committed: calls in the commits of this process
         self.training = True
         self._device = torch.device("cpu")  # of rows that are created later
         self._filled: list[dict[str, Any]] = []  # by group, the defaults of the mode
         self._make_own()
         self._defaults = plain(defaults)
-        self._groups = [SampleGroup(group, self._completed) for group in self._first_groups(n)]
+        self.check(self._defaults)
+        groups = [self._joined(number, group) for number, group in enumerate([{}] if n is None else as_groups(n))]
+        self._groups = [SampleGroup(self._completed(group), self._completed) for group in groups]
         if self._placement != Placement():
             self._opened()
-
-    def _first_groups(self, n: GroupSpec | None) -> list[dict[str, Any]]:
-        self.check(self._defaults)
-        if n is None:
-            return [dict(self._defaults)]
-        return [self._completed(self._joined(number, group)) for number, group in enumerate(as_groups(n))]
 
     def _joined(self, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group with defaults for missing keys."""
@@ -245,9 +239,9 @@ class Estimator:
         return []
 
     def setup(self, form: Form) -> None:
-        """Create :attr:`state` and other members whose shape depends on the form.
+        """Set :attr:`state` and other members that depend on the form; change no member in place.
 
-        Called before the first use, and again if a container takes an object that has no commits.
+        Called before the first use, and again if a container takes an object that was used alone.
         """
 
     def structure(self) -> dict[str, Any]:
@@ -270,7 +264,7 @@ class Estimator:
             with FIRST_USE:
                 if self._form is None:
                     dtype = self._dtype or torch.float32
-                    self._build(Form("single", 1, dtype, self._placement, Ranks(self._placement.process_group)))
+                    self._join(Form("single", 1, dtype, self._placement, Ranks(self._placement.process_group)))
         assert self._form is not None
         return self._form
 
@@ -280,21 +274,35 @@ class Estimator:
         return self._form is None or (self._form.mode == "single" and not (self.t or self.pending))
 
     def _join(self, form: Form) -> None:
-        """Take the form of a container, or raise if this object has rows of another form."""
-        own = self._placement
+        """Take a form, or raise if this object has rows of another one."""
+        if self._unused:
+            self._close()
+        self._become(self._twin(form, [dict(group) for group in self._groups]))
+
+    def _close(self) -> None:
+        """Return an unused object to its state before the first use: without rows, and without defaults of a mode."""
+        if self._table is not None:
+            self._table.remove()
+        for group, filled in zip(self._groups, self._filled, strict=False):
+            dict.update(group, {key: None for key, value in filled.items() if group[key] == value})
+        self._form = self._table = self._reader = None
+        self._filled = []
+
+    def _twin(self, form: Form, groups: list[dict[str, Any]]) -> Self:
+        """Return the object that this one will :meth:`_become` with a form and sample groups, or raise.
+
+        The rows and the other state of an unused object are created; those of another one must fit.
+        """
+        own, before = self._placement, self._form
         if self._dtype is not None:
             form = replace(form, dtype=self._dtype)
         if own != Placement():  # its own placement stays, for the ranks of the container
             form = replace(form, placement=replace(own, process_group=form.placement.process_group))
-        before = self._form
-        if before is None or self._unused:
-            if self._table is not None:
-                self._table.remove()
-            self._table = None  # unlocks the file
-            for group, filled in zip(self._groups, self._filled, strict=False):  # defaults of the other mode
-                dict.update(group, {key: None for key, value in filled.items() if group[key] == value})
-            self._build(form)
-            return
+        twin = object.__new__(type(self))
+        twin.__dict__ |= self.__dict__ | {"_groups": groups}
+        if before is None:
+            twin._build(form)
+            return twin
         alone = before.mode == "single"
         for name in ("width", "dtype", "placement", *(() if alone else ("mode", "directions", "normalize", "within"))):
             if getattr(before, name) != getattr(form, name):
@@ -302,35 +310,39 @@ class Estimator:
                     f"this {type(self).__name__} is in use with {name}={getattr(before, name)!r}, the estimator has "
                     f"{getattr(form, name)!r}; build a second one"
                 )
-        self._form, kept = replace(form, folder=before.folder), self.state
+        twin._form = replace(form, folder=before.folder)
         if alone:  # what depends on the form is made again
-            self.setup(form)
-            if any(name in kept and kept[name].shape != value.shape for name, value in self.state.items()):
+            twin.setup(form)
+            if any(name in self.state and self.state[name].shape != x.shape for name, x in twin.state.items()):
                 raise ValueError(
                     f"this {type(self).__name__} was used alone, and its state has another shape in this estimator; "
                     f"build a second one"
                 )
-            self.state = {**self.state, **kept}
+            twin.state = {**twin.state, **self.state}
+        return twin
 
     def _build(self, form: Form) -> None:
         """Set defaults, rows and state of a form."""
-        groups = [dict(group) for group in self._groups]
-        unset = [[key for key, value in group.items() if value is None] for group in groups]
-        for group in groups:
+        unset = [[key for key, value in group.items() if value is None] for group in self._groups]
+        for group in self._groups:
             self.fill(group, form.mode)
-        self._filled = [{key: group[key] for key in keys} for group, keys in zip(groups, unset, strict=True)]
+        self._filled = [{key: group[key] for key in keys} for group, keys in zip(self._groups, unset, strict=True)]
+        self._form = form
+        self.setup(form)
         columns = self.columns(form.width, form.dtype)
-        table: RowTable | None = None
-        if columns:
+        if columns:  # last: nothing raises when the file of a table exists
             counted = [*columns, Column(COUNT, form.width, torch.int32)]
             with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
-                table = RowTable(counted, count(groups) or 0, form.placement, form.ranks, form.folder)
-            table.store.to(self._device)
-        for own, group in zip(self._groups, groups, strict=True):
-            dict.update(own, group)
-        self._table, self._reader = table, None
-        self.setup(form)
-        self._form = form  # last: another thread may see it
+                self._table = RowTable(counted, count(self._groups) or 0, form.placement, form.ranks, form.folder)
+            self._table.store.to(self._device)
+
+    def _become(self, twin: Estimator) -> None:
+        """Take the attributes of a result of :meth:`_twin`; the sample groups stay the same objects."""
+        values, own = twin._groups, self._groups
+        for group, new in zip(own, values, strict=False):
+            dict.update(group, new)
+        own += [SampleGroup(new, self._completed) for new in values[len(own) :]]
+        self.__dict__.update(twin.__dict__ | {"_groups": own})  # at once: another thread may see the form
 
     def _check_one_value(self, of: str = "width") -> None:
         """Refuse an operation with one value per sample if this object has two, as part of an estimator with two."""
@@ -350,18 +362,16 @@ class Estimator:
 
     def _reading(self) -> Reader:
         """Return the reader of calls, which is created at the first use."""
-        if self._reader is None:
-            with FIRST_USE:
-                if self._reader is None:
-                    form = self._opened()
-                    objects = {
-                        name: (each._groups, each._table, each._columns()) for name, each in self._objects().items()
-                    }
-                    dtypes = [each.dtype for each in self._objects().values()]
-                    dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
-                    handshake = Handshake(form.ranks)
-                    self._reader = Reader(objects, handshake, self._async_checks, dtype, self._row_keys)
-        return self._reader
+        return self._reader or self._new_reader()
+
+    def _new_reader(self) -> Reader:
+        with FIRST_USE:
+            if self._reader is None:
+                handshake, every = Handshake(self._opened().ranks), self._objects()
+                objects = {name: (each._groups, each._table, each._columns()) for name, each in every.items()}
+                dtype = max((each.dtype for each in every.values()), key=lambda dtype: dtype.itemsize)
+                self._reader = Reader(objects, handshake, self._async_checks, dtype, self._row_keys)
+            return self._reader
 
     def _columns(self) -> list[Column]:
         form = self._opened()
@@ -371,13 +381,9 @@ class Estimator:
     def _ranks(self) -> Ranks:
         return self._opened().ranks
 
-    @property
-    def _handshake(self) -> Handshake:
-        return self._reading().handshake
-
     def _guard(self) -> AbstractContextManager[None]:
         """Wrap the checks of this rank before the exchange with the others, see :meth:`Handshake.guard`."""
-        reader = self._reader or self._reading()
+        reader = self._reading()
         return reader.handshake.guard() if reader.several else NOTHING
 
     @property
@@ -392,58 +398,36 @@ class Estimator:
     # -- locks -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the locks of this object and of its parts, in an order that does not depend on the container."""
+    def _writing(self, copies: bool = False) -> Iterator[None]:
+        """Block copies of the state and other writers; the thread that writes may enter the context again."""
         with ExitStack() as stack:
-            for each in sorted(self._tree(), key=id):
+            for each in sorted(self._tree(), key=id):  # an order that does not depend on the container
                 stack.enter_context(each._lock)
+                if copies and each._busy:
+                    raise RuntimeError(
+                        "the estimator is in the middle of a commit, and its state is of none: let a signal handler "
+                        "set a flag, and save after optimizer.step()"
+                    )
+                stack.callback(setattr, each, "_busy", each._busy)
+                each._busy |= not copies
             yield
 
-    @contextmanager
-    def _copying(self) -> Iterator[None]:
-        """Block writers, so that a copy of the state contains whole commits only.
-
-        Raises:
-            RuntimeError: this thread is itself inside :meth:`_writing` (a signal handler that saves).
-        """
-        with self._locked():
-            if any(each._busy for each in self._tree()):
-                raise RuntimeError(
-                    "the estimator is in the middle of a commit, and its state is of none: let a signal handler set a "
-                    "flag, and save after optimizer.step()"
-                )
-            yield
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Block copies and other writers; the thread that writes may enter the context again."""
-        with self._locked():
-            before = [(each, each._busy) for each in self._tree()]
-            try:
-                for each, _ in before:
-                    each._busy = True
-                yield
-            finally:
-                for each, busy in before:
-                    each._busy = busy
+    def _copying(self) -> AbstractContextManager[None]:
+        """Block writers, so that a copy of the state contains whole commits only; raise inside of one."""
+        return self._writing(copies=True)
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:
         """Drop what the block deposits if it raises; the deposits of earlier calls of the window stay pending."""
-        before = [(each, each.pending, each._pending_state, each.notes) for each in self._tree()]
+        every = (*self._tree(), *(self._followers() if self._hooks["call"] else ()))
+        before = [(each, each.pending, each._pending_state, each._pending_notes) for each in every]
         try:
             yield
         except BaseException:
-            with self._writing():
-                for each, pending, state, notes in before:
-                    each._forget(pending)
-                    each._pending_state = state  # deposits replace the mapping, and leave its tensors as they are
-                    each.notes = notes
+            for each, *pending in before:  # deposits replace the mappings, and leave what is in them as it is
+                with each._writing():
+                    each._forget(*pending)
             raise
-
-    def between_commits(self) -> AbstractContextManager[None]:
-        """Return a context in which no commit runs and no other thread copies the state."""
-        return self._writing()
 
     def _await_save(self) -> None:
         """Wait for background saves of this object and of its parts, before the state that they read is replaced."""
@@ -454,14 +438,14 @@ class Estimator:
     # -- groups ------------------------------------------------------------------------------------------------
 
     @property
-    def sample_groups(self) -> list[Any]:
-        """List of one dict per data set, like ``param_groups``: ``n`` and every hyper-parameter.
+    def sample_groups(self) -> tuple[Any, ...]:
+        """One dict per data set, like ``param_groups``: ``n`` and every hyper-parameter.
 
         Values may be changed during training. A bad one raises at once, and ``None`` is the default of the mode.
         ``group.update(...)`` sets several values together, such as bounds. Keys can be neither added nor removed, and
         ``n`` is fixed; :meth:`add_sample_group` appends a group.
         """
-        return list(self._groups)
+        return tuple(self._groups)  # a list could be appended to without any effect
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -492,18 +476,13 @@ class Estimator:
                 raise ValueError("this estimator keeps no rows and has no n; there is nothing to add")
             new = self._new_groups(group)
             self._reading().forget_prefetched()
-            grown: list[tuple[RowTable, int]] = []
-            try:
+            with ExitStack() as grown, torch.inference_mode(False):  # inference tensors cannot be written outside of it
                 for each, added in new:
-                    if each._table is not None:
-                        before = each._table.n
-                        with torch.inference_mode(False):  # inference tensors cannot be written outside inference mode
-                            each._table.grow(before + added["n"])
-                        grown.append((each._table, before))
-            except BaseException:
-                for table, before in grown:
-                    table.grow(before)
-                raise
+                    if (table := each._table) is not None:
+                        before = table.n
+                        table.grow(before + added["n"])
+                        grown.callback(table.grow, before)
+                grown.pop_all()
             for each, added in new:
                 each._groups.append(SampleGroup(added, each._completed))
 
@@ -540,20 +519,16 @@ class Estimator:
     ) -> Batch:
         """Return the global batch of a call with its committed rows, see :meth:`Reader.read`."""
         reader, depositing = self._reading(), self.training and torch.is_grad_enabled()
-        self._refuse_checkpoint(depositing)
+        deposits = depositing and self._commits()
+        if (deposits or reader.several) and in_checkpoint():
+            self._refuse_checkpoint(deposits)
         if depositing:
             if self._attachments.counting:
                 self._drop_skipped()
             if self._attachments.unsure_of_positions:
                 with self._guard():  # warning filters may turn a warning into an error
                     self._attachments.positions(keys["index"], self.n, self._remembers_index)
-        progress: dict[str, int] = {}
-        if reader.ranks.size > 1:
-            progress = {"depositing": int(depositing), "t": self.t, "pending": self.pending, **(facts or {})}
-            progress |= {"calls": self._committed + self.pending, "followers": len(self._hooks["call"])}
-            progress["parts"] = fingerprint([(each.t, each.pending) for each in self._tree()])
-            with self._guard():
-                progress["configuration"] = self._configuration()
+        progress = self._progress(depositing, facts or {}) if reader.several else {}
         batch = reader.read(keys, values, depositing, progress, least, more)
         if depositing:
             for each in self._objects().values():
@@ -571,15 +546,18 @@ class Estimator:
             return torch.zeros(size, dtype=torch.int64, device="cpu")  # no rows: the first sample group is that of all
         raise TypeError(f"index is None; pass data-set positions: {type(self).__name__} has rows for n={self.n}")
 
-    def _look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
-        """Read committed rows outside of a call, with the device and dtype of ``like``; collective on shards."""
-        return self._reading().look(index, like, values)
+    def _progress(self, depositing: bool, facts: Mapping[str, int]) -> dict[str, int]:
+        """Return the facts of a call that must be equal on all ranks."""
+        progress = {"depositing": int(depositing), "t": self.t, "pending": self.pending, **facts}
+        progress |= {"calls": self._committed + self.pending, "followers": len(self._hooks["call"])}
+        progress["parts"] = fingerprint([(each.t, each.pending) for each in self._tree()])
+        with self._guard():
+            progress["configuration"] = self._configuration()
+        return progress
 
-    def _refuse_checkpoint(self, depositing: bool) -> None:
+    def _refuse_checkpoint(self, deposits: bool) -> None:
         """Refuse a call inside a checkpointed function, because the recomputation would deposit or gather twice."""
-        deposits = depositing and self._commits()
-        meets = self._ranks.size > 1 and (torch.is_grad_enabled() or in_backward())
-        if not (deposits or meets) or not in_checkpoint():
+        if not deposits and not torch.is_grad_enabled() and not in_backward():
             return
         error = RuntimeError(
             f"{type(self).__name__} was called inside a checkpointed function (torch.utils.checkpoint, or "
@@ -623,8 +601,9 @@ class Estimator:
             like = torch.zeros((), dtype=reader.dtype, device=self.device)
             read = reader.look(rows, like).tables
         every = [column for each in read.values() for column in each.columns]
+        dtypes = {name: {c.name: c.dtype for c in table.layout.columns} for name, table in reader.tables.items()}
         columns = {
-            f"{name}.{column}" if every.count(column) > 1 else column: value.clone()
+            f"{name}.{column}" if every.count(column) > 1 else column: value.to(dtypes[name][column], copy=True)
             for name, each in read.items()
             for column, value in each.columns.items()
         }
@@ -668,17 +647,20 @@ class Estimator:
             raise TypeError(
                 f"index must be a tensor of integers, got {type(source).__name__}; pass torch.as_tensor(index)"
             )
-        reader = self._reading()
-        if not reader.tables:  # nothing to read: return the loader, whose batches need no index
+        if not any(each._reading().tables for each in (self, *self._followers())):
+            # nothing to read: return the loader, whose batches need no index
             return cast(PrefetchLoader[Any], source)
         return PrefetchLoader(source, self._prefetch, self._forget_prefetched, index, index2)
 
     def _forget_prefetched(self) -> None:
-        self._reading().forget_prefetched()
+        for each in (self, *self._followers()):
+            each._reading().forget_prefetched()
 
     def _prefetch(self, index: Tensor, index2: Tensor | None = None) -> None:
         given = {"index": index} if index2 is None else {"index": index, "index2": index2}
-        self._reading().prefetch({name: check_vector(name, value, None) for name, value in given.items()})
+        keys = {name: check_vector(name, value, None) for name, value in given.items()}
+        for each in (self, *self._followers()):
+            each._reading().prefetch(keys)
 
     # -- deposit and commit ------------------------------------------------------------------------------------
 
@@ -711,12 +693,17 @@ class Estimator:
     def _commits(self) -> bool:
         """Return whether a call has anything to commit: rows, other state, or those of a follower."""
         objects = self._objects().values()
-        return self._followed or any(each._table is not None or each.has_state for each in objects)
+        return self._followed or any(each._table is not None or each.state for each in objects)
 
     @property
     def _followed(self) -> bool:
         """Return whether a hook or a follower waits for calls or commits, also of an object without state."""
         return bool(self._hooks["call"] or self._hooks["step_pre"] or self._hooks["step_post"])
+
+    def _followers(self) -> list[Estimator]:
+        """Return the estimators whose methods are call hooks (:class:`~compopt.ScoreKeeper`)."""
+        owners = [getattr(hook, "__self__", None) for hook in self._hooks["call"].values()]
+        return [each for each in owners if isinstance(each, Estimator)]
 
     def _begin_saving(self) -> None:
         self._attachments.saving(self.t)
@@ -752,7 +739,7 @@ class Estimator:
             if each._hooks["step_pre"]:
                 each._run("step_pre", (), {})
         # On an accelerator the host does not wait for the flag: where it is positive, the device keeps the old values.
-        self._attachments.committed(self.pending)
+        self._attachments.ended(self.pending)
         with self._writing(), torch.no_grad():
             for each in objects:
                 each._commit_own(found_inf)
@@ -766,6 +753,8 @@ class Estimator:
             self._table.commit(found_inf)
         if self._pending_state is not None:
             self.commit_state(found_inf)
+        if self._pending_notes is not None:
+            self.notes, self._pending_notes = self._pending_notes, None
         self._committed, self.pending = self._committed + self.pending, 0
         self.t += 1
 
@@ -783,15 +772,14 @@ class Estimator:
 
     def _drop_pending(self) -> None:
         """Drop all pending proposals; no hook runs."""
-        self._attachments.discarded()
+        self._attachments.ended()
         with self._writing():
             for each in self._tree():
-                each._forget(0)
-                each.discard_state()
+                each._forget()
 
-    def _forget(self, first: int) -> None:
-        """Drop the deposits of this object from number ``first`` on."""
-        self.pending = first
+    def _forget(self, first: int = 0, state: Any = None, notes: Any = None) -> None:
+        """Drop the deposits of this object from number ``first`` on; ``state`` and ``notes`` are pending again."""
+        self.pending, self._pending_state, self._pending_notes = first, state, notes
         if self._table is not None:
             self._table.discard(first)
 
@@ -834,11 +822,6 @@ class Estimator:
     # -- state that is not rows --------------------------------------------------------------------------------
 
     @property
-    def has_state(self) -> bool:
-        """Return whether this object has committed state that is not rows."""
-        return bool(self.state)
-
-    @property
     def split_state(self) -> bool:
         """Return whether ranks hold different parts of this state, so that :meth:`saved_state` is collective."""
         return False
@@ -867,10 +850,6 @@ class Estimator:
             self.state[name] = new
         self._pending_state = None
 
-    def discard_state(self) -> None:
-        """Drop the pending copy."""
-        self._pending_state = None
-
     def move(self, device: torch.device) -> None:
         """Move committed state and learned parameters to the features' device; keep dtypes."""
         self.state = {name: accelerator.state_to_device(value, device) for name, value in self.state.items()}
@@ -895,11 +874,6 @@ class Estimator:
     def check_form(self, state: Mapping[str, Tensor]) -> None:
         """Check names, shapes and dtypes of saved state; tensors may be on the meta device."""
         values.form(type(self).__name__, state, self.expected_state(state))
-
-    def take_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore copies of checked state, since the caller's tensors may be views of a mapped file."""
-        with torch.inference_mode(False), torch.no_grad():  # inference tensors cannot be changed outside inference mode
-            self.restore_state({name: value.detach().clone() for name, value in state.items()})
 
     def restore_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore checked state from tensors that this object may keep; its dtypes and device do not change."""
@@ -980,11 +954,6 @@ class Estimator:
         for each in self._objects().values():
             yield from each.learned()
 
-    def learnables(self) -> dict[str, torch.nn.Module]:
-        """Return, by the name of the object, the modules with the parameters that the user's optimizer learns."""
-        found = {name or "learnable": each.learnable for name, each in self._objects().items()}
-        return {name: module for name, module in found.items() if module is not None}
-
     @property
     def metrics(self) -> dict[str, Tensor]:
         """0-d tensors that describe the last call, by name; empty before the first call. Communicates nothing."""
@@ -1022,15 +991,16 @@ class Estimator:
         configuration in another composition.
 
         The dtype and the device of this estimator do not change, and all values are copied. If any check fails, nothing
-        is written. No other thread may call the estimator meanwhile. States of version 0.3 are converted.
+        is written. No other thread may call the estimator meanwhile. States of version 0.3 are converted. An object
+        that was never used takes the form of the state, and its dtype, unless it was built with one.
 
         Args:
             state_dict: result of :meth:`state_dict`.
 
         Raises:
-            ValueError: another n, mode, method or dtype (dtypes are never converted); missing or unknown entries;
-                tensors that are sparse or on the meta device; values that no run writes, such as NaN or a count below
-                0; values with another meaning (another ``reference``).
+            ValueError: another n (with rows), mode, method or dtype (dtypes are never converted); missing or unknown
+                entries; tensors that are sparse or on the meta device; values that no run writes, such as NaN or a
+                count below 0; values with another meaning (another ``reference``).
             TypeError: ``state_dict`` is not a mapping, or an entry has another type.
 
         Communicates: nothing.
@@ -1038,13 +1008,14 @@ class Estimator:
         self._load_checked(self._checked_state(state_dict))
 
     def _take_form_of(self, config: Any) -> None:
-        """Take the form of a saved state, if this object was never used: its mode, and the number of values."""
-        columns, mode = (config.get("columns"), config.get("mode")) if isinstance(config, Mapping) else (None, None)
+        """Take the form of a saved state, if this object was never used: mode, number of values, and dtype."""
+        config = config if isinstance(config, Mapping) else {}
+        columns, mode = config.get("columns"), config.get("mode")
         width = columns.get(COUNT) if isinstance(columns, Mapping) else None
         if self._unused and mode in ("bimodal", "unimodal") and width in ([1, "torch.int32"], [2, "torch.int32"]):
-            directions = 2 if mode == "unimodal" else width[0]
-            form = Form(mode, width[0], self.dtype, self._placement, self._ranks, directions, normalize=True)
-            self._join(form)
+            directions, ranks = 2 if mode == "unimodal" else width[0], Ranks(self._placement.process_group)
+            dtype = torch.float64 if config.get("dtype") == "torch.float64" else self.dtype
+            self._join(Form(mode, width[0], dtype, self._placement, ranks, directions, normalize=True))
 
     def _checked_state(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a state as the pre-hooks of a load leave it, or raise if it cannot be loaded; change nothing."""
@@ -1099,7 +1070,8 @@ class Estimator:
         """Call ``hook(estimator, batch, pairs)`` at the end of each call of a contrastive estimator.
 
         ``batch`` contains the samples of all ranks, and ``pairs`` the statistics of their pairs, which must not be
-        changed. With such a hook, :meth:`step` also commits calls of an estimator without state.
+        changed. With such a hook, :meth:`step` also commits calls of an estimator without state. If the hook is a
+        method of an estimator, :meth:`prefetch` reads its rows too, and a call that raises drops its deposits.
         """
         return self._register("call", hook)
 
@@ -1155,14 +1127,11 @@ class Estimator:
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
-        lines += [f"    {key}: {value}" for key, value in self._described().items()]
+        lines += [f"    {key}: {value}" for key, value in self.described().items()]
         for number, group in enumerate(self.sample_groups):
             lines.append(f"Sample Group {number}")
             lines += [f"    {key}: {group[key]}" for key in sorted(group)]
         return "\n".join([*lines, ")"])
-
-    def _described(self) -> dict[str, Any]:
-        return self.described()
 
 
 def check_dtype(dtype: torch.dtype) -> torch.dtype:

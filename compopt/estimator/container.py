@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from compopt import checks
 from compopt.batch import Batch
 from compopt.distributed.ranks import Ranks
-from compopt.estimator.base import Estimator, Form, check_dtype
-from compopt.estimator.groups import Groups, GroupView, SampleGroup, as_groups
+from compopt.estimator.base import Estimator, Form
+from compopt.estimator.groups import Groups, GroupView, as_groups, plain
 
 
 class Container(Estimator):
@@ -34,31 +35,33 @@ class Container(Estimator):
 
     def __init__(self, parts: Mapping[str, Estimator], form: Form, sample_groups: Groups | None = None) -> None:
         super().__init__(None, {})
-        self._placement, self._dtype, self._ranks = form.placement, check_dtype(form.dtype), form.ranks
-        self._parts = dict(parts)
-        self._names = self._named()
-        before = [(part, dict(vars(part)), [dict(group) for group in part._groups]) for part in parts.values()]
-        try:
-            self._set_groups(sample_groups)
+        self._placement, self._dtype, self._ranks = form.placement, form.dtype, form.ranks
+        self._parts, every = dict(parts), [key for part in parts.values() for key in part.defaults]
+        # by key of the container, the name of the part and its key; keys that two parts share are prefixed
+        self._names = {
+            f"{name}.{key}" if every.count(key) > 1 else key: (name, key)
+            for name, part in parts.items()
+            for key in part.defaults
+        }
+        data = {part.data_fingerprint for part in parts.values()} - {None}
+        if len(data) > 1:
+            raise ValueError(f"data_fingerprint differs: the rows of the parts are of {sorted(map(repr, data))}")
+        for part in parts.values():
+            if part._unused:
+                part._close()
+        groups, twins = self._groups_of_parts(sample_groups), {}
+        with ExitStack() as created:  # a refused composition leaves its parts as they were
             for name, part in parts.items():
-                part._join(replace(form, folder=name))
-        except BaseException:
-            for part, attributes, groups in before:  # a refused composition leaves its parts as they were
-                made = part._table
-                vars(part).update(attributes)
-                if made is not None and made is not part._table:
-                    made.remove()
-                del part._groups[len(groups) :]
-                for group, values in zip(part._groups, groups, strict=True):
-                    dict.clear(group), dict.update(group, values)
-            raise
+                twins[name] = part._twin(replace(form, folder=name), groups[name])
+                table = twins[name]._table
+                if table is not None and table is not part._table:
+                    created.callback(table.remove)
+            created.pop_all()
+        for name, part in parts.items():
+            part._become(twins[name])
         self._form = form
 
     _ranks: Ranks = cast(Ranks, None)  # an attribute, since every call reads it
-
-    def _opened(self) -> Form:
-        assert self._form is not None
-        return self._form
 
     def _objects(self) -> dict[str, Estimator]:
         return self._parts
@@ -66,19 +69,20 @@ class Container(Estimator):
     def _tree(self) -> tuple[Estimator, ...]:
         return (*self._parts.values(), self)
 
+    @property
+    def data_fingerprint(self) -> str | None:
+        """Fingerprint of the data set, which parts have in common, so that each may be saved alone."""
+        return next((part.data_fingerprint for part in self._parts.values() if part.data_fingerprint is not None), None)
+
+    @data_fingerprint.setter
+    def data_fingerprint(self, value: str | None) -> None:
+        for part in self._parts.values():
+            part.data_fingerprint = value
+
     # -- groups ------------------------------------------------------------------------------------------------
 
-    def _named(self) -> dict[str, tuple[str, str]]:
-        """Return, by key of the container, the name of the part and its key; keys that two parts share are prefixed."""
-        every = [key for part in self._parts.values() for key in part.defaults]
-        return {
-            f"{name}.{key}" if every.count(key) > 1 else key: (name, key)
-            for name, part in self._parts.items()
-            for key in part.defaults
-        }
-
-    def _set_groups(self, given: Groups | None) -> None:
-        """Give parts without a size the size of the others, and set the given hyper-parameters."""
+    def _groups_of_parts(self, given: Groups | None) -> dict[str, list[dict[str, Any]]]:
+        """Return the sample groups that the parts will have: with sizes, and with the given hyper-parameters."""
         sizes = {name: [group["n"] for group in part._groups] for name, part in self._parts.items() if part.n}
         if given is not None:
             sizes["sample_groups"] = [group["n"] for group in given]
@@ -86,18 +90,22 @@ class Container(Estimator):
         for name, size in sizes.items():
             if size != wanted:
                 raise ValueError(f"n differs: {first} has {wanted}, {name} has {size}; give both the same n")
-        for part in self._parts.values():
+        for number, changed in enumerate(given or ()):
+            checks.known_keys(f"sample group {number}", changed, {"n", *self._names})
+        groups = {}
+        for name, part in self._parts.items():
+            groups[name] = [dict(group) for group in part._groups]
             if wanted and part.n is None:
                 if part._form is not None and part._form.mode != "single":
                     raise ValueError(
                         f"this {type(part).__name__} is part of an estimator without sample groups, and would get "
                         f"theirs, {wanted}; build a second one"
                     )
-                (group,) = part._groups
-                part._groups += [SampleGroup({"n": n, **group}, part._completed) for n in wanted[1:]]
-                dict.update(group, {"n": wanted[0]})
-        for number, changed in enumerate(given or ()):
-            self._view(number).update({key: value for key, value in changed.items() if key != "n"})
+                groups[name] = [{"n": n, **group} for group in groups[name] for n in wanted]
+            for group, changed in zip(groups[name], given or (), strict=False):
+                new = {own: changed[key] for key, (of, own) in self._names.items() if of == name and key in changed}
+                group |= part._completed(group | plain(new))
+        return groups
 
     def _view(self, number: int) -> GroupView:
         groups = {name: part._groups[number] for name, part in self._parts.items()}
@@ -106,12 +114,12 @@ class Container(Estimator):
         return GroupView(places if sized is None else {"n": (sized, "n"), **places})
 
     @property
-    def sample_groups(self) -> list[Any]:
-        """List of one view per data set, with ``n`` and the hyper-parameters of all parts; edits are written through.
+    def sample_groups(self) -> tuple[Any, ...]:
+        """One view per data set, with ``n`` and the hyper-parameters of all parts; edits are written through.
 
         A key that two parts share is prefixed with the name of its part (``temperature.lr``).
         """
-        return [self._view(number) for number in range(min(len(part._groups) for part in self._parts.values()))]
+        return tuple(map(self._view, range(min(len(part._groups) for part in self._parts.values()))))
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -145,6 +153,6 @@ class Container(Estimator):
             self.pending = 1 if committed else self.pending + 1  # steps of the parts have committed earlier calls
             self._attachments.pending(self.pending)
 
-    def _described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, Any]:
         kinds = {name: type(part).__name__ for name, part in self._parts.items()}
         return {**kinds, **{key: value for part in self._parts.values() for key, value in part.described().items()}}

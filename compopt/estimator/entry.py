@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from compopt.checks.context import drops_entries
+from compopt.checks.context import STATE_FILTERS, called_from
 
 KEY = "compopt"
 FAMILIES = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")  # hooks that save and load an entry
@@ -76,7 +76,7 @@ class Entry:
         """Add the estimator's entry to the optimizer's state dict."""
         est = self.est()
         if est is not None:
-            if drops_entries():
+            if called_from(STATE_FILTERS):
                 refuse_entry(est, "torch.distributed takes parameters and groups from that, and drops the rest")
             state_dict[self.key] = est.state_dict()
             state_dict["param_groups"][0][self.key] = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,10 +90,10 @@ def checked(est: Estimator, state: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_about(est: Estimator, state: Mapping[str, Any]) -> None:
     """Refuse the state, or the manifest, of another estimator; tensors are not checked here."""
     _compare_configs(est, state["config"])
-    commits(state["t"])
+    values.integer("t", state["t"], 0, values.MOST)
     if not is_container(est):
         values.mapping("notes", state.get("notes", {}))
-        check_groups(est, state["sample_groups"])
+        check_groups(est, state["sample_groups"], state["config"].get("n"))
         est.check_load(state)
         return
     values.entries("state_dict", state, PARTS)
@@ -114,20 +115,27 @@ def check_tree(est: Estimator, state: Mapping[str, Any]) -> None:
             check_about(each, state["parts"][name])
 
 
-def check_groups(est: Estimator, given: Any) -> None:
-    """Refuse sample groups that cannot replace those of an object."""
+def check_groups(est: Estimator, given: Any, sizes: Any) -> None:
+    """Refuse sample groups that cannot replace those of an object; ``sizes`` are those of the configuration."""
     own = est._groups
     if not isinstance(given, list | tuple) or not all(isinstance(group, Mapping) for group in given):
         raise ValueError(f"sample_groups must be {len(own)} mappings, the checkpoint has {given!r}")
     if len(given) != len(own):
         raise ValueError(f"sample_groups must be {len(own)} mappings, the checkpoint has {given!r}")
+    if not values.equal([group.get("n") for group in given], sizes):
+        raise ValueError(f"n of the sample groups must be that of config, {sizes}, the checkpoint has {given!r}")
     for number, (group, other) in enumerate(zip(own, given, strict=True)):
-        if set(group) != set(other):
+        if hyper(group).keys() != hyper(other).keys():
             raise ValueError(
                 f"sample group {number} must have {sorted(group)}, the checkpoint has {sorted(other)}; build "
                 f"the estimator as the one that was saved"
             )
-        group.completed(other)
+        group.completed(hyper(other))
+
+
+def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample group without its size, which an object without rows takes from its container."""
+    return {key: value for key, value in group.items() if key != "n"}
 
 
 def check_tensors(est: Estimator, state: Mapping[str, Any]) -> None:
@@ -145,13 +153,10 @@ def check_tensors(est: Estimator, state: Mapping[str, Any]) -> None:
 
 def load(est: Estimator, state: Mapping[str, Any]) -> None:
     """Load a whole state that :func:`checked` has accepted."""
-    if is_container(est):
-        for name, each in est._objects().items():
-            load(each, state["parts"][name])
-        finish(est, state)
-        return
-    table = est._table
-    fill(est, state, lambda: None if table is None else table.load_state_dict(state["rows"]))
+    for name, each in est._objects().items():
+        own, table = of(state, name), each._table
+        fill(each, own, (lambda: None) if table is None else partial(table.load_state_dict, own["rows"]))
+    finish(est, state)
 
 
 def fill(est: Estimator, state: Mapping[str, Any], load_rows: Callable[[], None]) -> None:
@@ -159,9 +164,11 @@ def fill(est: Estimator, state: Mapping[str, Any], load_rows: Callable[[], None]
     with est._writing():
         est._reading().forget_prefetched()
         for own, group in zip(est._groups, state["sample_groups"], strict=True):
-            own.update(group)
+            own.update(hyper(group))
         load_rows()
-        est.take_state(state["state"])
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors cannot be changed outside of it
+            # copies, since the caller's tensors may be views of a mapped file
+            est.restore_state({name: value.detach().clone() for name, value in state["state"].items()})
         est.notes = dict(state.get("notes", {}))
         finish(est, state)
 
@@ -169,13 +176,8 @@ def fill(est: Estimator, state: Mapping[str, Any], load_rows: Callable[[], None]
 def finish(est: Estimator, state: Mapping[str, Any]) -> None:
     """Set the number of commits, and drop what is pending."""
     est._reading().forget_prefetched()
-    est.t, est._committed = commits(state["t"]), 0
+    est.t, est._committed = int(state["t"]), 0
     est._drop_pending()
-
-
-def commits(t: Any) -> int:
-    """Return the checked number of commits of a checkpoint."""
-    return values.integer("t", t, 0, values.MOST)
 
 
 # -- version 0.3 ---------------------------------------------------------------------------------------------------
@@ -282,11 +284,13 @@ def split_rows(est: Estimator, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _compare_configs(est: Estimator, given: Any) -> None:
     """Raise at the first entry that differs; the message has both values."""
     given, expected = values.mapping("config", given), config(est)
-    expected.pop("parts", None)
-    if not is_container(est) and "single" in (given.get("mode"), expected["mode"]):  # used alone, or in a container
-        expected.pop("mode")
-        given = {key: value for key, value in given.items() if key != "mode"}
-    _compare("", expected, given)
+    free = {"parts"}
+    if "single" in (given.get("mode"), expected["mode"]):  # used alone, or in a container
+        free.add("mode")
+    if not expected.get("columns", True):  # without rows the size is that of other parts
+        free.add("n")
+    own, other = ({key: value for key, value in each.items() if key not in free} for each in (expected, given))
+    _compare("", own, other)
 
 
 def _compare(where: str, expected: Any, given: Any) -> None:

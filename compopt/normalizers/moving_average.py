@@ -93,7 +93,7 @@ class MovingAverageEstimator(Normalizer):
         >>> u.step()
     """
 
-    _tau: float | None = None  # temperature of the last call, if it is a number
+    _loaded = False  # the temperature of loaded rows was not compared yet
 
     @takes_options(Normalizer, PlacementOptions)
     def __init__(
@@ -154,16 +154,19 @@ class MovingAverageEstimator(Normalizer):
 
     def _note_temperature(self, tau: float | Tensor) -> None:
         """Save the temperature of the averages, and warn if rows were loaded that were averaged at another one."""
-        loaded, fixed = self.notes.get("tau"), tau if isinstance(tau, float) else None
-        if loaded is not None and loaded != self._tau and _differs(tau, loaded):
+        before, fixed = self.notes.get("tau"), tau if isinstance(tau, float) else None
+        if self._loaded and before is not None and _differs(tau, before):
             warn(
-                f"the loaded rows were averaged at tau={loaded:.6g}, this call has "
+                f"the loaded rows were averaged at tau={before:.6g}, this call has "
                 f"{'one per sample' if fixed is None else f'tau={fixed:.6g}'}, for which log u means something else; "
                 f"the averages follow within a few visits"
             )
-        if fixed != self._tau or loaded != fixed:
-            self._tau = fixed
-            self.notes = {} if fixed is None else {"tau": fixed}
+        self._loaded = False
+        self._pending_notes = {} if fixed is None else {"tau": fixed}
+
+    def restore_state(self, state: Mapping[str, Tensor]) -> None:
+        super().restore_state(state)
+        self._loaded = True
 
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper

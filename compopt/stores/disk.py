@@ -137,12 +137,13 @@ class DiskStore(RowStore):
 
     def ready(self) -> None:
         """Refuse rows of an earlier run, and a file that another program or estimator has changed."""
-        if self.stale and not self._overwriting:
-            raise ValueError(
-                f"{self.path} already exists and holds the rows of another run: load a checkpoint into this estimator "
-                f"(which overwrites them), use another offload_dir, or delete {self.path.stem}.* in it"
-            )
         status, needed = os.fstat(self._fd), self._bytes(self.n)
+        if self.stale and not self._overwriting:
+            owner = "estimator of this process" if (status.st_dev, status.st_ino) in _latest else "run"
+            raise ValueError(
+                f"{self.path} already exists and holds the rows of another {owner}: load a checkpoint into this "
+                f"estimator (which overwrites them), use another offload_dir, or delete {self.path.stem}.* in it"
+            )
         if status.st_size < needed:
             raise OSError(
                 errno.EIO,

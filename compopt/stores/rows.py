@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compopt import checks
 from compopt.batch import COUNT, Batch, Rows
 from compopt.checks import values
 from compopt.functional import all_finite
@@ -41,6 +42,9 @@ class Column:
     reduce: str = "mean"
     initial: str | None = None
     positions: bool = False
+
+    def __post_init__(self) -> None:
+        checks.one_of(f"reduce of column {self.name!r}", self.reduce, ("mean", "log_mean_exp", "one"))
 
 
 class RowLayout:
