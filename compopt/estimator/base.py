@@ -539,7 +539,8 @@ class Estimator:
         more: int = 0,
     ) -> Batch:
         """Return the global batch of a call with its committed rows, see :meth:`Reader.read`."""
-        reader, depositing = self._reading(), self.training and torch.is_grad_enabled()
+        reader, training = self._reader or self._reading(), self.training and torch.is_grad_enabled()
+        depositing = training and self._commits()
         self._refuse_checkpoint(depositing)
         if depositing:
             if self._attachments.counting:
@@ -547,19 +548,22 @@ class Estimator:
             if self._attachments.unsure_of_positions:
                 with self._guard():  # warning filters may turn a warning into an error
                     self._attachments.positions(keys["index"], self.n, self._remembers_index)
-        progress: dict[str, int] = {}
-        if reader.ranks.size > 1:
-            progress = {"depositing": int(depositing), "t": self.t, "pending": self.pending, **(facts or {})}
-            progress |= {"calls": self._committed + self.pending, "followers": len(self._hooks["call"])}
-            progress["parts"] = fingerprint([(each.t, each.pending) for each in self._tree()])
-            with self._guard():
-                progress["configuration"] = self._configuration()
+        progress = self._progress(training, facts) if reader.several else {}
         batch = reader.read(keys, values, depositing, progress, least, more)
-        if depositing:
+        if training:
             for each in self._objects().values():
                 if each.state or each.learnable is not None:
                     each.move(batch.rows.device)
         return batch
+
+    def _progress(self, training: bool, facts: Mapping[str, int] | None) -> dict[str, int]:
+        """Return facts of a call and of the commits so far that must be equal on all ranks."""
+        progress = {"depositing": int(training), "t": self.t, "pending": self.pending, **(facts or {})}
+        progress |= {"calls": self._committed + self.pending, "followers": len(self._hooks["call"])}
+        progress["parts"] = fingerprint([(each.t, each.pending) for each in self._tree()])
+        with self._guard():
+            progress["configuration"] = self._configuration()
+        return progress
 
     def _index(self, index: Tensor | None, size: int) -> Tensor:
         """Return the checked index of a call; without an index and rows, number each sample uniquely."""
@@ -577,15 +581,15 @@ class Estimator:
 
     def _refuse_checkpoint(self, depositing: bool) -> None:
         """Refuse a call inside a checkpointed function, because the recomputation would deposit or gather twice."""
-        deposits = depositing and self._commits()
         meets = self._ranks.size > 1 and (torch.is_grad_enabled() or in_backward())
-        if not (deposits or meets) or not in_checkpoint():
-            return
+        if (depositing or meets) and in_checkpoint():
+            self._refuse_twice("deposit" if depositing else "gather")
+
+    def _refuse_twice(self, action: str) -> NoReturn:
         error = RuntimeError(
             f"{type(self).__name__} was called inside a checkpointed function (torch.utils.checkpoint, or "
-            f"DeepSpeed's), which runs again in backward and would {'deposit' if deposits else 'gather'} the batch "
-            f"twice; checkpoint the encoders alone and call the estimator on what they return: it keeps no B x B "
-            f"matrix for backward"
+            f"DeepSpeed's), which runs again in backward and would {action} the batch twice; checkpoint the encoders "
+            f"alone and call the estimator on what they return: it keeps no B x B matrix for backward"
         )
         if in_backward():  # the other ranks may not be in backward, so that they cannot be told
             raise error

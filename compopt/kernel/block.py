@@ -60,11 +60,14 @@ class Apart(NamedTuple):
     further: Callable[[slice], Tensor] | None = None
 
     def mask(self, s: Tensor, part: slice) -> Tensor | None:
-        """Overwrite entries of the rows ``part`` that are not pairs; return their mask; ``None`` if they are known."""
+        """Overwrite entries of the rows ``part`` that are not pairs; return their mask; ``None`` if they are known.
+
+        In the latter case NaN remains: the sums of an anchor whose positive is not finite are not finite either.
+        """
         if self.own is None:
             return self._compare(s, part)
         for diagonal in self.own:
-            diagonal.of(s, part).fill_(MASKED)
+            diagonal.of(s, part).clamp_(max=MASKED)
         return None
 
     def _compare(self, s: Tensor, part: slice) -> Tensor:
@@ -205,7 +208,11 @@ class Block:
             s = self._similarities(part)
             for diagonal in self.positives:
                 positive.append(diagonal.of(s, part).neg())
-            kept = self._exponentiate(s, part, self.apart.mask(s, part), columns)
+            same = self.apart.mask(s, part)
+            if same is not None:  # NaN remains at the positives, see Apart.mask()
+                for diagonal, value in zip(self.positives, positive[-len(self.positives) :], strict=False):
+                    diagonal.of(s, part).add_(value, alpha=0)
+            kept = self._exponentiate(s, part, same, columns)
             assert kept.sums is not None
             parts.append(kept.sums)
             more = kept.column_sums

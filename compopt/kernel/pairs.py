@@ -10,6 +10,7 @@ columns that are not anchors.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compopt.distributed.ranks import Ranks
-from compopt.functional import Scalar, log
+from compopt.functional import Scalar
 from compopt.kernel.block import CPU_BLOCK_ROWS, Apart, Block, Diagonal, Form, Given, same_sample
 from compopt.pairs import Axis, PairPolicy, Selection
 
@@ -141,6 +142,7 @@ class Pairs:
 
     count: Scalar
     divisor: Scalar
+    log_count: Scalar
     _dot: Tensor | None = None
     _kept: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -363,17 +365,19 @@ class Pairs:
         """Set the counts, from the candidates by direction and the numbers of those excluded, ``(B, D)``."""
         own, candidates = 2 if self.unimodal else 1, candidates[: self.directions]
         self.least = low = min(candidates) - own
-        if excluded is None and max(candidates) - own == low:
-            self.count, self.divisor = float(low), max(1.0, float(low))
+        if excluded is not None or max(candidates) - own > low:
+            self._count_each([number - (own if excluded is None else 0) for number in candidates], excluded)
         else:
-            count = self._counted([number - (own if excluded is None else 0) for number in candidates], excluded)
-            self.count, self.divisor = count, count.clamp(min=1)
-        self.log_count = log(self.divisor)
+            self.count, self.divisor = float(low), max(1.0, float(low))
+            self.log_count = math.log(self.divisor)
 
-    def _counted(self, numbers: Sequence[int], excluded: Tensor | None) -> Tensor:
-        """Return ``numbers`` by direction minus ``excluded``, filled on the device, since a copy would synchronise."""
+    def _count_each(self, numbers: Sequence[int], excluded: Tensor | None) -> None:
+        """Set counts that differ between the anchors: ``numbers`` by direction minus ``excluded``."""
+        # filled on the device, without a copy from the host that synchronises
         count = torch.stack([self._z.new_full((), float(number)) for number in numbers]).expand(self.shape)
-        return count if excluded is None else count - excluded.to(self.dtype)
+        self.count = count if excluded is None else count - excluded.to(self.dtype)
+        self.divisor = self.count.clamp(min=1)
+        self.log_count = self.divisor.log()
 
     @cached_property
     def positive(self) -> Tensor:
