@@ -484,20 +484,24 @@ class ContrastiveEstimator(Container):
 
     def _propose(self, call: Call, objective: Objective) -> None:
         """Deposit new rows and temperatures, except for anchors without any negative (index2, labels)."""
-        pairs, batch, outside = objective.pairs, call.batch, objective.estimate.outside_count
+        pairs, outside = objective.pairs, objective.estimate.outside_count
         valid: Tensor | None = None
         if pairs.may_lack_negatives and isinstance(pairs.count, Tensor):
             valid = pairs.count + outside > 0
             valid = valid.all(dim=1, keepdim=True) if call.unimodal else valid
-        proposals: dict[str, Mapping[str, Tensor]] = {"normalizer": objective.estimate.proposals, "temperature": {}}
-        part = self.temperature
-        if part.learns and part.training:
-            gradient, lacking = objective.tau_gradients(), pairs.lacking(outside)
-            if lacking is not None and lacking.device.type != "cpu":  # a gradient of NaN moves no temperature
-                gradient = gradient.masked_fill(lacking, torch.nan)
-            own = replace(call, read=batch.of("temperature"), hyper=part._hyper(batch), t=part.t, window=part.pending)
-            proposals["temperature"] = part.proposals(own, gradient)
-        self._deposit_parts(batch, proposals, valid)
+        learns = self.temperature.learns and self.temperature.training
+        of_temperature: Mapping[str, Tensor] = self._moved(call, objective) if learns else {}
+        proposals = {"normalizer": objective.estimate.proposals, "temperature": of_temperature}
+        self._deposit_parts(call.batch, proposals, valid)
+
+    def _moved(self, call: Call, objective: Objective) -> Mapping[str, Tensor]:
+        """Return the proposals of a temperature that learns."""
+        part, gradient = self.temperature, objective.tau_gradients()
+        lacking = objective.pairs.lacking(objective.estimate.outside_count)
+        if lacking is not None and lacking.device.type != "cpu":  # a gradient of NaN moves no temperature
+            gradient = gradient.masked_fill(lacking, torch.nan)
+        read, hyper = call.batch.of("temperature"), part._hyper(call.batch)
+        return part.proposals(replace(call, read=read, hyper=hyper, t=part.t, window=part.pending), gradient)
 
     def _gradients(self, objective: Objective, given: Given, learned: Tensor | None) -> list[Slope]:
         """Return the tensors that may require a gradient on this rank, with their gradients."""

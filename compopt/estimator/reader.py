@@ -177,16 +177,13 @@ class Reader:
     @property
     def n(self) -> int | None:
         """Number of samples, the same for all objects with a size; ``None`` without."""
-        if not self._sized:
-            return None
-        found = count(self._sized[0])
-        for groups in self._sized[1:]:
-            if count(groups) != found:
-                raise ValueError(
-                    f"n differs: the parts of this estimator have {found} and {count(groups)} samples; its "
-                    f"add_sample_group appends rows in all of them"
-                )
-        return found
+        sizes = [count(groups) for groups in self._sized]
+        if sizes and sizes.count(sizes[0]) < len(sizes):
+            raise ValueError(
+                f"n differs: the parts of this estimator have {' and '.join(map(str, sizes))} samples; its "
+                f"add_sample_group appends rows in all of them"
+            )
+        return sizes[0] if sizes else None
 
     def read(
         self,
@@ -331,7 +328,8 @@ class Reader:
                 block = ticket.take(rows.device)
             else:
                 block = table.rows.fetch(rows.flatten(), None if host_rows is None else host_rows.flatten())
-            own[name] = accelerator.to_device(block, rows.device).view(len(rows), rows.shape[1] * block.shape[1])
+            block = block if block.device == rows.device else accelerator.to_device(block, rows.device)
+            own[name] = block.view(len(rows), rows.shape[1] * block.shape[1])
         return own
 
     def _fetch_shards(self, rows: Tensor, device: torch.device, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:

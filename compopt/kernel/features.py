@@ -179,6 +179,13 @@ class Encoder:
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
 
+SECOND_DERIVATIVE = (
+    "backward through an estimator's loss with create_graph=True: a second derivative (gradient penalty, Hessian, hvp) "
+    "is not available, since the pair weights are estimates that are held constant; call backward() or grad() without "
+    "create_graph, and build a penalty on gradients of some other function"
+)
+
+
 class _ClosedForm(torch.autograd.Function):
     """Node of the graph with known gradients, which are all that autograd stores."""
 
@@ -193,11 +200,7 @@ class _ClosedForm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # in backward: with create_graph=True, and only then
-            raise RuntimeError(
-                "backward through an estimator's loss with create_graph=True: a second derivative (gradient penalty, "
-                "Hessian, hvp) is not available, since the pair weights are estimates that are held constant; call "
-                "backward() or grad() without create_graph, and build a penalty on gradients of some other function"
-            )
+            raise RuntimeError(SECOND_DERIVATIVE)
         # multiplied in the working dtype, since the factor of a gradient scaler may overflow half precision
         found: list[Tensor | None] = [None]
         for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):

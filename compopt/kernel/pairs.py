@@ -208,24 +208,17 @@ class Pairs:
         positive = torch.stack([torch.linalg.vecdot(*pair) for pair in pairs], dim=1)
         return policy.threshold(positive[:, : self.directions].expand(self.shape))
 
-    def _of_direction(
-        self, direction: int, part: slice, form: Form | None = None, block: Callable[..., Block] | None = None
-    ) -> Block:
+    def _of_direction(self, direction: int, part: slice, form: Form | None = None) -> Block:
         """Return the matrix of some samples of a modality or view, which are anchors if it has a direction."""
-        return self._matrix((direction,), (0, 1) if self.unimodal else (1 - direction,), part, False, form, block)
+        return self._matrix((direction,), (0, 1) if self.unimodal else (1 - direction,), part, False, form)
 
     def _matrix(
-        self,
-        rows: Sequence[int],
-        columns: Sequence[int],
-        part: slice,
-        shared: bool,
-        form: Form | None = None,
-        block: Callable[..., Block] | None = None,
+        self, rows: Sequence[int], columns: Sequence[int], part: slice, shared: bool, form: Form | None = None
     ) -> Block:
         """Return the matrix of the views ``rows`` of some samples with the views ``columns`` of all samples.
 
-        Further candidates follow the columns. ``shared``: it is the only matrix of the call.
+        Further candidates follow the columns. ``shared``: it is the only matrix of the call. With another ``form`` than
+        that of the call, plain torch computes it.
         """
         B, count, scale = self._batch, part.stop - part.start, self._scale
         x = self._z[rows[0]] if len(rows) == 1 else self._z.view(-1, self._z.shape[2])
@@ -243,17 +236,10 @@ class Pairs:
             y, apart = self._with_further(y, apart, rows, part)
         if self.options.policy is not None:
             selected = self._selection(self.options.policy, rows, columns, part, both or not (shared or self._momentum))
-        return (block or self.block)(
-            x,
-            y,
-            form or self._form,
-            apart,
-            self._by_row(scale, rows, part) if rows[0] < self.directions else None,
-            None if not both else scale[:, 1] if isinstance(scale, Tensor) else scale,
-            given=not (shared or self._momentum),
-            positives=positives,
-            selected=selected,
-        )
+        of_rows = self._by_row(scale, rows, part) if rows[0] < self.directions else None
+        of_columns = None if not both else scale[:, 1] if isinstance(scale, Tensor) else scale
+        block, given = self.block if form is None else Block, not (shared or self._momentum)
+        return block(x, y, form or self._form, apart, of_rows, of_columns, given, positives, selected)
 
     def _with_further(self, y: Tensor, apart: Apart, rows: Sequence[int], part: slice) -> tuple[Tensor, Apart]:
         """Add further candidates to the columns of a matrix, and compare keys if samples may repeat."""
@@ -476,7 +462,7 @@ class Pairs:
         """Return ``(sum w)^2 / sum w^2`` of this rank's first anchors of each direction; NaN without candidates."""
         part = slice(self._own.start, min(self._own.stop, self._own.start + SPREAD_ANCHORS))
         form = self._form._replace(moments=False, chunk_size=None)
-        return [self._of_direction(direction, part, form, Block).effective() for direction in range(self.directions)]
+        return [self._of_direction(direction, part, form).effective() for direction in range(self.directions)]
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
