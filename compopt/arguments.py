@@ -53,14 +53,10 @@ class Given:
     encoder: Encoder | None
     facts: dict[str, int]
 
-    def wants(self, temperature: float | Tensor) -> bool:
-        """Return whether a temperature requires a gradient from this call."""
-        return self.graph and isinstance(temperature, Tensor) and temperature.requires_grad
-
     @property
     def want_gradients(self) -> bool:
         """Return whether any features require a gradient."""
-        return self.graph and any(z.want_gradients for z in (self.own, self.negatives) if z is not None)
+        return self.own.wanted or (self.negatives is not None and self.negatives.wanted)
 
     @property
     def of_others(self) -> list[Tensor]:
@@ -117,7 +113,11 @@ def check_call(
     with est._guard():
         refuse_derivatives(("z1", z1), ("z2", z2))
         inputs.check_features(z1, z2, least=0 if ranks.size > 1 else 2)
-        of_samples = _check_samples(est, index, index2, labels, len(z1))
+        of_samples = {"index": est._index(index, len(z1))}
+        if index2 is not None:
+            of_samples["index2"] = _check_index2(est, index2, len(z1))
+        if labels is not None:
+            of_samples["labels"] = inputs.check_vector("labels", labels, len(z1))
         if tau is not None:
             tau = _check_tau(est, tau, len(z1))
         if negatives is not None:
@@ -143,18 +143,11 @@ def check_call(
     return given
 
 
-def _check_samples(
-    est: Called, index: Tensor | None, index2: Tensor | None, labels: Tensor | None, batch: int
-) -> dict[str, Tensor]:
-    """Return the checked keys of the samples: ``index`` and, if given, ``index2`` and ``labels``."""
-    keys = {"index": est._index(index, batch)}
-    if index2 is not None:
-        if est.mode == "unimodal":
-            raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
-        keys["index2"] = inputs.check_vector("index2", index2, batch)
-    if labels is not None:
-        keys["labels"] = inputs.check_vector("labels", labels, batch)
-    return keys
+def _check_index2(est: Called, index2: Tensor, batch: int) -> Tensor:
+    """Return the checked positions in the second modality."""
+    if est.mode == "unimodal":
+        raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
+    return inputs.check_vector("index2", index2, batch)
 
 
 def _check_tau(est: Called, tau: Tensor | float, batch: int) -> Tensor | float:

@@ -61,8 +61,8 @@ class Batch:
         bad: 0-d flag on the device: an index is out of range, or the batch is a single sample.
         dtype: working dtype of the call.
         depositing: the call is in training mode with gradients enabled.
+        alike: on a device, it is known on the host that a key has one value for the whole batch.
         named: ``index`` was passed; otherwise its numbers are those of this batch only.
-        alike: it is known on the host that a key has one value for the whole batch.
     """
 
     keys: dict[str, Tensor]
@@ -77,8 +77,8 @@ class Batch:
     bad: Tensor | None
     dtype: torch.dtype
     depositing: bool
-    named: bool = True
     alike: bool = False
+    named: bool = True
 
     def of(self, name: str = "") -> Rows:
         """Return the committed rows of one object."""
@@ -88,7 +88,9 @@ class Batch:
     @property
     def visits(self) -> Tensor | None:
         """Visits of each sample by the first object with rows, ``(B, D)``; ``None`` without rows."""
-        return next((rows.count for rows in self.tables.values()), None)
+        for rows in self.tables.values():
+            return rows.count
+        return None
 
     @cached_property
     def features(self) -> tuple[Tensor, ...]:
@@ -103,7 +105,7 @@ class Batch:
     @property
     def momentum(self) -> tuple[Tensor, ...]:
         """``k1, k2`` of all ranks, ``(B, d)`` each; empty without ``keys=``."""
-        return tuple(self.values[name] for name in ("k1", "k2") if name in self.values)
+        return (self.values["k1"], self.values["k2"]) if "k1" in self.values else ()
 
     def nan_if_bad(self, value: Tensor) -> Tensor:
         """Return a value, or NaN if the flag ``bad`` is set on the device."""

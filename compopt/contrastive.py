@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from compopt.batch import Batch
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
 from compopt.checks.inputs import three_by_position
+from compopt.distributed.handshake import NOTHING
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator.base import Fixed, Form, check_dtype
 from compopt.estimator.container import Container
@@ -285,30 +287,8 @@ class ContrastiveEstimator(Container):
         given = check_call(self, z1, z2, index, index2, labels, tau, negatives, keys, pairs)
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
-        self._at_first = given.facts.get("parameters")
-        with self._undone_on_error(), full_precision(z1.device):
-            hyper = self.temperature._hyper(batch)
-            temperature = self._temperature(batch, given.tau, hyper)  # perhaps with a graph
-            with torch.no_grad():
-                used = batch.values.get("tau", temperature)
-                used = used.detach() if isinstance(used, Tensor) else used
-                sums = self._pairs(batch, given, used, temperature)  # log-sum-exps
-                call = self._call(batch, sums, used, given)
-                if not self.normalizer.outside:
-                    self._look_for_negatives(call, 0.0)
-                estimate = self.normalizer.estimated(call)  # alpha, proposed rows; a network learns here
-                if self.normalizer.outside:
-                    self._look_for_negatives(call, estimate.outside_count)
-                objective = Objective(call, estimate, self.temperature.rho(hyper), self.multiply_tau)
-                value = self._value(objective, given)
-                if batch.depositing:
-                    self._propose(call, objective)  # new rows and temperatures, until step()
-                gradients = self._gradients(objective, given, temperature)
-            self._run("call", batch, sums)  # last, so that a follower deposits nothing for a call that raises
-            sums.release()  # the metrics may need the features, not the matrices
-            loss = with_gradients(batch.nan_if_bad(value), gradients)
-            self._last, self._shown = Summary.of(objective), estimate.metrics
-        return loss
+            with self._undone_on_error() if batch.depositing else NOTHING:
+                return self._loss(batch, given)
 
     @outside_of_graphs
     @with_arguments_of(__call__)
@@ -363,7 +343,36 @@ class ContrastiveEstimator(Container):
             batch.bad = either(batch.bad, self._async_checks.alike(shared))
         if self._ranks.size == 1:
             batch.views = given.own.unit  # without a copy
+        self._at_first = given.facts.get("parameters")
         return batch
+
+    def _loss(self, batch: Batch, given: Given) -> Tensor:
+        """Return the loss, a node of the graph, and deposit new rows and temperatures."""
+        hyper = self.temperature._hyper(batch)
+        temperature = self._temperature(batch, given.tau, hyper)  # perhaps with a graph
+        learned = temperature if given.graph and isinstance(temperature, Tensor) and temperature.requires_grad else None
+        if "scale" not in self._settled:
+            self._look_at_temperature(temperature)
+        with torch.no_grad():
+            used = batch.values.get("tau", temperature)
+            used = used.detach() if isinstance(used, Tensor) else used
+            pairs = self._pairs(batch, given, used, learned is not None)  # log-sum-exps
+            call = self._call(batch, pairs, used, given)
+            if pairs.may_lack_negatives and not self.normalizer.outside:
+                self._look_for_negatives(call, 0.0)
+            estimate = self.normalizer.estimated(call)  # alpha, proposed rows; a network learns here
+            if pairs.may_lack_negatives and self.normalizer.outside:
+                self._look_for_negatives(call, estimate.outside_count)
+            objective = Objective(call, estimate, self.temperature.rho(hyper), self.multiply_tau)
+            value = self._value(objective, given)
+            if batch.depositing:
+                self._propose(call, objective)  # new rows and temperatures, until step()
+            gradients = self._gradients(objective, given, learned)
+        if self._hooks["call"]:  # last, so that a follower deposits nothing for a call that raises
+            self._run("call", batch, pairs)
+        pairs.release()  # the metrics may need the features, not the matrices
+        self._last, self._shown = Summary.of(objective), estimate.metrics
+        return with_gradients(batch.nan_if_bad(value), gradients)
 
     def _temperature(self, batch: Batch, tau: Tensor | float | None, hyper: Hyper) -> float | Tensor:
         """Return a number, or a tensor of 1 or 2 columns that may carry a graph."""
@@ -375,34 +384,40 @@ class ContrastiveEstimator(Container):
         features = batch.values.get("z1")  # None in a diagnostic
         return at_least(tau.to(batch.rows.device), batch.dtype if features is None else features.dtype)
 
-    def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, temperature: float | Tensor) -> Pairs:
+    def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, learned: bool) -> Pairs:
         """Compute the statistics of all pairs of the batch, or, with several ranks, of this rank's anchors."""
-        policy, own, values = given.policy, given.own.unit, batch.values
         options = PairOptions(
             distinct=batch.distinct,
             directions=self._anchors,
-            negatives=given.gather_negatives(batch, self._ranks),
             unimodal=self.mode == "unimodal",
             bounded=self.normalize,
             chunk_size=self.chunk_size,
-            moments=self.temperature.learns or given.wants(temperature),  # for the derivative with respect to it
-            policy=policy,
-            guide=[values["guide1"], values["guide2"]] if "guide1" in values else (),
-            key=values.get("within1"),
+            moments=self.temperature.learns or learned,  # for the derivative with respect to it
             sums=self.normalizer.sums,
         )
-        unsupported = {"keys=": values.get("k1"), "negatives=": given.negatives, "pairs=": policy}
-        block = block_of(self.backend, own, unsupported) if self.backend == "triton" else Block
-        sides, ranks = (batch.features, batch.momentum), self._ranks
-        pairs = Pairs(own, tau, list(batch.keys.values()), options, *sides, ranks, batch.sizes, block)
+        if given.policy is not None or given.negatives is not None:
+            options = self._with_candidates(options, batch, given)
+        block = Block if self.backend != "triton" else self._block(batch, given)
+        sides, ranks, keys = (batch.features, batch.momentum), self._ranks, list(batch.keys.values())
+        pairs = Pairs(given.own.unit, tau, keys, options, *sides, ranks, batch.sizes, block)
         if self.temperature.learns and pairs.least:  # before any proposal, since a warning may be an error
             self.temperature.look_at_negatives(pairs.least + self.normalizer.outside)
-        self._look_at_temperature(temperature)
         return pairs
+
+    def _with_candidates(self, options: PairOptions, batch: Batch, given: Given) -> PairOptions:
+        """Add further candidates and a policy of pairs. Collective with ``negatives``."""
+        guide = [batch.values[name] for name in ("guide1", "guide2") if name in batch.values]
+        key, negatives = batch.values.get("within1"), given.gather_negatives(batch, self._ranks)
+        return options._replace(negatives=negatives, policy=given.policy, guide=guide, key=key)
+
+    def _block(self, batch: Batch, given: Given) -> type[Block]:
+        """Return the class of the matrices for ``backend="triton"``."""
+        unsupported = {"keys=": batch.values.get("k1"), "negatives=": given.negatives, "pairs=": given.policy}
+        return block_of(self.backend, given.own.unit, unsupported)
 
     def _look_at_temperature(self, temperature: float | Tensor) -> None:
         """Warn, once, of a logit scale as the first temperature."""
-        if "scale" in self._settled or not self.normalize or self.temperature.learns:
+        if not self.normalize or self.temperature.learns:
             return
         if isinstance(temperature, Tensor):
             if temperature.dim() or temperature.device.type != "cpu":
@@ -449,48 +464,56 @@ class ContrastiveEstimator(Container):
 
     def _value(self, objective: Objective, given: Given) -> Tensor:
         """Return the value, or NaN with a warning if a feature is not finite."""
-        pairs, batch, unit = objective.pairs, objective.batch, given.own.unit
-        value = objective.value().to(unit.dtype)
+        pairs, batch = objective.pairs, objective.batch
+        value = objective.value().to(given.own.unit.dtype)
         if pairs.negatives is not None or pairs.may_lack_negatives or batch.momentum:
             # a bad feature may be in no pair (z2 with one direction and momentum), or not reach alpha (negatives and
             # a network): the value must be NaN all the same
             more = () if pairs.negatives is None else (pairs.negatives.everyone,)
             value = value + zero_or_nan(*batch.features, *batch.momentum, *more, *pairs.options.guides)
-        encoded = None if given.encoder is None else given.encoder.encoded
-        units = [features.unit for features in (given.negatives, encoded) if features is not None]
-        units += given.of_others
-        # before anything is deposited, since a warning may be an error
-        self._async_checks.watch_features(self._reading().handshake.agree, value, unit, *units)
+        # before anything is deposited, since a warning may be an error; a finite value rules bad features out
+        if value.device.type != "cpu" or not math.isfinite(value.item()):
+            self._look_at_features(given)
         return value
+
+    def _look_at_features(self, given: Given) -> None:
+        """Warn about features of this rank that are not finite."""
+        encoded = None if given.encoder is None else given.encoder.encoded
+        units = [features.unit for features in (given.own, given.negatives, encoded) if features is not None]
+        self._async_checks.watch_features(self._reading().handshake.agree, *units, *given.of_others)
 
     def _propose(self, call: Call, objective: Objective) -> None:
         """Deposit new rows and temperatures, except for anchors without any negative (index2, labels)."""
-        pairs, batch, outside = objective.pairs, call.batch, objective.estimate.outside_count
+        pairs, outside = objective.pairs, objective.estimate.outside_count
         valid: Tensor | None = None
         if pairs.may_lack_negatives and isinstance(pairs.count, Tensor):
             valid = pairs.count + outside > 0
             valid = valid.all(dim=1, keepdim=True) if call.unimodal else valid
-        proposals: dict[str, Mapping[str, Tensor]] = {"normalizer": objective.estimate.proposals, "temperature": {}}
-        part = self.temperature
-        if part.learns and part.training:
-            gradient, lacking = objective.tau_gradients(), pairs.lacking(outside)
-            if lacking is not None and lacking.device.type != "cpu":  # a gradient of NaN moves no temperature
-                gradient = gradient.masked_fill(lacking, torch.nan)
-            own = replace(call, read=batch.of("temperature"), hyper=part._hyper(batch), t=part.t, window=part.pending)
-            proposals["temperature"] = part.proposals(own, gradient)
-        self._deposit_parts(batch, proposals, valid)
+        learns = self.temperature.learns and self.temperature.training
+        of_temperature: Mapping[str, Tensor] = self._moved(call, objective) if learns else {}
+        proposals = {"normalizer": objective.estimate.proposals, "temperature": of_temperature}
+        self._deposit_parts(call.batch, proposals, valid)
 
-    def _gradients(self, objective: Objective, given: Given, temperature: float | Tensor) -> list[Slope]:
+    def _moved(self, call: Call, objective: Objective) -> Mapping[str, Tensor]:
+        """Return the proposals of a temperature that learns."""
+        part, gradient = self.temperature, objective.tau_gradients()
+        lacking = objective.pairs.lacking(objective.estimate.outside_count)
+        if lacking is not None and lacking.device.type != "cpu":  # a gradient of NaN moves no temperature
+            gradient = gradient.masked_fill(lacking, torch.nan)
+        read, hyper = call.batch.of("temperature"), part._hyper(call.batch)
+        return part.proposals(replace(call, read=read, hyper=hyper, t=part.t, window=part.pending), gradient)
+
+    def _gradients(self, objective: Objective, given: Given, learned: Tensor | None) -> list[Slope]:
         """Return the tensors that may require a gradient on this rank, with their gradients."""
-        encoder = given.encoder
-        found: list[Slope] = []
+        encoder, found = given.encoder, list[Slope]()
         if given.want_gradients:
             found = objective.feature_gradients(given.own, given.negatives)
         elif objective.ranks > 1 or (encoder is not None and encoder.wants_gradients):
             objective.serve_others()
-        if isinstance(temperature, Tensor) and given.wants(temperature):
-            found.append(objective.temperature_gradient(temperature))
-        found += objective.learned_gradients() if given.graph else []
+        if learned is not None:
+            found.append(objective.temperature_gradient(learned))
+        if objective.estimate.learned and given.graph:
+            found += objective.learned_gradients()
         if encoder is not None and given.graph:
             found += [(z, gradient * objective.ranks) for z, gradient in encoder.gradients]
         return found

@@ -106,10 +106,10 @@ class Objective:
         gradient, of_negatives = self._weighted()
         if self.estimate.through_alpha is not None:
             self.estimate.through_alpha(self._alpha_slope(), gradient)
-        gradients = [(own, gradient)]
+        found = [own.pull_back(gradient if self.ranks == 1 else gradient.mul_(self.ranks))]
         if negatives is not None and of_negatives is not None:
-            gradients.append((negatives, of_negatives[None]))
-        return [features.pull_back(g if self.ranks == 1 else g * self.ranks) for features, g in gradients]
+            found.append(negatives.pull_back(of_negatives[None].mul_(self.ranks)))
+        return found
 
     def serve_others(self) -> None:
         """Take part in the gradients of other ranks, or of features outside the batch, if this rank's need none."""

@@ -247,14 +247,16 @@ def test_a_save_refuses_what_no_load_accepts(tmp_path, blocking):
 
 
 @pytest.mark.filterwarnings("ignore:.*are NaN, infinite or too large.*:UserWarning")
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("index2", [None, [9, 1, 2, 3]])
 @pytest.mark.parametrize("mode", ["forward", "bimodal"])
-def test_a_positive_that_is_not_finite_keeps_the_row_of_its_anchor(mode):
+def test_a_positive_that_is_not_finite_keeps_the_row_of_its_anchor(mode, index2, chunk_size):
     """SogCLR's average does not contain the positive, which with one direction is in no other pair of its sample."""
     directions = "forward" if mode == "forward" else "both"
-    est = compopt.SogCLREstimator(N, dtype=torch.float64, directions=directions)
+    est = compopt.SogCLREstimator(N, dtype=torch.float64, directions=directions, chunk_size=chunk_size)
     z1, z2 = torch.randn(2, 4, 6, dtype=torch.float64)
     z2[0] = torch.inf
-    loss = est(z1, z2, torch.arange(4), index2=torch.tensor([9, 1, 2, 3]))
+    loss = est(z1, z2, torch.arange(4), index2=None if index2 is None else torch.tensor(index2))
     est.step()
     assert loss.isnan() and est.read(torch.tensor([0]))["count"].item() == 0
 

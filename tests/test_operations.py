@@ -9,7 +9,7 @@ from benchmarks.operations import ESTIMATORS, RECOMMENDED, operations
 MOST = {
     "InfoNCE": 37,
     "DCL": 34,
-    "SogCLR": 49,
+    "SogCLR": 48,
     "iSogCLR": 88,  # four on a CPU only, for exponentials that underflow, as in FastCLIP v3
     "Memory": 69,  # six for slots of the batch's own samples
     RECOMMENDED: 65,

@@ -518,19 +518,19 @@ class Estimator:
         more: int = 0,
     ) -> Batch:
         """Return the global batch of a call with its committed rows, see :meth:`Reader.read`."""
-        reader, depositing = self._reading(), self.training and torch.is_grad_enabled()
-        deposits = depositing and self._commits()
-        if (deposits or reader.several) and in_checkpoint():
-            self._refuse_checkpoint(deposits)
+        reader, training = self._reader or self._reading(), self.training and torch.is_grad_enabled()
+        depositing = training and self._commits()
+        if (depositing or reader.several) and in_checkpoint():
+            self._refuse_checkpoint(depositing)
         if depositing:
             if self._attachments.counting:
                 self._drop_skipped()
             if self._attachments.unsure_of_positions:
                 with self._guard():  # warning filters may turn a warning into an error
                     self._attachments.positions(keys["index"], self.n, self._remembers_index)
-        progress = self._progress(depositing, facts or {}) if reader.several else {}
+        progress = self._progress(training, facts or {}) if reader.several else {}
         batch = reader.read(keys, values, depositing, progress, least, more)
-        if depositing:
+        if training:
             for each in self._objects().values():
                 if each.state or each.learnable is not None:
                     each.move(batch.rows.device)
@@ -546,9 +546,9 @@ class Estimator:
             return torch.zeros(size, dtype=torch.int64, device="cpu")  # no rows: the first sample group is that of all
         raise TypeError(f"index is None; pass data-set positions: {type(self).__name__} has rows for n={self.n}")
 
-    def _progress(self, depositing: bool, facts: Mapping[str, int]) -> dict[str, int]:
+    def _progress(self, training: bool, facts: Mapping[str, int]) -> dict[str, int]:
         """Return the facts of a call that must be equal on all ranks."""
-        progress = {"depositing": int(depositing), "t": self.t, "pending": self.pending, **facts}
+        progress = {"depositing": int(training), "t": self.t, "pending": self.pending, **facts}
         progress |= {"calls": self._committed + self.pending, "followers": len(self._hooks["call"])}
         progress["parts"] = fingerprint([(each.t, each.pending) for each in self._tree()])
         with self._guard():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from compopt import accelerator
 from compopt.batch import COUNT, Batch, Rows
 from compopt.checks.context import warn
 from compopt.checks.inputs import INDEX_REMEDY, Survey, check_range, survey
-from compopt.distributed.handshake import KEYS, NOTHING, Agreement, Handshake, fingerprint
+from compopt.distributed.handshake import KEYS, Agreement, Handshake, fingerprint
 from compopt.estimator.groups import Hyper, count
 from compopt.kernel.features import working_dtype
 from compopt.stores import WriteBehind
@@ -54,14 +54,20 @@ class AsyncChecks:
 
         A sample is an ``index`` or, if it is given, a pair of ``index`` and ``index2``.
         """
+        for name in ROW_KEYS:
+            found = known.get(name)
+            if found is not None and found.low < found.high:
+                return None
+        return self._one_sample(keys, known)
+
+    def _one_sample(self, keys: Mapping[str, Tensor], known: Mapping[str, Survey | None]) -> Tensor:
+        """Refuse a batch that is not known to have two distinct samples, or return a flag on the device."""
         given = [name for name in ROW_KEYS if name in keys]
         if len(keys["index"]) < 2:
             raise ValueError(
                 f"the batch has {len(keys['index'])} samples on all ranks together; it needs at least two: if it is "
                 f"the last of an epoch, give its DataLoader drop_last=True"
             )
-        if any(found is not None and found.low < found.high for found in map(known.get, given)):
-            return None
         hidden = [keys[name] for name in given if known[name] is None]
         if hidden:
             flag = torch.stack([(key == key[0]).all() for key in hidden]).all()
@@ -76,17 +82,14 @@ class AsyncChecks:
         self.watch(flag.to(torch.int32), _refuse_different)
         return flag
 
-    def watch_features(self, agree: Callable[[Callable[[], Any]], Any], value: Tensor, *features: Tensor) -> None:
-        """Warn about bad rows of prepared features ``(k, b, d)``; a finite ``value`` on the CPU rules them out.
+    def watch_features(self, agree: Callable[[Callable[[], Any]], Any], *features: Tensor) -> None:
+        """Warn about bad rows of prepared features ``(k, b, d)``.
 
-        ``value`` is the same on all ranks. If the warning is an error on one rank, ``agree`` raises on the others.
+        If the warning is an error on one rank, ``agree`` raises on the others, which call this method, too.
         """
-        on_host = value.device.type == "cpu"
-        if on_host and math.isfinite(value.item()):
-            return  # a bad feature makes the value NaN, see ``zero_or_nan``
         with torch.no_grad():
             bad = torch.cat([z[..., 0].flatten() for z in features]).isnan().sum()  # every entry of a bad row is NaN
-        if on_host:
+        if bad.device.type == "cpu":
             agree(lambda: _warn_features(int(bad)))
         else:
             self.watch(bad, _warn_features)
@@ -116,6 +119,25 @@ def _warn_features(bad: int) -> None:
         )
 
 
+class Located(NamedTuple):
+    """Keys of a batch with their row numbers.
+
+    Attributes:
+        keys: the keys on the device of the features.
+        known: facts that are known on the host.
+        rows: row numbers, ``(B, R)``, on the device, clamped to the range; a copy if the commit needs them, since the
+            caller may overwrite the keys.
+        host_rows: the same on the CPU; ``None`` if the copy would wait for a device.
+        bad: 0-d flag on the device for row numbers out of range; ``None`` if the host knows that there are none.
+    """
+
+    keys: dict[str, Tensor]
+    known: dict[str, Survey | None]
+    rows: Tensor
+    host_rows: Tensor | None
+    bad: Tensor | None
+
+
 class Reader:
     """Reader of a call: checks indices, gathers the global batch and fetches the committed rows of some objects.
 
@@ -142,6 +164,7 @@ class Reader:
         self.row_keys, self.dtype = row_keys, dtype
         self.handshake, self.async_checks, self.ranks = handshake, async_checks, handshake.ranks
         self._groups = {name: groups for name, (groups, _, _) in objects.items()}
+        self._sized = [groups for groups in self._groups.values() if count(groups) is not None]
         self.tables = {name: table for name, (_, table, _) in objects.items() if table is not None}
         shown = [(name, column) for name, (_, _, columns) in objects.items() for column in columns]
         self._initial = [(name, column.name, column.initial) for name, column in shown if column.initial is not None]
@@ -154,16 +177,13 @@ class Reader:
     @property
     def n(self) -> int | None:
         """Number of samples, the same for all objects with a size; ``None`` without."""
-        found: int | None = None
-        for groups in self._groups.values():
-            n = count(groups)
-            if n is not None and found not in (None, n):
-                raise ValueError(
-                    f"n differs: the parts of this estimator have {found} and {n} samples; its add_sample_group "
-                    f"appends rows in all of them"
-                )
-            found = n if n is not None else found
-        return found
+        sizes = [count(groups) for groups in self._sized]
+        if sizes and sizes.count(sizes[0]) < len(sizes):
+            raise ValueError(
+                f"n differs: the parts of this estimator have {' and '.join(map(str, sizes))} samples; its "
+                f"add_sample_group appends rows in all of them"
+            )
+        return sizes[0] if sizes else None
 
     def read(
         self,
@@ -185,54 +205,57 @@ class Reader:
             more: number of further candidates of this rank.
         """
         like = next(iter(values.values()))
-        self._device = device = like.device
-        several = self.several
-        with self.handshake.guard() if several else NOTHING:
-            if several:
-                self.ranks.check_alive()
+        self._device = like.device
+        if self.several:
+            return self._read_all(keys, values, depositing, facts, least, more)
+        self.async_checks.poll()
+        at = self._locate(keys, like.device)
+        fetch = None if self.prefetcher is None else self.prefetcher.find(at.host_rows)
+        blocks = self._fetch_own(at, fetch, depositing) if self.tables else {}
+        alone = Agreement(dict(keys), [len(like)], slice(0, len(like)), [more])
+        return self._batch(alone, at, blocks, values, like, depositing, least)
+
+    def _read_all(
+        self,
+        keys: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+        depositing: bool,
+        facts: Mapping[str, int],
+        least: int,
+        more: int,
+    ) -> Batch:
+        """Return the batch of several ranks, see :meth:`read`. Collective."""
+        like = next(iter(values.values()))
+        with self.handshake.guard():
+            self.ranks.check_alive()
             self.async_checks.poll()
-            if several:  # the exchange needs the keys on the host: wait for an index on a device
-                keys = {name: key.cpu() for name, key in keys.items()}
-            there = _on(keys, device)
-            known = {name: survey(key) for name, key in keys.items()}
-            rows, bad = self._in_range(keys, there, known)
-            host_rows = rows if bad is None and rows.device.type == "cpu" else self._on_host(keys)
-            fetch = None if self.prefetcher is None else self.prefetcher.find(host_rows)
-            own = self._fetch_own(rows, host_rows, fetch, depositing)
-        if several:
-            facts = {"width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize, **facts}
-            shapes = {name: f"{value.dtype} {[*value.shape[1:]]}" for name, value in values.items()}
-            facts["values"] = fingerprint(shapes)
-        agreed = Agreement(dict(keys), [len(like)], slice(0, len(like)), [more])
-        if several:
-            agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, more)
-            there = _on(agreed.keys, device)
-            known = {name: survey(key) for name, key in agreed.keys.items()}
-            rows, host_rows = self._stack(there), self._on_host(agreed.keys)
-        blocks, everyone = self._gather(agreed, host_rows, fetch, own, values)
-        batch = self._batch(agreed, there, everyone, rows, host_rows, blocks, bad, like, known["index"], depositing)
-        if least == 2:
-            batch.bad = either(batch.bad, self.async_checks.two_samples(agreed.keys, known))
-        batch.alike = any(found is not None and found.low == found.high for found in known.values())
-        return batch
+            # the exchange needs the keys on the host: wait for an index on a device
+            keys = {name: key.cpu() for name, key in keys.items()}
+            mine = self._locate(keys, like.device)
+            fetch = None if self.prefetcher is None else self.prefetcher.find(mine.host_rows)
+            own = self._fetch_own(mine, fetch, depositing)
+        facts = {"width": math.prod(like.shape[1:]), "dtype": like.dtype.itemsize, **facts}
+        shapes = {name: f"{value.dtype} {[*value.shape[1:]]}" for name, value in values.items()}
+        facts["values"] = fingerprint(shapes)
+        agreed = self.handshake.exchange(keys, facts, 0 if fetch is None else fetch.number, more)
+        at = self._locate(agreed.keys, like.device)
+        blocks, everyone = self._gather(agreed, at.host_rows, fetch, own, values)
+        return self._batch(agreed, at, blocks, everyone, like, depositing, least)
 
     def look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
         """Return the committed rows of ``index`` for this process alone; on shards collective, with an index per rank.
 
         The result is on the device of ``like``, and has its dtype if that is wider than the dtype of the rows.
         """
-        keys, known = {"index": index}, survey(index)
-        there = _on(keys, like.device)
-        rows, bad = self.agree(lambda: self._in_range(keys, there, {"index": known}))
-        blocks = self._fetch_own(rows, index[:, None], None, False)
+        at = self.agree(lambda: self._locate({"index": index}, like.device))
+        blocks = self._fetch_own(at, None, False)
         if self.sharded:
             indices = self.ranks.gather_objects(index.cpu())  # ranks may pass different indices
             found = self._fetch_shards(torch.cat(indices), like.device, {})
             lengths = [len(other) for other in indices]
             blocks |= {name: block.split(lengths)[self.ranks.rank] for name, block in found.items()}
-        alone = Agreement(keys, [len(index)], slice(0, len(index)))
-        host_rows = self._on_host(keys)
-        return self._batch(alone, there, dict(values or {}), rows, host_rows, blocks, bad, like, known, False)
+        alone = Agreement({"index": index}, [len(index)], slice(0, len(index)))
+        return self._batch(alone, at, blocks, values or {}, like, False)
 
     def prefetch(self, keys: Mapping[str, Tensor]) -> None:
         """Start to read the rows of a future batch; ``keys`` as in :meth:`read`."""
@@ -254,26 +277,26 @@ class Reader:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _in_range(
-        self, keys: Mapping[str, Tensor], there: Mapping[str, Tensor], known: Mapping[str, Survey | None]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return row numbers ``(b, R)`` on the device, clamped to the range, and a flag for those out of range.
+    def _locate(self, keys: Mapping[str, Tensor], device: torch.device) -> Located:
+        """Return the keys on the device of the features, and their row numbers.
 
-        An index on the CPU raises if it is out of range; without an index on a device the flag is ``None``.
+        An index on the CPU raises if it is out of range; one on a device raises at a later call.
         """
+        there, known = _on(keys, device), {name: survey(key) for name, key in keys.items()}
         bad: Tensor | None = None
         n = self.n
         for name in self.row_keys if n is not None else ():
             flag = check_range(name, keys[name], n, known[name]) if name in keys else None
-            bad = bad if flag is None else either(bad, flag.to(there[name].device))
+            bad = bad if flag is None else either(bad, flag.to(device))
         rows = self._stack(there)
         if bad is not None:
             self.async_checks.watch(bad.to(torch.int32), self._refuse_index)
             rows = rows.clamp(0, (n or 1) - 1)
-        return rows, bad
+        host_rows = rows if bad is None and device.type == "cpu" else self._on_host(keys)
+        return Located(there, known, rows, host_rows, bad)
 
     def _stack(self, keys: Mapping[str, Tensor]) -> Tensor:
-        """Return row numbers ``(b, R)``; a copy if the commit needs them, since the caller may overwrite the keys."""
+        """Return row numbers ``(b, R)``, see :class:`Located`."""
         if not self.tables and "index2" not in keys:
             return keys["index"].unsqueeze(1)
         return torch.stack([keys[name] for name in self.row_keys if name in keys], dim=1)
@@ -290,10 +313,9 @@ class Reader:
                 f"CPU it is refused at once"
             )
 
-    def _fetch_own(
-        self, rows: Tensor, host_rows: Tensor | None, fetch: Fetch | None, depositing: bool
-    ) -> dict[str, Tensor]:
+    def _fetch_own(self, at: Located, fetch: Fetch | None, depositing: bool) -> dict[str, Tensor]:
         """Return the rows of this rank's samples by table, one line per sample; without shards, which need all."""
+        rows, host_rows = at.rows, at.host_rows
         own: dict[str, Tensor] = {}
         for name, table in self.tables.items():
             table.rows.ready()
@@ -306,7 +328,8 @@ class Reader:
                 block = ticket.take(rows.device)
             else:
                 block = table.rows.fetch(rows.flatten(), None if host_rows is None else host_rows.flatten())
-            own[name] = accelerator.to_device(block, rows.device).view(len(rows), rows.shape[1] * block.shape[1])
+            block = block if block.device == rows.device else accelerator.to_device(block, rows.device)
+            own[name] = block.view(len(rows), rows.shape[1] * block.shape[1])
         return own
 
     def _fetch_shards(self, rows: Tensor, device: torch.device, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -346,30 +369,35 @@ class Reader:
     def _batch(
         self,
         agreed: Agreement,
-        keys: dict[str, Tensor],
-        values: dict[str, Tensor],
-        rows: Tensor,
-        host_rows: Tensor | None,
+        at: Located,
         blocks: Mapping[str, Tensor],
-        bad: Tensor | None,
+        values: Mapping[str, Tensor],
         like: Tensor,
-        known: Survey | None,
         depositing: bool,
+        least: int = 1,
     ) -> Batch:
         dtype, tables = working_dtype(like.dtype, self.dtype), {}
         for name, table in self.tables.items():
             block = blocks[name].view(-1, 2 * table.layout.words)
-            columns = table.unpack(rows, block, dtype)
+            columns = table.unpack(at.rows, block, dtype)
             tables[name] = Rows(columns, columns.pop(COUNT), block)
-        for name, column, key in self._initial:  # samples that were never visited have the value of a hyper-parameter
+        if self._initial:
+            self._fill_unseen(tables, at.rows, dtype)
+        bad = at.bad if least < 2 else either(at.bad, self.async_checks.two_samples(at.keys, at.known))
+        index, on_device = at.known["index"], like.device.type != "cpu"
+        distinct = len(at.keys) == 1 and index is not None and index.distinct
+        alike = on_device and any(found is not None and found.low == found.high for found in at.known.values())
+        sizes, more, own, rows = agreed.sizes, agreed.more, agreed.own, (at.rows, at.host_rows, tables)
+        return Batch(at.keys, dict(values), sizes, more, own, *rows, distinct, bad, dtype, depositing, alike=alike)
+
+    def _fill_unseen(self, tables: Mapping[str, Rows], rows: Tensor, dtype: torch.dtype) -> None:
+        """Give samples that were never visited the value of a hyper-parameter, in columns that have one."""
+        for name, column, key in self._initial:
             value, read = Hyper(self._groups[name], rows, dtype)(key), tables[name]
             if isinstance(value, Tensor):
                 read.columns[column] = torch.where(read.unseen, value, read.columns[column])
             else:
                 read.columns[column] = read.columns[column].masked_fill(read.unseen, value)
-        distinct = len(keys) == 1 and known is not None and known.distinct
-        sizes, more, own = agreed.sizes, agreed.more, agreed.own
-        return Batch(keys, values, sizes, more, own, rows, host_rows, tables, distinct, bad, dtype, depositing)
 
 
 def _on(keys: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

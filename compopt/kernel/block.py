@@ -60,11 +60,17 @@ class Apart(NamedTuple):
     further: Callable[[slice], Tensor] | None = None
 
     def mask(self, s: Tensor, part: slice) -> Tensor | None:
-        """Overwrite entries of the rows ``part`` that are not pairs; return their mask; ``None`` if they are known."""
-        if self.own is not None:
-            for diagonal in self.own:
-                diagonal.of(s, part).fill_(MASKED)
-            return None
+        """Overwrite entries of the rows ``part`` that are not pairs; return their mask; ``None`` if they are known.
+
+        In the latter case NaN remains: the sums of an anchor whose positive is not finite are not finite either.
+        """
+        if self.own is None:
+            return self._compare(s, part)
+        for diagonal in self.own:
+            diagonal.of(s, part).clamp_(max=MASKED)
+        return None
+
+    def _compare(self, s: Tensor, part: slice) -> Tensor:
         if self.keys is None:
             same = torch.zeros(len(s), 0, dtype=torch.bool, device=s.device)
         else:
@@ -105,12 +111,6 @@ class Sums(NamedTuple):
     shift: Tensor | None = None
     dot: Tensor | None = None
     excluded: Tensor | None = None
-
-    def first(self, count: int) -> Sums:
-        """Return the sums of the first anchors."""
-        total, *rest = (None if value is None else value[:count] for value in self)
-        assert total is not None
-        return Sums(total, *rest)
 
     def merged(self, more: Sums, scale: Scalar) -> Sums:
         """Add sums of the same anchors over further candidates, relative to a maximum that may have grown."""
@@ -187,6 +187,9 @@ class Block:
         self.rows, self.columns, self.positives = rows, columns, positives
         self.recompute = form.chunk_size is not None or rows is None
         self.block_rows = form.chunk_size or (CPU_BLOCK_ROWS if x.device.type == "cpu" else max(1, len(x)))
+        starts = range(0, max(1, len(x)), self.block_rows)  # a rank without samples has an empty block
+        self._parts = [slice(start, min(start + self.block_rows, len(x))) for start in starts]
+        self._whole = len(self._parts) == 1
         # Exponentials may overwrite S unless S is needed again, for the columns, the moments or a policy.
         self._again = form.tau is None and (selected is not None or form.moments or columns is not None or given)
         self._buffers: list[Tensor] = []
@@ -201,18 +204,22 @@ class Block:
         parts: list[Sums] = []
         positive: list[Tensor] = []
         columns: Sums | None = None
-        for part in self._parts():
+        for part in self._parts:
             s = self._similarities(part)
-            positive += [diagonal.of(s, part).neg() for diagonal in self.positives]
+            for diagonal in self.positives:
+                positive.append(diagonal.of(s, part).neg())
             same = self.apart.mask(s, part)
-            kept = self._exponentiate(s, part, same, None if columns is None else columns.shift)
+            if same is not None:  # NaN remains at the positives, see Apart.mask()
+                for diagonal, value in zip(self.positives, positive[-len(self.positives) :], strict=False):
+                    diagonal.of(s, part).add_(value, alpha=0)
+            kept = self._exponentiate(s, part, same, columns)
             assert kept.sums is not None
             parts.append(kept.sums)
-            if (more := kept.column_sums) is not None:
-                columns = more if columns is None else columns.merged(more, self._column_scale)
+            more = kept.column_sums
+            columns = more if columns is None or more is None else columns.merged(more, self._column_scale)
             if not self.recompute:
                 self._kept.append(kept)
-        self.sums, self.column_sums = _joined(parts), columns
+        self.sums, self.column_sums = parts[0] if self._whole else _joined(parts), columns
         if positive:
             self.minus_positive = positive[0] if len(positive) == 1 else torch.cat(positive)
 
@@ -221,19 +228,12 @@ class Block:
         """Similarities of the rows' features to their positives, ``(P,)``."""
         return self.minus_positive * -(1.0 if self.form.tau is None else self.form.tau)
 
-    def _parts(self) -> Iterator[slice]:
-        for start in range(0, max(1, len(self.x)), self.block_rows):  # a rank without samples has an empty block
-            yield slice(start, min(start + self.block_rows, len(self.x)))
-
-    def _all(self, part: slice) -> bool:
-        return part.stop - part.start == len(self.x)
-
     def _buffer(self, which: int, part: slice) -> Tensor | None:
         """Return rows of a work matrix: separate ones if blocks are stored, the same ones if they are recomputed.
 
         ``None`` if there is one block, which the operation allocates.
         """
-        if self._all(part):
+        if self._whole:
             return None
         while len(self._buffers) <= which:
             height = min(self.block_rows, len(self.x)) if self.recompute else len(self.x)
@@ -242,7 +242,7 @@ class Block:
 
     def _scratch(self, part: slice) -> Tensor | None:
         """Return work space for a block; all blocks share it, since new pages cost as much time as the arithmetic."""
-        if self._all(part):
+        if self._whole:
             return None
         if self._spare is None:
             self._spare = self.x.new_empty(min(self.block_rows, len(self.x)), len(self.y))
@@ -250,9 +250,9 @@ class Block:
 
     def _similarities(self, part: slice) -> Tensor:
         """Return ``s`` of some rows, divided by the temperature if all anchors share it."""
-        x = self.x if self._all(part) else self.x[part]
         scale, any_matrix = 1.0 if self.form.tau is None else 1 / self.form.tau, self.y[:1, :1]
-        return torch.addmm(any_matrix, x, self.y.T, beta=0, alpha=scale, out=self._buffer(0, part))
+        out = None if self._whole else self._buffer(0, part)
+        return torch.addmm(any_matrix, self.x[part], self.y.T, beta=0, alpha=scale, out=out)
 
     def _row_scale(self, part: slice) -> Scalar:
         """``1 / tau`` of some rows, broadcastable to their similarities."""
@@ -268,18 +268,24 @@ class Block:
         more = len(self.y) - len(self.columns)
         return torch.nn.functional.pad(self.columns, (0, more), value=1.0) if more else self.columns
 
-    def _exponentiate(self, s: Tensor, part: slice, same: Tensor | None, shift: Tensor | None) -> Kept:
+    def _exponentiate(self, s: Tensor, part: slice, same: Tensor | None, before: Sums | None) -> Kept:
         """Turn a block of similarities into exponentials for both axes, in place if possible, and their sums.
 
-        ``shift`` is the maximum of the columns over other blocks.
+        ``before`` are sums of the columns over other blocks.
         """
+        if self.form.tau is None:
+            return self._below_maxima(s, part, same, None if before is None else before.shift)
+        e, by_row, by_column = s.exp_(), None, None
+        if same is not None:
+            by_row, by_column = same.sum(1), same.sum(0)
+        columns = None if self.columns is None else Sums(e.sum(0), excluded=by_column)
+        return Kept(part, s, e, None, Sums(e.sum(1), excluded=by_row), columns)
+
+    def _below_maxima(self, s: Tensor, part: slice, same: Tensor | None, shift: Tensor | None) -> Kept:
+        """Return exponentials relative to the maximum of each anchor; ``shift``: of the columns over other blocks."""
         if self.selected is not None:
             return self._select(self.selected, s, part, shift)
         by_row, by_column = (None, None) if same is None else (same.sum(1), same.sum(0))
-        if self.form.tau is not None:
-            e = s.exp_()
-            columns = None if self.columns is None else Sums(e.sum(0), excluded=by_column)
-            return Kept(part, s, e, None, Sums(e.sum(1), excluded=by_row), columns)
         top, scratch, dot = s.amax(1), None, None
         e = torch.sub(s, top[:, None], out=self._buffer(1 if self._again else 0, part))
         e = exp_(e.mul_(self._row_scale(part)))
@@ -349,21 +355,21 @@ class Block:
             of_rows, of_columns, of_further: results, ``(P, d)``, ``(C, d)`` and ``(Q - C, d)``.
             scale: factor of the results.
         """
-        back = of_columns is not None or of_further is not None
-        for kept in self._recomputed() if self.recompute else iter(self._kept):
+        add = 1 if self.recompute else 0
+        for kept in self._recomputed() if self.recompute else self._kept:
             part = kept.part
             a = self._combine(kept, rows, columns)
             if pull is not None:
                 for diagonal in self.positives:
                     low, high = max(diagonal.start, part.start), min(diagonal.stop, part.stop)
                     diagonal.of(a, part).sub_(pull[low:high] if isinstance(pull, Tensor) else pull)
-            _product(a, self.y, of_rows if self._all(part) else of_rows[part], self.recompute, scale)
-            if back and self.recompute:
-                _add_columns(a, self.x[part], True, scale, of_columns, of_further)
-        if back and not self.recompute:
+            torch.addmm(of_rows[part], a, self.y, beta=add, alpha=scale, out=of_rows[part])
+            if self.recompute:
+                _add_back(a, self.x[part], 1, scale, of_columns, of_further)
+        if not self.recompute:
             a = self._buffers[1 if self._again else 0] if self._buffers else a
-            shared = of_columns is not None and of_columns.data_ptr() == of_rows.data_ptr()
-            _add_columns(a, self.x, shared, scale, of_columns, of_further)
+            add = 1 if of_columns is not None and of_columns.data_ptr() == of_rows.data_ptr() else 0
+            _add_back(a, self.x, add, scale, of_columns, of_further)
 
     def release(self) -> None:
         """Free the work matrices."""
@@ -372,11 +378,10 @@ class Block:
         self._spare = None
 
     def _recomputed(self) -> Iterator[Kept]:
-        last = None if self.column_sums is None else self.column_sums.shift
-        for part in self._parts():
+        for part in self._parts:
             s = self._similarities(part)
             self.apart.mask(s, part)
-            yield Kept(part, s) if self.rows is None else self._exponentiate(s, part, None, last)
+            yield Kept(part, s) if self.rows is None else self._exponentiate(s, part, None, self.column_sums)
 
     def _combine(self, kept: Kept, rows: Tensor | None, columns: Tensor | Given | None) -> Tensor:
         """Scale one block into coefficients ``A_ij``, in place."""
@@ -387,13 +392,18 @@ class Block:
         assert e is not None and mine is not None
         if columns is None:
             return e.mul_(mine)
-        if kept.columns is None:  # both axes share the exponentials
-            return e.mul_(torch.add(mine, columns, out=self._scratch(kept.part)))
+        if kept.columns is not None:
+            return e.mul_(mine).addcmul_(kept.columns, self._grown(kept, columns))
+        # both axes share the exponentials
+        return e.mul_(torch.add(mine, columns, out=None if self._whole else self._scratch(kept.part)))
+
+    def _grown(self, kept: Kept, columns: Tensor) -> Tensor:
+        """Return factors of the columns for the maxima of a block, which have grown since in other blocks."""
         assert kept.column_sums is not None and self.column_sums is not None
         shift, last = kept.column_sums.shift, self.column_sums.shift
-        if shift is not None and last is not None and last is not shift:  # the maximum has grown since
-            columns = columns * (shift - last).mul_(self._column_scale).exp_()
-        return e.mul_(mine).addcmul_(kept.columns, columns)
+        if shift is None or last is None or last is shift:
+            return columns
+        return columns * (shift - last).mul_(self._column_scale).exp_()
 
     def _with_given(self, kept: Kept, mine: Tensor | None, columns: Given) -> Tensor:
         """Return the coefficients of a block with anchors along the columns whose sums are of other ranks, too."""
@@ -408,26 +418,20 @@ class Block:
         return theirs if mine is None or kept.rows is None else kept.rows.mul_(mine).add_(theirs)
 
 
-def _add_columns(
-    a: Tensor, x: Tensor, add: bool, scale: float, of_columns: Tensor | None, of_further: Tensor | None
+def _add_back(
+    a: Tensor, x: Tensor, add: int, scale: float, of_columns: Tensor | None, of_further: Tensor | None
 ) -> None:
-    """Write, or add with ``add``, ``A^T X`` of some matrix rows for the first columns and the remaining ones."""
-    count = a.shape[1] if of_further is None else a.shape[1] - len(of_further)
-    if of_columns is not None:
-        _product(a.T if of_further is None else a[:, :count].T, x, of_columns, add, scale)
+    """Write, or add with ``add=1``, ``A^T X`` of some matrix rows for the first columns and the remaining ones."""
     if of_further is not None:
-        _product(a[:, count:].T, x, of_further, add, scale)
-
-
-def _product(a: Tensor, b: Tensor, out: Tensor, add: bool, scale: float) -> None:
-    """Write ``scale A B`` to ``out``, or add it with ``add``."""
-    torch.addmm(out, a, b, beta=1 if add else 0, alpha=scale, out=out)
+        count = a.shape[1] - len(of_further)
+        torch.addmm(of_further, a[:, count:].T, x, beta=add, alpha=scale, out=of_further)
+        a = a[:, :count]
+    if of_columns is not None:
+        torch.addmm(of_columns, a.T, x, beta=add, alpha=scale, out=of_columns)
 
 
 def _joined(parts: Sequence[Sums]) -> Sums:
     """Concatenate sums of different anchors."""
-    if len(parts) == 1:
-        return parts[0]
     total, *rest = (None if values[0] is None else torch.cat(values) for values in zip(*parts, strict=True))
     assert total is not None
     return Sums(total, *rest)

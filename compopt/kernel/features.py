@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
@@ -89,21 +88,19 @@ class Features:
         given: tensors of the caller, with or without a graph, ``(b, d)`` each.
         unit: all features in the working dtype, without a graph, normalised if requested, ``(k, b, d)``.
         norm: norms of the features, ``(k, b, 1)``; ``None`` if they were not normalised.
+        wanted: autograd is enabled, and one of the tensors of the caller requires a gradient.
     """
 
     given: tuple[Tensor, ...]
     unit: Tensor
     norm: Tensor | None
+    wanted: bool
 
     @classmethod
     def of(cls, *given: Tensor, normalize: bool) -> Features:
         """Prepare features of one shape, see :func:`prepare`."""
-        return cls(given, *prepare(torch.stack([z.detach() for z in given]), normalize))
-
-    @property
-    def want_gradients(self) -> bool:
-        """Return whether any of the tensors of the caller requires a gradient."""
-        return any(z.requires_grad for z in self.given)
+        stacked = torch.stack(given)
+        return cls(given, *prepare(stacked, normalize), stacked.requires_grad)
 
     def pull_back(self, gradient: Tensor) -> Slope:
         """Return the given tensors and their gradients, from that of ``unit``, ``(k, b, d)``, which is overwritten."""
@@ -139,9 +136,10 @@ class Encoder:
     def __call__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return features of these samples as candidates of directions 1 and 2 (modalities 2 and 1), no graph."""
         enabled, dtype = self._autocast
-        with torch.set_grad_enabled(self._grad), torch.autocast(self._like.device.type, dtype=dtype, enabled=enabled):
-            given = self._checked(self._encode(indices), len(indices))
-        self.encoded = Features.of(*given, normalize=self._normalize)
+        with torch.set_grad_enabled(self._grad):
+            with torch.autocast(self._like.device.type, dtype=dtype, enabled=enabled):
+                given = self._checked(self._encode(indices), len(indices))
+            self.encoded = Features.of(*given, normalize=self._normalize)
         unit = self.encoded.unit.to(working_dtype(self._like.dtype))
         return unit[-1], unit[0]
 
@@ -167,7 +165,7 @@ class Encoder:
     @property
     def wants_gradients(self) -> bool:
         """Return whether any encoded tensor requires a gradient."""
-        return self._grad and self.encoded is not None and self.encoded.want_gradients
+        return self.encoded is not None and self.encoded.wanted
 
     def receive(self, by_direction: tuple[Tensor, Tensor]) -> None:
         """Store gradients with respect to the features that :meth:`__call__` returned, for the backward pass."""
@@ -179,6 +177,13 @@ class Encoder:
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
+
+
+SECOND_DERIVATIVE = (
+    "backward through an estimator's loss with create_graph=True: a second derivative (gradient penalty, Hessian, hvp) "
+    "is not available, since the pair weights are estimates that are held constant; call backward() or grad() without "
+    "create_graph, and build a penalty on gradients of some other function"
+)
 
 
 class _ClosedForm(torch.autograd.Function):
@@ -195,17 +200,11 @@ class _ClosedForm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # in backward: with create_graph=True, and only then
-            raise RuntimeError(
-                "backward through an estimator's loss with create_graph=True: a second derivative (gradient penalty, "
-                "Hessian, hvp) is not available, since the pair weights are estimates that are held constant; call "
-                "backward() or grad() without create_graph, and build a penalty on gradients of some other function"
-            )
+            raise RuntimeError(SECOND_DERIVATIVE)
         # multiplied in the working dtype, since the factor of a gradient scaler may overflow half precision
         found: list[Tensor | None] = [None]
         for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
-            same = gradient.dtype == grad_output.dtype
-            scaled = gradient * (grad_output if same else grad_output.to(gradient.dtype))
-            found += (scaled if scaled.dtype == dtype else scaled.to(dtype)).unbind()
+            found += (gradient * grad_output.to(gradient.dtype)).to(dtype).unbind()
         return tuple(found)
 
 
@@ -224,14 +223,13 @@ def reaches_others(value: Tensor, *own: Tensor) -> bool:
     return False
 
 
-def _wanted(tensors: Tensor | tuple[Tensor, ...], gradient: Tensor) -> tuple[tuple[Tensor, ...], Tensor] | None:
-    """Return one tensor, or the first to the last that require a gradient, and gradients, ``(k, ...)``."""
+def _wanted(tensors: Tensor | tuple[Tensor, ...], gradient: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the first to the last tensor that requires a gradient, none if none does, and gradients, ``(k, ...)``."""
     if isinstance(tensors, Tensor):
         tensors, gradient = (tensors,), gradient[None]
     found = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
-    if len(found) == len(tensors):
-        return tensors, gradient
-    return (tensors[found[0] : found[-1] + 1], gradient[found[0] : found[-1] + 1]) if found else None
+    part = slice(found[0], found[-1] + 1) if found else slice(0)
+    return tensors[part], gradient[part]
 
 
 def with_gradients(value: Tensor, slopes: Sequence[Slope]) -> Tensor:
@@ -244,12 +242,21 @@ def with_gradients(value: Tensor, slopes: Sequence[Slope]) -> Tensor:
     A backward pass with ``create_graph=True`` raises an error: the weights are estimates, and their derivative is not
     that of the objective.
     """
-    wanted = [found for slope in slopes if (found := _wanted(*slope)) is not None]
-    if not wanted:
-        return value
     wide = value.dtype if value.dtype.itemsize >= 4 else torch.float32  # sums in half precision would overflow
-    sums = (gradient.to(tensors[0].dtype).sum(dtype=wide) for tensors, gradient in wanted)
-    total = reduce(torch.add, sums)  # 0 times inf is NaN
+    inputs: list[Tensor] = []
+    gradients: list[Tensor] = []
+    dtypes: list[torch.dtype] = []
+    total: Tensor | None = None
+    for slope in slopes:
+        tensors, gradient = _wanted(*slope)
+        if tensors:
+            inputs += tensors
+            gradients.append(gradient)
+            dtypes.append(tensors[0].dtype)
+            found = gradient.to(dtypes[-1]).sum(dtype=wide)
+            total = found if total is None else total + found
+    if total is None:
+        return value
+    # 0 times inf is NaN
     value = torch.add(value, total, alpha=0) if wide == value.dtype else value + (0 * total).to(value.dtype)
-    dtypes, gradients = [tensors[0].dtype for tensors, _ in wanted], [gradient for _, gradient in wanted]
-    return _ClosedForm.apply((value, gradients, dtypes), *(tensor for tensors, _ in wanted for tensor in tensors))
+    return _ClosedForm.apply((value, gradients, dtypes), *inputs)

@@ -10,6 +10,7 @@ columns that are not anchors.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compopt.distributed.ranks import Ranks
-from compopt.functional import Scalar, log
+from compopt.functional import Scalar
 from compopt.kernel.block import CPU_BLOCK_ROWS, Apart, Block, Diagonal, Form, Given, same_sample
 from compopt.pairs import Axis, PairPolicy, Selection
 
@@ -126,16 +127,24 @@ class Pairs:
 
     Attributes:
         shape, dtype: those of the statistics, ``(B, D)``.
+        may_lack_negatives: an anchor may be without negatives, and a sample without pairs.
         distinct: only the anchor's own sample is excluded from its candidates, as known on the host.
         least: smallest ``|N_i|`` if only the anchor's own sample is excluded; keys may exclude more.
         positive: ``s_ii``, with a column per direction.
         count: ``|N_i|`` as float; 0 for an anchor without negatives. A number if it is equal for all anchors and known
             on the host.
-        log_count: ``log |N_i|``; 0 for anchors without negatives.
+        divisor: divisor of a mean over negatives: ``|N_i|``, or 1 without negatives.
+        log_count: its logarithm.
 
     Communicates, with several ranks: one all-gather of ``1 + D`` to ``1 + 3 D`` floats per sample (with momentum
     ``2 D`` to ``4 D``).
     """
+
+    count: Scalar
+    divisor: Scalar
+    log_count: Scalar
+    _dot: Tensor | None = None
+    _kept: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __init__(
         self,
@@ -150,31 +159,31 @@ class Pairs:
         block: Callable[..., Block] = Block,
     ) -> None:
         self.block, self.options, self.keys, self.negatives = block, options, keys, options.negatives
-        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
-        self._dot: Tensor | None = None
         self.directions, self.unimodal, self.moments = options.directions, options.unimodal, options.moments
         # in unimodal mode further candidates are excluded for the anchors of view 2
         told = self.negatives is None or (self.negatives.positions is None and not self.unimodal)
         self.distinct = told and options.distinct
+        self.may_lack_negatives = len(keys) > 1 or options.policy is not None
         self._z, self._everyone = own, own.unbind() if everyone is None else everyone
-        self._momentum, self._sizes = momentum, sizes
-        self._tau, self._blocks = tau, list[Block]()
+        self._momentum, self._sizes, self._tau = momentum, sizes, tau
         self._batch, first = len(self._everyone[0]), 0 if ranks is None else sum(sizes[: ranks.rank])
         self.shape, self.dtype = (self._batch, self.directions), own.dtype
         self._own = slice(first, first + own.shape[1])
         self._scale = scale_of(tau, own, self._batch, self.directions)
         uniform = tau if isinstance(tau, float) and is_uniform(tau, options) else None
         self._form = Form(uniform, self.moments, options.chunk_size)
-        self._thresholds = self._limits()
+        self._ranks = ranks if ranks is not None and ranks.size > 1 else Ranks.alone() if momentum else None
+        # no maximum was subtracted, so that the offset of the sums is -s_ii / tau_i
+        self._relative = self._ranks is None and uniform is not None
+        self._limits = None if options.policy is None else self._thresholds(options.policy)
+        self._blocks: list[Block] = []
         if not options.sums:
             self._count_pairs()
-        elif (ranks is None or ranks.size == 1) and not momentum:
-            self._ranks = None
+        elif self._ranks is None:
             rows, columns = ((0, 1), (0, 1)) if self.unimodal else ((0,), (1,))
             self._blocks = [self._matrix(rows, columns, slice(0, self._batch), shared=True)]
             self._read_shared(self._blocks[0])
         else:
-            self._ranks = Ranks.alone() if ranks is None else ranks
             self._blocks = [self._of_direction(d, self._own) for d in range(self.directions if momentum else 2)]
             self._exchange(self._ranks)
 
@@ -190,46 +199,28 @@ class Pairs:
         """Both views of all samples, or of their copies."""
         return torch.cat(tuple(self._momentum or self._everyone))
 
-    def _limits(self) -> Tensor | None:
+    def _thresholds(self, policy: PairPolicy) -> Tensor | None:
         """Return the similarity above which a candidate is a false negative, ``(B, D)``, or ``None``."""
-        policy = self.options.policy
-        if policy is None or policy.false_negatives is None:
+        if policy.false_negatives is None:
             return None
-        if self._momentum:
-            pairs = zip(self._everyone, self._momentum[::-1], strict=True)
-            return policy.threshold(
-                torch.stack([torch.linalg.vecdot(z, k) for z, k in pairs][: self.directions], dim=1)
-            )
-        positive = torch.linalg.vecdot(*(self.options.guide or self._everyone))
-        return policy.threshold(positive.unsqueeze(1).expand(-1, self.directions))
+        momentum: list[Sequence[Tensor]] = [*zip(self._everyone, self._momentum[::-1], strict=False)]
+        pairs = momentum or [self.options.guide or self._everyone]
+        positive = torch.stack([torch.linalg.vecdot(*pair) for pair in pairs], dim=1)
+        return policy.threshold(positive[:, : self.directions].expand(self.shape))
 
-    def _of_direction(
-        self, direction: int, part: slice, form: Form | None = None, block: Callable[..., Block] | None = None
-    ) -> Block:
+    def _of_direction(self, direction: int, part: slice, form: Form | None = None) -> Block:
         """Return the matrix of some samples of a modality or view, which are anchors if it has a direction."""
-        return self._matrix((direction,), (0, 1) if self.unimodal else (1 - direction,), part, False, form, block)
+        return self._matrix((direction,), (0, 1) if self.unimodal else (1 - direction,), part, False, form)
 
     def _matrix(
-        self,
-        rows: Sequence[int],
-        columns: Sequence[int],
-        part: slice,
-        shared: bool,
-        form: Form | None = None,
-        block: Callable[..., Block] | None = None,
+        self, rows: Sequence[int], columns: Sequence[int], part: slice, shared: bool, form: Form | None = None
     ) -> Block:
         """Return the matrix of the views ``rows`` of some samples with the views ``columns`` of all samples.
 
-        Further candidates follow the columns. ``shared``: it is the only matrix of the call.
+        Further candidates follow the columns. ``shared``: it is the only matrix of the call. With another ``form`` than
+        that of the call, plain torch computes it.
         """
-        limits, anchors = self._thresholds, rows[0] < self.directions
-        both = shared and not self.unimodal and self.directions == 2  # the columns are anchors, too
-        by_row, of_rows = (
-            None if value is None or not anchors else self._by_row(value, rows, part) for value in (limits, self._scale)
-        )
-        by_column = self._by_column(rows[0], threshold=limits) if both or not (shared or self._momentum) else None
-        of_columns = (self._scale[:, 1] if isinstance(self._scale, Tensor) else self._scale) if both else None
-        B, count, negatives = self._batch, part.stop - part.start, self.negatives if rows[0] == 0 else None
+        B, count, scale = self._batch, part.stop - part.start, self._scale
         x = self._z[rows[0]] if len(rows) == 1 else self._z.view(-1, self._z.shape[2])
         if len(rows) * count < len(x):
             x = x[part.start - self._own.start : part.stop - self._own.start]
@@ -239,28 +230,31 @@ class Pairs:
             for to, column in enumerate(columns):
                 own.append(Diagonal(at * count, (at + 1) * count, to * B + part.start))
                 positives += [own[-1]] if row != column else []
+        both = shared and not self.unimodal and self.directions == 2  # the columns are anchors, too
+        apart, selected = Apart(own, lambda: (self.names(rows, part), self.names(columns))), None
+        if self.negatives is not None or not self.distinct:
+            y, apart = self._with_further(y, apart, rows, part)
+        if self.options.policy is not None:
+            selected = self._selection(self.options.policy, rows, columns, part, both or not (shared or self._momentum))
+        of_rows = self._by_row(scale, rows, part) if rows[0] < self.directions else None
+        of_columns = None if not both else scale[:, 1] if isinstance(scale, Tensor) else scale
+        block, given = self.block if form is None else Block, not (shared or self._momentum)
+        return block(x, y, form or self._form, apart, of_rows, of_columns, given, positives, selected)
 
-        def further(some: slice) -> Tensor:
+    def _with_further(self, y: Tensor, apart: Apart, rows: Sequence[int], part: slice) -> tuple[Tensor, Apart]:
+        """Add further candidates to the columns of a matrix, and compare keys if samples may repeat."""
+        negatives, own = self.negatives if rows[0] == 0 else None, apart.own if self.distinct else None
+        if negatives is None:
+            return y, apart._replace(own=own)
+
+        def same(some: slice) -> Tensor:
             """Return the mask of the further candidates for some rows; none is a candidate of view 2."""
-            assert negatives is not None
-            same = negatives.same(slice(part.start + some.start, part.start + min(some.stop, count)))
-            missing = some.stop - some.start - len(same)
+            found = negatives.same(slice(part.start + some.start, min(part.start + some.stop, part.stop)))
+            missing = some.stop - some.start - len(found)
             # cat() instead of pad(), which raises for a tensor without entries in torch 2.4
-            return torch.cat([same, same.new_ones(missing, same.shape[1])]) if missing else same
+            return torch.cat([found, found.new_ones(missing, found.shape[1])]) if missing else found
 
-        keys = lambda: (self.names(rows, part), self.names(columns))  # noqa: E731
-        outside = None if negatives is None else slice(None)
-        return (block or self.block)(
-            x,
-            y if negatives is None else torch.cat([y, negatives.everyone]),
-            form or self._form,
-            Apart(own if self.distinct else None, keys, None if self.distinct or negatives is None else further),
-            of_rows,
-            of_columns,
-            given=not (shared or self._momentum),
-            positives=positives,
-            selected=self._selection((rows, part, None), (columns, slice(0, B), outside), by_row, by_column),
-        )
+        return torch.cat([y, negatives.everyone]), Apart(own, apart.keys, None if self.distinct else same)
 
     def _of_negatives(self, negatives: Negatives) -> Block:
         """Return the matrix of this rank's further candidates, whose columns are the anchors of direction 1."""
@@ -269,24 +263,25 @@ class Pairs:
             first = negatives.own.start
             return negatives.same(slice(None), slice(first + part.start, first + part.stop)).T
 
-        y, rows, columns = self._everyone[0], ((), slice(0, 0), negatives.own), ((0,), slice(0, self._batch), None)
-        limits = self._thresholds
-        selected = self._selection(rows, columns, None, None if limits is None else {"threshold": limits[:, 0]})
+        policy, limits, selected = self.options.policy, self._limits, None
+        if policy is not None:
+            axis, sides = self.options.axis, (None, None if limits is None else limits[:, 0])
+            rows, columns = axis((), slice(0, 0), negatives.own), axis((0,), slice(0, self._batch))
+            selected = Selection(policy, rows, columns, sides)
         apart = Apart([]) if negatives.positions is None else Apart(None, None, further)
-        return Block(negatives.features, y, self._form, apart, given=True, selected=selected)
+        return Block(negatives.features, self._everyone[0], self._form, apart, given=True, selected=selected)
 
     def _selection(
-        self,
-        rows: tuple[Sequence[int], slice, slice | None],
-        columns: tuple[Sequence[int], slice, slice | None],
-        by_row: Tensor | None,
-        by_column: dict[str, Tensor] | None,
-    ) -> Selection | None:
-        """Return the policy of a matrix; ``rows``, ``columns``: arguments of :meth:`PairOptions.axis`."""
-        if self.options.policy is None:
-            return None
-        limits = None if by_row is None else by_row[:, None], None if by_column is None else by_column["threshold"]
-        return Selection(self.options.policy, self.options.axis(*rows), self.options.axis(*columns), limits)
+        self, policy: PairPolicy, rows: Sequence[int], columns: Sequence[int], part: slice, both: bool
+    ) -> Selection:
+        """Return the policy of a matrix; ``both``: its columns may be anchors, too."""
+        limits, by_row, by_column = self._limits, None, None
+        if limits is not None:
+            by_row = self._by_row(limits, rows, part)[:, None] if rows[0] < self.directions else None
+            by_column = self._by_column(rows[0], "threshold", limits) if both and self._meets(rows[0]) else None
+        outside = slice(None) if self.negatives is not None and rows[0] == 0 else None
+        sides = self.options.axis(rows, part), self.options.axis(columns, slice(0, self._batch), outside)
+        return Selection(policy, *sides, (by_row, by_column))
 
     def _by_row(self, per_anchor: Any, rows: Sequence[int], part: slice = slice(None)) -> Any:
         """Rearrange ``(B, D)`` into one value per row of a matrix; a number stays a number."""
@@ -294,38 +289,32 @@ class Pairs:
             return per_anchor
         return per_anchor[part, rows[0]] if len(rows) == 1 else per_anchor.T.reshape(-1)
 
-    def _by_column(self, direction: int, **values: Tensor | None) -> dict[str, Tensor] | None:
-        """Return values of the anchors along the columns of a matrix, ``(B, D)`` each; other candidates have weight 0.
+    def _meets(self, direction: int) -> bool:
+        """Return whether the candidates of a direction are anchors, too."""
+        return self.unimodal or 1 - direction < self.directions
 
-        ``None`` if the columns are not anchors, or if there are no values.
-        """
-        given = {name: value for name, value in values.items() if value is not None}
-        if not given or (not self.unimodal and 1 - direction >= self.directions):
-            return None
-        columns = {name: v.T.reshape(-1) if self.unimodal else v[:, 1 - direction] for name, v in given.items()}
+    def _by_column(self, direction: int, name: str, value: Tensor) -> Tensor:
+        """Return values ``(B, D)`` of the anchors along the columns of a matrix; other candidates have weight 0."""
+        column = value.T.reshape(-1) if self.unimodal else value[:, 1 - direction]
         if direction == 1 or self.negatives is None:
-            return columns
-        more = len(self.negatives.everyone)
-        return {name: pad(value, (0, more), value=OUTSIDE[name]) for name, value in columns.items()}
+            return column
+        return pad(column, (0, len(self.negatives.everyone)), value=OUTSIDE[name])
 
     # -- statistics --------------------------------------------------------------------------------------------
 
     def _read_shared(self, block: Block) -> None:
         """Set the statistics from the sums of the matrix of both directions."""
-        B, columns = self._batch, block.column_sums
+        B, sums, columns = self._batch, block.sums, block.column_sums
         if columns is None:
-            every = [None if x is None else x.view(-1, B).T for x in block.sums]
+            found = iter([x.view(-1, B).T for x in sums if x is not None])
         else:  # one copy for all quantities, since every copy is a kernel launch on an accelerator
-            sides = zip(block.sums, columns.first(B), strict=True)
-            copied = torch.stack([x for both in sides for x in both if x is not None]).view(-1, 2, B).mT
-            each = iter(copied)
-            every = [None if x is None else next(each) for x in block.sums]
-        total, shift, dot, excluded = every
-        assert total is not None
-        self._total, minus = total, block.minus_positive[:B, None]
-        self._count([len(block.y), len(block.y) if self.unimodal else B], excluded)
-        self._offset = minus if shift is None else (shift + minus) * self._scale
-        self._dot, self._minus = dot, minus
+            sides = [x[:B] for both in zip(sums, columns, strict=True) for x in both if x is not None]
+            found = iter(torch.stack(sides).view(-1, 2, B).mT.unbind())
+        self._total, self._minus = next(found), block.minus_positive[:B, None]
+        self._offset = self._minus if sums.shift is None else (next(found) + self._minus) * self._scale
+        self._dot = None if sums.dot is None else next(found)
+        candidates = len(block.y)
+        self._count([candidates, candidates if self.unimodal else B], None if sums.excluded is None else next(found))
 
     def _exchange(self, ranks: Ranks) -> None:
         """Gather the statistics of each rank's anchors on all ranks."""
@@ -360,14 +349,21 @@ class Pairs:
 
     def _count(self, candidates: Sequence[int], excluded: Tensor | None) -> None:
         """Set the counts, from the candidates by direction and the numbers of those excluded, ``(B, D)``."""
-        own, candidates, like = 2 if self.unimodal else 1, candidates[: self.directions], self._z
-        self.least = min(candidates) - own
-        numbers = [number - (own if excluded is None else 0) for number in candidates]
-        count: Scalar = float(numbers[0])
-        if len(set(numbers)) > 1:  # filled on the device, without a copy from the host that synchronises
-            count = torch.stack([like.new_full((), float(number)) for number in numbers]).expand(self.shape)
-        self.count = count if excluded is None else count - excluded.to(like.dtype)
-        self.log_count = log(self.divisor)
+        own, candidates = 2 if self.unimodal else 1, candidates[: self.directions]
+        self.least = low = min(candidates) - own
+        if excluded is not None or max(candidates) - own > low:
+            self._count_each([number - (own if excluded is None else 0) for number in candidates], excluded)
+        else:
+            self.count, self.divisor = float(low), max(1.0, float(low))
+            self.log_count = math.log(self.divisor)
+
+    def _count_each(self, numbers: Sequence[int], excluded: Tensor | None) -> None:
+        """Set counts that differ between the anchors: ``numbers`` by direction minus ``excluded``."""
+        # filled on the device, without a copy from the host that synchronises
+        count = torch.stack([self._z.new_full((), float(number)) for number in numbers]).expand(self.shape)
+        self.count = count if excluded is None else count - excluded.to(self.dtype)
+        self.divisor = self.count.clamp(min=1)
+        self.log_count = self.divisor.log()
 
     @cached_property
     def positive(self) -> Tensor:
@@ -378,11 +374,6 @@ class Pairs:
     def minus_logit(self) -> Tensor:
         """``-s_ii / tau_i``, ``(B, 1)`` or ``(B, D)``."""
         return self._offset if self._relative else self.positive * -self._scale
-
-    @property
-    def _relative(self) -> bool:
-        """Return whether no maximum was subtracted, so that ``_offset`` is ``-s_ii / tau_i``."""
-        return self._ranks is None and self._form.tau is not None
 
     @cached_property
     def log_sum(self) -> Tensor:
@@ -413,16 +404,6 @@ class Pairs:
             if inside == 1.0 and self._relative:  # without -s_ii / tau_i, which would be added and subtracted
                 return self.real(self._total.log() - self.log_count)
         return self.log_ghat - inside * self.minus_logit
-
-    @property
-    def may_lack_negatives(self) -> bool:
-        """Return whether an anchor may be without negatives, and a sample without pairs."""
-        return len(self.keys) > 1 or self.options.policy is not None
-
-    @property
-    def divisor(self) -> Scalar:
-        """Divisor of a mean over negatives: ``|N_i|``, or 1 without negatives."""
-        return max(1.0, self.count) if isinstance(self.count, float) else self.count.clamp(min=1)
 
     def sum_weights(self, alpha: Tensor) -> Tensor:
         """Return ``sum_j w_ij``, ``(B, D)``."""
@@ -481,7 +462,7 @@ class Pairs:
         """Return ``(sum w)^2 / sum w^2`` of this rank's first anchors of each direction; NaN without candidates."""
         part = slice(self._own.start, min(self._own.stop, self._own.start + SPREAD_ANCHORS))
         form = self._form._replace(moments=False, chunk_size=None)
-        return [self._of_direction(direction, part, form, Block).effective() for direction in range(self.directions)]
+        return [self._of_direction(direction, part, form).effective() for direction in range(self.directions)]
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -501,7 +482,8 @@ class Pairs:
             Gradients with respect to this process's features, ``(2, b, d)``, and to its further candidates,
             ``(M, d)``, if there are any.
         """
-        coefficient = self.factor(coefficient)
+        if isinstance(self.count, Tensor):
+            coefficient = self.factor(coefficient)
         if self._ranks is None:
             found = self._shared_gradients(alpha, coefficient, positive_weight)
         else:
@@ -512,30 +494,37 @@ class Pairs:
     def _shared_gradients(
         self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar | None
     ) -> tuple[Tensor, Tensor | None]:
-        (block,), negatives, ratio = self._blocks, self.negatives, coefficient / self.divisor
-        scale = 1.0 if isinstance(ratio, Tensor) else ratio  # of all weights: a factor of the products
-        factor, weight = self._scaled(alpha) if positive_weight is None else ((self._offset - alpha).exp_(), 0.0)
-        if isinstance(ratio, Tensor):
-            factor, weight = factor * ratio, weight * ratio
-        pulls = weight if positive_weight is None else positive_weight * (coefficient / scale)
-        pulls = pulls.expand(self.shape) if isinstance(pulls, Tensor) else pulls
-        gradient = torch.zeros_like(self._z) if block.recompute else torch.empty_like(self._z)
-        outside = None if negatives is None else torch.zeros_like(negatives.features)
-        views = (0, 1) if self.unimodal else (0,)
-        rows = self._by_row(factor, views)
-        if not self.unimodal:
-            columns = self._by_column(0, factor=factor)
-            pull = pulls.sum(1) if isinstance(pulls, Tensor) else pulls * self.directions
-            of_columns = None if columns is None else columns["factor"]
-            block.products(rows, of_columns, pull, gradient[0], gradient[1], outside, scale)
-            return gradient, outside
-        of_all = gradient.view(-1, gradient.shape[2])
-        if self._form.tau is not None and negatives is None:  # exp(S) is its own transpose: A + A^T in one product
-            pull = pulls.sum(1).repeat(2) if isinstance(pulls, Tensor) else 2 * pulls
-            block.products(rows, rows, pull, of_all, scale=scale)
+        block, ratio, scale = self._blocks[0], coefficient / self.divisor, 1.0
+        pull: Scalar
+        if positive_weight is None:
+            factor, pull = self._scaled(alpha)
         else:
-            block.products(rows, None, self._by_row(pulls, views), of_all, of_all, outside, scale)
+            factor, pull = (self._offset - alpha).exp_(), positive_weight * self.divisor
+        if isinstance(ratio, Tensor):
+            factor, pull = factor * ratio, pull * ratio
+        else:
+            scale = ratio  # of all weights: a factor of the products
+        gradient = torch.zeros_like(self._z) if block.recompute else torch.empty_like(self._z)
+        outside = None if self.negatives is None else torch.zeros_like(self.negatives.features)
+        if self.unimodal:
+            self._of_views(block, factor, pull, gradient.view(-1, gradient.shape[2]), outside, scale)
+        else:
+            pull = pull.expand(self.shape).sum(1) if isinstance(pull, Tensor) else pull * self.directions
+            columns = self._by_column(0, "factor", factor) if self.directions == 2 else None
+            block.products(factor[:, 0], columns, pull, gradient[0], gradient[1], outside, scale)
         return gradient, outside
+
+    def _of_views(
+        self, block: Block, factor: Tensor, pull: Scalar, gradient: Tensor, outside: Tensor | None, scale: float
+    ) -> None:
+        """Write the gradient of both views in unimodal mode, ``(2 B, d)``."""
+        views, pulls = (0, 1), pull.expand(self.shape) if isinstance(pull, Tensor) else pull
+        rows = self._by_row(factor, views)
+        if self._form.tau is not None and outside is None:  # exp(S) is its own transpose: A + A^T in one product
+            both = pulls.sum(1).repeat(2) if isinstance(pulls, Tensor) else 2 * pulls
+            block.products(rows, rows, both, gradient, scale=scale)
+        else:
+            block.products(rows, None, self._by_row(pulls, views), gradient, gradient, outside, scale)
 
     def _own_gradients(
         self, alpha: Tensor, coefficient: Scalar, positive_weight: Scalar | None
@@ -551,10 +540,13 @@ class Pairs:
         gradient = torch.zeros_like(self._z)
         for direction, block in enumerate(self._blocks):
             rows = mine[:, direction] if direction < self.directions else None
-            given = None if self._momentum else self._by_column(direction, scale=scale, level=level, factor=factor)
+            given = None
+            if not self._momentum and self._meets(direction):
+                values = {"scale": scale, "level": level, "factor": factor}
+                given = Given(*[self._by_column(direction, name, value) for name, value in values.items()])
             # both features of a positive pair are on this rank, so that its gradient needs no other rank
             pull = weight[:, direction] if self._momentum else weight.sum(1)
-            block.products(rows, None if given is None else Given(**given), pull, gradient[direction])
+            block.products(rows, given, pull, gradient[direction])
             block.release()
         if self.negatives is None:
             return gradient, None

@@ -138,19 +138,15 @@ class MovingAverageEstimator(Normalizer):
             log_g = F.mean_of_views(pairs.of_other_view(log_g))
         log_g = F.add_eps(log_g, hyper("eps"))
         log_u = F.moving_average(call.rows["log_u"], log_g, hyper("gamma"), first=call.unseen)
-        alpha = log_u
-        if isinstance(inside, Tensor) or inside != 0:
-            minus_logit = pairs.minus_logit
-            alpha = log_u + (minus_logit if isinstance(inside, float) else inside * minus_logit)
-            # u does not contain the positive; NaN for a positive that is not finite, so that the row keeps its value
-            log_u = torch.add(log_u, minus_logit[:, :1] if call.unimodal else minus_logit, alpha=0)
         # the positive has weight 1 if s_ii is in the outer function (SogCLR, eq. 10), sum_j w_ij if it is in h_ij
-        positive_weight: Scalar | None
-        if isinstance(inside, float):
-            positive_weight = 1.0 if inside else None
-        else:
-            positive_weight = torch.where(inside > 0, 1.0, pairs.sum_weights(alpha.expand_as(pairs.positive)))
-        return Estimate(alpha, proposals={"log_u": log_u}, positive_weight=positive_weight)
+        alpha = log_u
+        weight: Scalar | None = None
+        if isinstance(inside, Tensor):
+            alpha = log_u + inside * pairs.minus_logit
+            weight = torch.where(inside > 0, 1.0, pairs.sum_weights(alpha.expand_as(pairs.positive)))
+        elif inside:
+            alpha, weight = log_u + pairs.minus_logit, 1.0
+        return Estimate(alpha, proposals={"log_u": log_u}, positive_weight=weight)
 
     def _note_temperature(self, tau: float | Tensor) -> None:
         """Save the temperature of the averages, and warn if rows were loaded that were averaged at another one."""

@@ -95,12 +95,16 @@ class RowStore:
 
         With ``host_rows``, the same row numbers on the CPU, a store on the host does not wait for the accelerator.
         """
+        if rows.device == self.device:
+            return self.gather(rows)
         there = host_rows if host_rows is not None and self.device.type == "cpu" else rows
         return accelerator.to_device(self.gather(accelerator.to_device(there, self.device)), rows.device)
 
     def commit(self, rows: Tensor, block: Tensor) -> None:
         """Write a block to rows, both on any one device; the caller must not change these tensors afterwards."""
-        self.scatter(accelerator.to_device(rows, self.device), accelerator.to_device(block, self.device))
+        if rows.device != self.device or block.device != self.device:
+            rows, block = accelerator.to_device(rows, self.device), accelerator.to_device(block, self.device)
+        self.scatter(rows, block)
 
     def settle(self) -> None:
         """Wait until every commit is in the store and no read is in progress; required before direct access to it."""

@@ -75,6 +75,9 @@ class TritonBlock(Block):
             torch.linalg.vecdot(x[d.start : d.stop], y[d.column : d.column + d.stop - d.start]) for d in self.positives
         ]
         self.minus_positive = torch.cat(ends) * -(1.0 if self.form.tau is None else 1 / self.form.tau)
+        for side in (self.sums, self.column_sums):  # NaN for a positive that is not finite, as in Block
+            if side is not None:
+                side.total.add_(self.minus_positive, alpha=0)
 
     def products(
         self,
