@@ -280,6 +280,7 @@ def two_ranks(group, folder, shard, directory):
     return *whole_and_again(folder, partial(DualEncoder, shard=shard), own=own), plain_loop(shard=shard)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("shard", "directory"),
