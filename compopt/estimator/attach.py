@@ -92,6 +92,8 @@ class Attached:
         self.counts = bool(counting)
         self._engine = ref(counting[0]) if counting else None
         self._skipped: int = counting[0].skipped_steps if counting else 0
+        clips = getattr(counting[0], "gradient_clipping", None) if counting else None
+        self.threshold = float(clips()) if callable(clips) else 0.0  # of the norm at which the engine clips gradients
         table: Any = inner._optimizer_load_state_dict_pre_hooks
         table[self.handle.id] = look_for_entries
         self.handle.extra_dict_ref += (ref(table),)
@@ -132,8 +134,11 @@ class Attachments:
         self.unsure_of_positions, self._positions = True, 0  # _positions: calls with batch positions so far
         self.counting = False  # an attached engine counts the updates that it skips
 
-    def add(self, optimizer: Any, commit: Commit, carried: Any = None) -> RemovableHandle:
-        """Attach once, see :meth:`Estimator.attach`; the optimizer saves the state of ``carried``, if given."""
+    def add(self, optimizer: Any, commit: Commit, carried: Any = None, multiplied: bool = False) -> RemovableHandle:
+        """Attach once, see :meth:`Estimator.attach`; the optimizer saves the state of ``carried``, if given.
+
+        ``multiplied``: the loss is multiplied by tau.
+        """
         inner = unwrap(optimizer)
         if carried is not None:
             check_entry(carried, [*_chain(optimizer)], inner)
@@ -142,6 +147,12 @@ class Attachments:
             attached = self._attached[id(inner)] = Attached(optimizer, inner, commit)
             self.counting |= attached.counts
             self._watch(False)  # updates before this one was attached say nothing about it
+            if multiplied and attached.threshold:
+                warn(
+                    f"DeepSpeed clips gradients at norm {attached.threshold}, also where its configuration does not "
+                    f'say so, and gradients are multiplied by tau (multiply_tau=True): set "gradient_clipping" to '
+                    f"0.0, or to tau times the threshold of a cross-entropy"
+                )
         if carried is not None and attached.handle.id not in inner._optimizer_state_dict_post_hooks:
             Entry(carried, inner, attached.handle)
         return attached.handle

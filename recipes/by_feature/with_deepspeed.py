@@ -24,6 +24,7 @@ def main(argv=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     est = compopt.SogCLREstimator(n=len(train), gamma=0.8, tau=0.07)
     config = {"train_micro_batch_size_per_gpu": args.batch_size, "zero_optimization": {"stage": 2}}
+    config["gradient_clipping"] = 0.0  # DeepSpeed's default is to clip at norm 1
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     est.attach(engine)  # after initialize
     client = integration.load_checkpoint(engine, est, args.folder)[1] if args.resume else None
