@@ -51,7 +51,7 @@ class Decode:
     def pair(self, sample):
         torch.manual_seed(hash((self.seed, self.epoch, sample["index"])))  # the same augmentation after a resume
         image = next((sample[suffix] for suffix in IMAGES if suffix in sample), b"")
-        text = sample.get("txt", b"").decode(errors="replace").strip()
+        text = sample.get("txt", b"").decode("utf-8-sig", errors="replace").strip()
         try:
             image = self.preprocess(Image.open(io.BytesIO(image)).convert("RGB"))
         except (OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError):

@@ -147,7 +147,7 @@ CUTS = {  # content of a damaged shard of 48 samples, and what is said
     "in the end blocks": (lambda whole: whole[: 512 * 289], "48 samples in 147456 bytes, and then 512 bytes of zeros"),
     "zeros in the middle": (lambda whole: whole[:30720] + bytes(1024) + whole[31744:], "10 samples .*other content"),
     "a damaged header": (lambda whole: whole[:30720] + b"x" * 512 + whole[31232:], "10 samples .*other content"),
-    "compressed, cut": (lambda whole: gzip.compress(whole)[:-99], "Compressed file ended before the end-of-stream marker"),
+    "compressed, cut": (lambda whole: gzip.compress(whole)[:-99], "Compressed file ended before"),
     "compressed after a cut": (lambda whole: gzip.compress(whole[:30720]), "10 samples in 30720 bytes"),
     "no tar": (lambda whole: b"words" * 999, "file could not be opened"),
 }
