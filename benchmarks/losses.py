@@ -140,7 +140,7 @@ def rows(results: list[dict[str, Any]]) -> list[list[str]]:
     for result in results:
         for number, (kind, text, _) in enumerate(result["answers"][0]):
             seconds = max(answer[number][2] for answer in result["answers"])
-            short = re.sub(r"\[\S*/gloo/\S*\] |\. This is typically.*|(?<=peer )\[.*?\]:\d+", "", text, flags=re.S)
+            short = re.sub(r"\[\S*/gloo/\S*\] |\. This is typically.*| ?\[[\d.]+\]:\d+", "", text, flags=re.S)
             found.append([result["how"], result["loop"], f"{seconds:.0f}", f"{kind}: {short}"])
     return found
 

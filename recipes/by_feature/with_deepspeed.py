@@ -10,11 +10,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import compopt
 from compopt.integrations import deepspeed as integration
-from recipes.minimal import arguments, data_and_model, recall
+from recipes import launch
+from recipes.minimal import arguments, data_and_model, finite, recall
 
 
 def main(argv=None):
     args = arguments(__doc__, "runs/with_deepspeed").parse_args(argv)
+    launch.check_locks()  # DeepSpeed would wait for a lock that a killed run has left
     deepspeed.init_distributed()
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)
@@ -36,6 +38,7 @@ def main(argv=None):
             z1, z2 = engine(images.to(engine.device), tokens.to(engine.device))
             engine.backward(est(z1, z2, index))
             engine.step()
+        finite(engine.module)
         integration.save_checkpoint(engine, est, args.folder, client_state={"epoch": epoch + 1})
         found = 100 * recall(engine.module, held_out)
         print(f"rank {engine.global_rank}, epoch {epoch + 1}: recall {found:.1f} %")
