@@ -443,11 +443,7 @@ def _read_json(path: Path) -> Any:
 
 
 def count_samples(shard: Path, end_blocks: bool = True) -> int:
-    """Count the samples of a tar file, also a compressed one: runs of members with the same key, as in webdataset.
-
-    tarfile stops without an error at the end of a file and at a block that is no header; a complete tar file ends with
-    two blocks of zeros.
-    """
+    """Count the samples of a tar file, also a compressed one: runs of members with the same key, as in webdataset."""
     count, before = 0, None
     if not shard.stat().st_size:
         raise ValueError(f"shard {shard} is empty: 0 bytes")
@@ -459,7 +455,8 @@ def count_samples(shard: Path, end_blocks: bool = True) -> int:
                     continue
                 count += name[1] != before
                 before = name[1]
-            end, file = archive.offset, cast(IO[bytes], archive.fileobj)  # end of the last member
+            # tarfile stops without an error at the end of a file, and at a block that is no header
+            end, file = archive.offset, cast(IO[bytes], archive.fileobj)
             file.seek(end)
             tail = file.read(TAIL)
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:

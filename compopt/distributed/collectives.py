@@ -106,16 +106,11 @@ def tell(message: Tensor, group: ProcessGroup | None, size: int, what: Doing) ->
     """Gather small messages ``(...)`` into ``(K, ...)`` by an all-to-all: every rank sends directly to the others.
 
     An all-to-all has one hop; the all-gather of Gloo is a ring of ``K - 1`` sequential hops. The bytes are the same.
-    A rank that waits for long warns, and names the ranks for which it waits.
+    A rank that waits for long warns which ranks are missing.
     """
     heard = message.new_empty((size, *message.shape))
     told = message.expand_as(heard).contiguous()
-
-    def exchange() -> None:
-        work = dist.all_to_all_single(_lend(heard.view(-1)), _lend(told.view(-1)), group=group, async_op=True)
-        _wait(work, group, what)
-
-    answered(exchange, group, what)
+    answered(lambda: _exchange(heard.view(-1), told.view(-1), group, what), group, what)
     return heard
 
 
@@ -144,7 +139,7 @@ def answered(collective: Callable[[], Any], group: ProcessGroup | None, what: Do
         late = re.search(r"timed? ?out", text, re.I) and seconds > 1
         if not late and not re.search(r"timed? ?out|connect|closed|reset by peer|broken pipe|remote", text, re.I):
             raise
-        rank, (others, they) = dist.get_rank(group), _missing(group, what, ANSWER)
+        rank, (others, they) = dist.get_rank(group), _missing(group, what, GRACE)
         if late:
             raise RuntimeError(
                 f"rank {rank} waited {seconds:.0f} s in {what} for {others}, which did not arrive: did {they} fail, or "
@@ -157,37 +152,33 @@ def answered(collective: Callable[[], Any], group: ProcessGroup | None, what: Do
 
 # -- missing ranks: those that have left no mark in the group's store ------------------------------------------------
 
-MARK = 5.0  # seconds after which a rank that waits leaves a mark
-PATIENCE = 30.0  # seconds before the first warning; the next ones come after twice the time
-ANSWER = 5.0  # seconds to wait for the marks of others after an error, and for the store
+# seconds after which a rank that waits leaves a mark, and warns first; further warnings come after twice the time
+MARK, PATIENCE = 5.0, 30.0
 
 
-def _wait(work: Any, group: ProcessGroup | None, what: Doing) -> None:
-    """Wait for a collective, and warn which ranks do not take part."""
+def _exchange(heard: Tensor, told: Tensor, group: ProcessGroup | None, what: Doing) -> None:
+    """Send equal parts of a message to all ranks, and warn which ranks do not take part."""
     started, until = time.monotonic(), MARK
-    while not work.is_completed():
-        try:
-            # not zero, which torch reads as no limit
-            work.wait(datetime.timedelta(seconds=max(0.01, until - (time.monotonic() - started))))
-        except RuntimeError:
+    work = dist.all_to_all_single(_lend(heard), _lend(told), group=group, async_op=True)
+    try:
+        while not work.is_completed():
+            with suppress(RuntimeError):  # not zero, which torch reads as no limit
+                work.wait(datetime.timedelta(seconds=max(0.01, until - (time.monotonic() - started))))
             if work.is_completed():
                 break
             others, they = _missing(group, what)
             if until >= PATIENCE:
-                warn(
-                    f"rank {dist.get_rank(group)} has waited {until:.0f} s in {what} for {others}: is {they} busy, out "
-                    f"of the loop or a call behind, or in another collective, such as dist.barrier()?"
-                )
+                waited = f"rank {dist.get_rank(group)} has waited {until:.0f} s in {what} for {others}"
+                other = "out of the loop or a call behind, or in another collective, such as dist.barrier()"
+                warn(f"{waited}: is {they} busy, {other}?")
             until = max(PATIENCE, 2 * until)
-    work.wait()  # raises the error of a collective that has failed
+        work.wait()  # raises the error of a collective that has failed
+    finally:
+        del work  # which has the tensors; a traceback would keep it
 
 
 def _missing(group: ProcessGroup | None, what: Doing, patience: float = 0.0) -> tuple[str, str]:
-    """Leave a mark for this message; name the ranks without one, when one is missing or ``patience`` has passed.
-
-    Returns:
-        The ranks, and the pronoun for them.
-    """
+    """Leave a mark for this message; return the ranks without one, and a pronoun, after ``patience`` or at the last."""
     rank, end = dist.get_rank(group), time.monotonic() + patience
     others = [other for other in range(dist.get_world_size(group)) if other != rank]
     missing = others[:1]  # rank 0 has the store, unless a launcher has it
@@ -197,9 +188,9 @@ def _missing(group: ProcessGroup | None, what: Doing, patience: float = 0.0) -> 
             world: Any = dist.distributed_c10d._world
             store = world.pg_map[group or dist.group.WORLD][1]
             store.set(f"compopt/{rank}", str(what.number))
-            marks = {other: f"compopt/{other}" for other in others}
+            marks = [(other, f"compopt/{other}") for other in others]
             while True:
-                here = [k for k, mark in marks.items() if store.check([mark]) and int(store.get(mark)) >= what.number]
+                here = [k for k, mark in marks if store.check([mark]) and int(store.get(mark)) >= what.number]
                 missing[:] = [other for other in others if other not in here] or others
                 if len(here) >= len(others) - 1 or time.monotonic() > end:
                     break
@@ -208,7 +199,7 @@ def _missing(group: ProcessGroup | None, what: Doing, patience: float = 0.0) -> 
 
     thread = threading.Thread(target=look, daemon=True)  # a store on a lost machine may never answer
     thread.start()
-    thread.join(patience + ANSWER)
+    thread.join(patience + GRACE)
     several = len(missing) > 1
     return f"rank{'s' * several} {', '.join(map(str, missing))}", "one of them" if several else "it"
 
@@ -220,7 +211,7 @@ def _missing(group: ProcessGroup | None, what: Doing, patience: float = 0.0) -> 
 # process ("terminate called without an active exception") after a correct result. Without this package torch would end
 # its threads earlier, with the process group; estimators keep the process group alive.
 
-GRACE = 5.0  # seconds to wait for tensors at exit; torch needs microseconds unless a rank is missing
+GRACE = 5.0  # seconds to wait for marks after an error, and for tensors at exit (microseconds if no rank is missing)
 HANDOVER = 0.05  # seconds for threads that run collectives of other code, the tensors of which are not tracked
 MANY = 64  # number of tensors to track; the latest ones suffice
 _lent: deque[ref[Tensor]] = deque(maxlen=MANY)

@@ -113,21 +113,18 @@ class Ranks:
         return Ranks, ()  # a process group cannot be pickled: use the default group when unpickling
 
     def check_alive(self) -> None:
-        """Raise if this object was created for one process before ``torch.distributed`` was initialised.
+        """Raise if this object was created before ``torch.distributed`` was initialised, or inside ``Join`` of torch.
 
-        At the first call, also raise inside ``Join`` of torch: a rank without data then takes part in the collectives
-        of DDP only, and the others would wait for it in the estimator.
+        In ``Join`` a rank without data takes part in the collectives of DDP only. It is looked for at the first call.
         """
         if self.size > 1 and not self._called:
             self._called = True
-            from torch.distributed.algorithms.join import Join  # builds without distributed support lack it
+            from torch.distributed.algorithms.join import Join  # not in builds without distributed support
 
-            # torch has no list of its contexts; one search, since it visits all objects
             if any(type(each) is Join and each._enable for each in gc.get_objects()):
                 raise RuntimeError(
-                    "an estimator cannot be called inside torch's Join (or DDP's join()), whose ranks without data do "
-                    "not take part in its calls; leave Join out, and give all ranks the same number of batches "
-                    "(drop_last=True of the sampler), or empty ones"
+                    "an estimator cannot be called inside torch's Join, whose ranks without data do not take part; leave "
+                    "it out, and give all ranks as many batches (drop_last=True of the sampler), or empty ones"
                 )
         by_accident = self.size == 1 and self.group is None and dist.is_available() and dist.is_initialized()
         if by_accident and dist.get_world_size() > 1:

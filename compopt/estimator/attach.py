@@ -135,10 +135,7 @@ class Attachments:
         self.counting = False  # an attached engine counts the updates that it skips
 
     def add(self, optimizer: Any, commit: Commit, carried: Any = None, multiplied: bool = False) -> RemovableHandle:
-        """Attach once, see :meth:`Estimator.attach`; the optimizer saves the state of ``carried``, if given.
-
-        ``multiplied``: the loss is multiplied by tau.
-        """
+        """Attach once, see :meth:`Estimator.attach`; the optimizer saves ``carried``; tau may multiply the loss."""
         inner = unwrap(optimizer)
         if carried is not None:
             check_entry(carried, [*_chain(optimizer)], inner)
@@ -149,9 +146,8 @@ class Attachments:
             self._watch(False)  # updates before this one was attached say nothing about it
             if multiplied and attached.threshold:
                 warn(
-                    f"DeepSpeed clips gradients at norm {attached.threshold}, also where its configuration does not "
-                    f'say so, and gradients are multiplied by tau (multiply_tau=True): set "gradient_clipping" to '
-                    f"0.0, or to tau times the threshold of a cross-entropy"
+                    f"DeepSpeed clips gradients at norm {attached.threshold} (default: 1), and multiply_tau=True multiplies"
+                    f' them by tau: set "gradient_clipping" to 0.0, or to tau times the threshold of a cross-entropy'
                 )
         if carried is not None and attached.handle.id not in inner._optimizer_state_dict_post_hooks:
             Entry(carried, inner, attached.handle)
