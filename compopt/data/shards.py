@@ -27,7 +27,6 @@ _META = re.compile(r"__[^/]*__($|/)")
 # Shards to read concurrently when counting samples, which is dominated by seeks.
 THREADS = 8
 END = 2 * tarfile.BLOCKSIZE  # zeros at the end of a tar file, at least
-TAIL = 1 << 16  # bytes to read there
 
 
 class ShardIndex:
@@ -458,7 +457,7 @@ def count_samples(shard: Path, end_blocks: bool = True) -> int:
             # tarfile stops without an error at the end of a file, and at a block that is no header
             end, file = archive.offset, cast(IO[bytes], archive.fileobj)
             file.seek(end)
-            tail = file.read(TAIL)
+            tail = file.read(1 << 16)
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         raise ValueError(f"shard {shard} is no complete tar file: {' '.join(str(error).split())}") from error
     zeros = not any(tail)

@@ -71,7 +71,6 @@ class Ranks:
         self._control = _controls.setdefault(group, Control()) if size > 1 else Control()
         self._host: ProcessGroup | None = None
         self._caller: threading.Thread | None = None
-        self._called = False
 
     @property
     def host(self) -> ProcessGroup:
@@ -117,14 +116,13 @@ class Ranks:
 
         In ``Join`` a rank without data takes part in the collectives of DDP only. It is looked for at the first call.
         """
-        if self.size > 1 and not self._called:
-            self._called = True
+        if self.size > 1 and self._caller is None:  # no call yet
             from torch.distributed.algorithms.join import Join  # not in builds without distributed support
 
             if any(type(each) is Join and each._enable for each in gc.get_objects()):
                 raise RuntimeError(
-                    "an estimator cannot be called inside torch's Join, whose ranks without data do not take part; leave "
-                    "it out, and give all ranks as many batches (drop_last=True of the sampler), or empty ones"
+                    "an estimator cannot be called inside torch's Join, whose ranks without data do not take part; "
+                    "leave it out, and give all ranks as many batches (drop_last=True of the sampler), or empty ones"
                 )
         by_accident = self.size == 1 and self.group is None and dist.is_available() and dist.is_initialized()
         if by_accident and dist.get_world_size() > 1:

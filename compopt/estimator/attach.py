@@ -146,7 +146,7 @@ class Attachments:
             self._watch(False)  # updates before this one was attached say nothing about it
             if multiplied and attached.threshold:
                 warn(
-                    f"DeepSpeed clips gradients at norm {attached.threshold} (default: 1), and multiply_tau=True multiplies"
+                    f"DeepSpeed clips gradients at norm {attached.threshold} (default: 1), and multiply_tau=True scales"
                     f' them by tau: set "gradient_clipping" to 0.0, or to tau times the threshold of a cross-entropy'
                 )
         if carried is not None and attached.handle.id not in inner._optimizer_state_dict_post_hooks:
