@@ -1,4 +1,4 @@
-"""What the other ranks say after one is lost: who it is, within the timeout; the page says the same."""
+"""The other ranks name a rank that is lost, within the timeout of the group; the page has the same messages."""
 
 import pytest
 
