@@ -99,7 +99,7 @@ KINDS: dict[str, Callable[[Files], Files]] = {
     "caption: spaces": with_caption(b" \n\t "),
     "caption: byte-order mark alone": with_caption(b"\xef\xbb\xbf"),
     "caption: byte-order mark and words": with_caption(b"\xef\xbb\xbfa red circle"),
-    "caption: Latin-1": with_caption("une caf\xe9ti\xe8re".encode("latin-1")),
+    "caption: Latin-1": with_caption("\xe9t\xe9 \xe0 No\xebl".encode("latin-1")),
     "caption: 100,000 words": with_caption(b"word " * 100_000),
     "key: that of the sample before": of_key("0"),
     "key: with a dot": of_key("1.5"),
