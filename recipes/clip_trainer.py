@@ -380,6 +380,8 @@ class Trainer(loop.Loop):
             accelerator.init_trackers("clip", {k: str(v) for k, v in vars(args).items()})
         beside = [args.output / "run.json", *([] if args.sizes else [args.output / "shards.json"])]
         uploads = launch.is_main() and args.upload
+        # fp16's scaler and DeepSpeed skip updates that are not finite; without them one of them ends the run
+        self.skips = args.precision == "fp16" or (args.precision == "bf16" and launch.uses_deepspeed(accelerator))
         self.pulse = launch.Pulse()
         self.uploads = Uploads(args.upload, args.output, beside, args.keep) if uploads else None
         self.states = checkpoints.States(accelerator, args.output / "state", rows, args.keep, self.uploads)
@@ -450,6 +452,9 @@ class Trainer(loop.Loop):
         if left:
             missing = ", ".join(f"{path} ({why})" for path, why in left.items())
             raise SystemExit(f"--upload: the store lacks {missing}; the files in {self.args.output} are complete")
+
+    def finish_saving(self):
+        self.states.finish()
 
     def begin(self):
         if self.args.resume:
@@ -589,6 +594,7 @@ class Trainer(loop.Loop):
     # -- results -----------------------------------------------------------------------------------------------
 
     def save(self, then=lambda state: []):
+        self.check()
         self.states.save(f"step-{self.step:09d}-epoch-{self.batches.epoch:04d}", then)
 
     def end_epoch(self, epoch):

@@ -51,7 +51,7 @@ class Decode:
     def pair(self, sample):
         torch.manual_seed(hash((self.seed, self.epoch, sample["index"])))  # the same augmentation after a resume
         image = next((sample[suffix] for suffix in IMAGES if suffix in sample), b"")
-        text = sample.get("txt", b"").decode(errors="replace").strip()
+        text = sample.get("txt", b"").decode("utf-8-sig", errors="replace").strip()
         try:
             image = self.preprocess(Image.open(io.BytesIO(image)).convert("RGB"))
         except (OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError):
@@ -79,9 +79,11 @@ class Loop:
 
     decoder = Decode
     window = 1  # batches per update
+    skips = False  # whether updates that are not finite are skipped
 
     def __init__(self, args):
         self.args, self.step, self.saving = args, 0, None
+        self.loss, self.infinite = torch.zeros(()), set()  # infinite: the last steps with a loss that is not finite
         torch.manual_seed(args.seed)
         args.output.mkdir(parents=True, exist_ok=True)
         self.device = self.start()
@@ -145,8 +147,7 @@ class Loop:
             self.run_epoch()
             self.batches.set_epoch(epoch + 1)
             self.end_epoch(epoch + 1)
-        if self.saving is not None:
-            self.saving.wait()
+        self.finish_saving()
 
     @property
     def samples(self):
@@ -160,13 +161,31 @@ class Loop:
         for batch in self.loader():
             batches.advance(self.window)
             self.schedule(self.samples)
-            loss = self.update(batch)
+            self.loss = self.update(batch)
             self.step += 1
             left = len(batches) // self.window
             if self.step % args.log_every == 0 or not left:
-                self.report(loss.item())
+                self.check()
+                self.report(self.loss.item())
             if left and args.save_every and self.step % args.save_every == 0:
                 self.save()
+
+    def check(self):
+        """Exit before a report or a state if the loss is NaN: then the weights are too, unless updates are skipped."""
+        loss = self.loss.item()
+        self.infinite = set() if math.isfinite(loss) else {*self.infinite, self.step}
+        if len(self.infinite) > self.skips:
+            self.finish_saving()
+            raise SystemExit(
+                f"step {self.step}: the loss is {loss}, and the weights with it; training stops without saving them. "
+                f"The same command{' with --resume' * hasattr(self.args, 'resume')} goes on from the latest state in "
+                f"{self.args.output}, if there is one"
+            )
+
+    def finish_saving(self):
+        """Wait until the latest state is complete."""
+        if self.saving is not None:
+            self.saving.wait()
 
     def loader(self):
         """Return a loader of the remaining batches of the epoch."""
@@ -207,6 +226,7 @@ class Loop:
 
     def save(self, rows="rows"):
         """Save a state, and its rows in the background; the state is valid when the rows are complete."""
+        self.check()
         state = {name: part.state_dict() for name, part in self.parts.items()}
         path = self.args.output / f"state-{self.est.t:09d}.pt"
         if RANK == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -213,14 +214,24 @@ class Run:
         return features if self.task.mode == methods.BIMODAL else features[0]
 
     def _after_step(self, stop: int) -> None:
-        control = self.control
+        control, saves = self.control, self._due(self.control.checkpoint_every) or self.step == stop
+        if saves or self._due(control.eval_every):
+            self._check_finite()
         if self._due(control.eval_every):
             self._record().update(self._measure())
         if control.error_every and self._due(control.error_every):
             self._record()["normalizer_error"] = self.normalizer_error()
-        if control.checkpoint and (self._due(control.checkpoint_every) or self.step == stop):
+        if control.checkpoint and saves:
             checkpoints.save(self.accelerator, control.checkpoint)
         control.on_step(self)
+
+    def _check_finite(self) -> None:
+        """Exit before a measure or a checkpoint if a loss was NaN, and with it the weights; fp16 skips such updates."""
+        if not math.isfinite(self.recent_loss) and self.config.mixed_precision != "fp16":
+            raise SystemExit(
+                f"step {self.step}: the mean loss since the last measure is {self.recent_loss}; training stops, and "
+                f"nothing was saved since then"
+            )
 
     def _due(self, every: int) -> bool:
         return self.finished or (every > 0 and self.step % every == 0)

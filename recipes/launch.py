@@ -8,9 +8,7 @@ requested from its launcher is refused.
 With ``torchrun --max-restarts N`` and ``--checkpoint-every``, a run that loses a rank continues automatically from its
 last checkpoint; ``--resume`` does the same for a new ``torchrun``, with any number of ranks that divides the batch
 size. Set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` for restarts: otherwise restarted ranks may read the addresses of the
-previous ranks, and fail to connect (pytorch issue 135712). On a CPU, DeepSpeed may first compile an extension (a
-minute); a run that is killed meanwhile leaves a ``lock`` in torch's extensions folder, for which the next run waits
-until it is removed.
+previous ranks, and fail to connect (pytorch issue 135712).
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import nn
+from torch.utils.cpp_extension import get_default_build_root
 
 TIMEOUT = 600.0  # seconds that a rank waits for another one, as torch's default for accelerators
 
@@ -206,6 +205,8 @@ def accelerator(
         # accelerate's CPU branch excludes DeepSpeed: use the other branch, and give it the backend explicitly
         os.environ.update(ACCELERATE_USE_CPU="false", DS_ACCELERATOR="cpu")
         group["backend"] = "gloo"
+    if deepspeed is not None:
+        check_locks()
     if deepspeed is not None and known is None:  # later accelerators reuse this plugin and accept no other
         config = {**json.loads(deepspeed.read_text()), "gradient_accumulation_steps": accumulate}
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
@@ -233,6 +234,20 @@ def check_processes(accelerator: Accelerator) -> None:
         raise SystemExit(
             f"accelerate was asked for FSDP, and this run would be {kind} on {accelerator.device}: FSDP needs "
             f"accelerators (--device cuda); leave its configuration out to train whole copies"
+        )
+
+
+def check_locks() -> None:
+    """Exit if a killed process has left the lock of a compilation, for which DeepSpeed would wait without end."""
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    locks = {os.path.realpath(path) for path in (*folder.glob("*/lock"), *folder.glob("*/*/lock"))}
+    for held in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # processes of others, and those that end now
+            locks.discard(os.readlink(held))
+    if locks and Path("/proc/self/fd").exists():
+        raise SystemExit(
+            f"DeepSpeed would wait for ever for a lock that no process of this machine holds: a run was killed while "
+            f"it compiled. Unless another machine that shares the folder compiles now: rm {' '.join(sorted(locks))}"
         )
 
 

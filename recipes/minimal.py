@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import compopt
 from recipes import glyphs
-from recipes.models import Tokenizer, TwoTowers
+from recipes.models import Tokenizer, TwoTowers, finite
 from recipes.tasks import retrieval
 
 
@@ -34,7 +34,7 @@ def recall(model, held_out):
 
 def save(folder, epoch, est, parts):
     """Save the estimator to a directory, and all other states and the directory's name to one file."""
-    states = {name: part.state_dict() for name, part in parts.items()}
+    states = {name: finite(part).state_dict() for name, part in parts.items()}
     torch.save({"epoch": epoch, "state": compopt.save(est, folder / "state").name, **states}, folder / "last.pt")
 
 

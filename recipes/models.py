@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,13 @@ class Tokenizer:
 
 def _words(caption: str) -> list[str]:
     return [word for word in re.split(r"[ -]", caption) if word]
+
+
+def finite(part: Any) -> Any:
+    """Return a model (or another part of a training, unchecked); exit if one of its weights is NaN or infinite."""
+    if isinstance(part, nn.Module) and not all(weight.isfinite().all() for weight in part.parameters()):
+        raise SystemExit("the weights are not finite: a batch gave NaN; training stops, and they are not saved")
+    return part
 
 
 def pixels(images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

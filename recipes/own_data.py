@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import compopt
 from recipes.augment import NAMES, Augmentation
-from recipes.models import DIM, Tokenizer, TwoTowers, pixels
+from recipes.models import DIM, Tokenizer, TwoTowers, finite, pixels
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 TABLES = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -366,6 +366,7 @@ def main(argv=None):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+        finite(model)
         state = compopt.save(est, args.output / "state").name  # on every process
         if rank == 0:
             states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

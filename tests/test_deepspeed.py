@@ -1,6 +1,10 @@
 """DeepSpeed, ZeRO 0 to 3: one commit per real update, rows and weights of one process, checkpoints with all rows."""
 
+import ast
 import os
+import re
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,6 +176,74 @@ def test_under_accelerate(stage, tmp_path):
         assert commits == UPDATES
         assert_alike(trace, reference(UPDATES), 1e-4)
         assert_alike(resumed, trace[2:], 0)
+
+
+def page_configuration():
+    page = Path(__file__).parents[1] / "docs" / "guides" / "deepspeed.md"
+    return ast.literal_eval(re.search(r"^config = (\{.*?^\})", page.read_text(), re.M | re.S)[1])
+
+
+STEPS, SAMPLES = 30, 100
+
+
+def steep():
+    """Return a model of small weights, whose gradients are large, and an optimizer."""
+    model = Encoders(torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.02)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), compopt.SogCLREstimator(SAMPLES, gamma=0.8)
+
+
+def batch_of(step, rank, ranks):
+    g = torch.Generator().manual_seed(step)
+    x = torch.randn(2, 32, 6, generator=g)[:, rank * 32 // ranks : (rank + 1) * 32 // ranks]
+    return *x, torch.randperm(SAMPLES, generator=g)[:32].chunk(ranks)[rank]
+
+
+def run_configuration(group, config):
+    """Train; return the losses, the weights, and what attach() warned of."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    model, optimizer, est = steep()
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config={**config, "steps_per_print": 10**9})[0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        est.attach(engine)
+        est.attach(engine)
+        compopt.InfoNCEEstimator(multiply_tau=False).attach(engine)
+    losses = []
+    for step in range(STEPS):
+        x1, x2, index = batch_of(step, dist.get_rank(), 2)
+        loss = est(*engine(x1, x2), index)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return torch.tensor(losses), weights(engine.module), [str(each.message) for each in caught]
+
+
+def test_the_configuration_of_the_page_does_not_clip():
+    """Losses and weights equal those of one process; without the page's line they do not, and attach() warns once."""
+    (model, optimizer, est), losses = steep(), []
+    est.attach(optimizer)
+    for step in range(STEPS):
+        x1, x2, index = batch_of(step, 0, 1)
+        loss = est(*model(x1, x2), index)
+        loss.backward()
+        assert torch.nn.utils.get_total_norm(p.grad for p in model.parameters()) > 1
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    config = page_configuration()
+    for found, moved, said in ours(run_configuration, config):
+        assert_alike(found, torch.tensor(losses), 1e-5)
+        assert_alike(moved, weights(model), 1e-5)
+        assert not said
+    del config["gradient_clipping"]
+    for found, _, said in ours(run_configuration, config):
+        assert (found - torch.tensor(losses)).abs().max() > 1e-3
+        assert len(said) == 1 and "clips gradients at norm 1.0" in said[0] and "0.0, or to tau times" in said[0]
 
 
 def run_mistakes(group, folder):

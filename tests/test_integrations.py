@@ -254,6 +254,18 @@ def test_batches_from_the_main_process_are_refused():
             compopt.SogCLREstimator(N).prefetch(loader)
 
 
+def test_deepspeed_that_cpu_switches_off_is_told(monkeypatch):
+    accelerate = pytest.importorskip("accelerate")
+    from compopt.integrations import accelerate as integration
+
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with fresh_accelerate():
+        acc = accelerate.Accelerator(cpu=True)
+        optimizer = acc.prepare(torch.optim.SGD(Encoders().parameters(), 0.1))
+        with pytest.warns(UserWarning, match="DeepSpeed was asked for .*without cpu=True"):
+            integration.attach(compopt.InfoNCEEstimator(), optimizer, acc)
+
+
 def test_accelerate_without_a_group_is_told(monkeypatch):
     """Warn for torchrun on a machine without accelerators, if neither ``cpu=True`` nor ``--cpu`` is given."""
     from compopt.integrations import accelerate as integration

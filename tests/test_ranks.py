@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import compopt
@@ -270,3 +271,23 @@ def graph_on_one_rank(group, kind, frozen):
 def test_ranks_with_and_without_a_gradient_of_the_temperature_are_refused(kind, frozen):
     """They would exchange messages of different lengths, which ends the process."""
     the_pool().run(graph_on_one_rank, 2, kind, frozen)
+
+
+def inside_join(group):
+    """Return the error of a call inside Join; with enable=False there is none."""
+    own, said = torch.arange(4) + 4 * dist.get_rank(group), []
+    model = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=group)
+    est = compopt.SogCLREstimator(N, process_group=group)
+    for kind in (Join, lambda models: Join(models, enable=False)):
+        try:
+            with kind([model]):
+                est(*model(torch.ones(2, 4, 3)).unbind(), own)
+        except RuntimeError as error:
+            said.append(str(error))
+        est = compopt.SogCLREstimator(N, process_group=group)
+    return said
+
+
+def test_join_of_torch_is_refused():
+    for (said,) in the_pool().run(inside_join, 2):
+        assert said.startswith("an estimator cannot be called inside torch's Join") and "drop_last=True" in said

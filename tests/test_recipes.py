@@ -8,7 +8,7 @@ import torch
 
 import compopt
 from benchmarks import report
-from recipes import glyphs
+from recipes import glyphs, launch, minimal
 from recipes import tasks as tasks_module
 from recipes.engine import Config, Control, Run
 from recipes.methods import METHODS, build
@@ -133,6 +133,35 @@ def test_a_checkpoint_of_another_run_is_refused(tasks, tmp_path):
     train(task, "sogclr", 2, checkpoint=checkpoint)
     with pytest.raises(ValueError, match="method"):
         train(task, "isogclr", 4, checkpoint=checkpoint, resume=True)
+
+
+def test_a_loss_of_nan_ends_the_run_before_its_checkpoint(tasks, tmp_path):
+    run = Run(tasks["bimodal"], config(tasks["bimodal"], "sogclr", None), Control(max_steps=4, checkpoint=tmp_path))
+    next(run.model.parameters()).data.fill_(torch.nan)
+    with pytest.warns(UserWarning, match="NaN"), pytest.raises(SystemExit, match=r"step 4: the mean loss .* is nan"):
+        run.train()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_a_killed_compilation_has_left_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    launch.check_locks()
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    with open(lock, "w"):  # a compilation in progress
+        launch.check_locks()
+    with pytest.raises(SystemExit, match=f"no process of this machine holds.*rm {lock}$"):
+        launch.check_locks()
+
+
+def test_weights_of_nan_are_not_saved(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    minimal.save(tmp_path, 1, compopt.InfoNCEEstimator(), {"model": model})
+    before = (tmp_path / "last.pt").read_bytes()
+    model.weight.data[0, 0] = torch.nan
+    with pytest.raises(SystemExit, match="weights are not finite"):
+        minimal.save(tmp_path, 2, compopt.InfoNCEEstimator(), {"model": model})
+    assert (tmp_path / "last.pt").read_bytes() == before
 
 
 def test_retrieval_in_chunks_is_that_of_the_whole_matrix(monkeypatch):

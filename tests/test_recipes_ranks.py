@@ -15,6 +15,8 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 from PIL import Image
 
+from benchmarks import launchers
+from benchmarks.report import stored
 from recipes import checkpoints, glyphs, launch
 from recipes.models import BatchNorm
 from tests.launching import environment
@@ -256,3 +258,22 @@ def test_batch_norm_over_ranks():
     split += [a + b for a, b in zip(ranks[0][2:4], ranks[1][2:4], strict=True)]
     for found in (ranks[0][4:], ranks[1][4:]):
         torch.testing.assert_close((*split, *found), one, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.launch
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("deepspeed_compiled")
+@pytest.mark.parametrize("launcher", [name for name in launchers.JOBS if name != "one process"])
+def test_two_processes_of_every_launcher_are_one_process(launcher):
+    pytest.importorskip("deepspeed")
+    for found in launchers.compare([launcher]):
+        assert max(found[name] for name in launchers.HEAD[2:]) < 1e-5, found
+
+
+def test_the_results_of_all_launchers():
+    """The stored table has every training; its differences are those of rounding."""
+    found = stored("launchers")["results"]
+    assert {(each["launcher"], each["training"]) for each in found} == {
+        (launcher, kind) for launcher, (_, kinds) in launchers.JOBS.items() for kind in kinds if kind != "plain"
+    }
+    assert max(each[name] for each in found for name in launchers.HEAD[2:]) < 1e-5

@@ -1,6 +1,9 @@
 """Rows of samples in tar shards: every sample gets its own row, for any reader and any order."""
 
+import bz2
+import gzip
 import json
+import lzma
 import pickle
 
 import numpy as np
@@ -134,6 +137,43 @@ def test_bad_shards_are_named_before_training(shards, tmp_path):
     (tmp_path / "data" / "sizes.json").write_text("{")
     with pytest.raises(ValueError, match="sizes.json cannot be read"):
         ShardIndex.build(shards)
+
+
+CUTS = {  # content of a damaged shard of 48 samples, and what is said
+    "at the end of a sample": (lambda whole: whole[: 512 * 60], "10 samples in 30720 bytes, and then 0 bytes of zeros"),
+    "at the end of a file": (lambda whole: whole[:29696], "10 samples in 29696 bytes, and then 0 bytes of zeros"),
+    "within a header": (lambda whole: whole[:30000], "10 samples in 29696 bytes, and then other content"),
+    "within a file": (lambda whole: whole[:30300], "unexpected end of data"),
+    "in the end blocks": (lambda whole: whole[: 512 * 289], "48 samples in 147456 bytes, and then 512 bytes of zeros"),
+    "zeros in the middle": (lambda whole: whole[:30720] + bytes(1024) + whole[31744:], "10 samples .*other content"),
+    "a damaged header": (lambda whole: whole[:30720] + b"x" * 512 + whole[31232:], "10 samples .*other content"),
+    "compressed, cut": (lambda whole: gzip.compress(whole)[:-99], "Compressed file ended before"),
+    "compressed after a cut": (lambda whole: gzip.compress(whole[:30720]), "10 samples in 30720 bytes"),
+    "no tar": (lambda whole: b"words" * 999, "file could not be opened"),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_shard_that_was_cut_is_refused(cut, tmp_path):
+    shard = write_shard(tmp_path / "0.tar", [f"{key:04d}" for key in range(48)])
+    change, said = CUTS[cut]
+    shard.write_bytes(change(shard.read_bytes()))
+    with pytest.raises(ValueError, match=rf"0.tar is no complete tar file: {said}"):
+        ShardIndex.build([shard], progress=False)
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("zeros", [0, 512, 1024, 9216])
+def test_complete_shards_with_and_without_end_blocks(compress, zeros, tmp_path):
+    """Shards may be compressed, also under the suffix .tar; with end_blocks=False the zeros may be missing."""
+    shard = write_shard(tmp_path / "0.tar", [f"{key:04d}" for key in range(7)])
+    shard.write_bytes(compress(shard.read_bytes()[: 7 * 3 * 1024] + bytes(zeros)))
+    assert ShardIndex.build([shard], end_blocks=False).n == 7
+    if zeros < 1024:
+        with pytest.raises(ValueError, match=f"and then {zeros} bytes of zeros instead of at least 1024; .*end_blocks"):
+            ShardIndex.build([shard])
+    else:
+        assert ShardIndex.build([shard]).n == 7
 
 
 def test_shards_that_are_not_those_of_the_index(shards, tmp_path):

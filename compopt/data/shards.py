@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import os
 import re
 import tarfile
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from compopt import checks
 from compopt.data.indexed import SampleIndex
@@ -23,6 +26,7 @@ _NAME = re.compile(r"^((?:.*/|)[^./][^.]*)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
 # Shards to read concurrently when counting samples, which is dominated by seeks.
 THREADS = 8
+END = 2 * tarfile.BLOCKSIZE  # zeros at the end of a tar file, at least
 
 
 class ShardIndex:
@@ -82,6 +86,7 @@ class ShardIndex:
         *,
         root: str | os.PathLike[str] | None = None,
         progress: bool = True,
+        end_blocks: bool = True,
     ) -> ShardIndex:
         """Build an index of shards.
 
@@ -94,6 +99,8 @@ class ShardIndex:
             extend: an index to append to. The shards of this index keep their rows.
             root: folder to which the names of shards are relative; by default their deepest common folder.
             progress: show a progress bar while samples are counted, if tqdm is installed.
+            end_blocks: a shard whose samples are counted must end with the two blocks of zeros of a complete tar file;
+                ``False``: for writers that leave them out. A shard that was cut between two files is then not noticed.
 
         Returns:
             The index; ``extend`` is not changed.
@@ -116,7 +123,7 @@ class ShardIndex:
         older = {} if extend is None else extend._shards
         index = cls({name: count for name, (_, count) in older.items()})
         index._bytes = {} if extend is None else dict(extend._bytes)
-        for name, file, count in zip(names, files, count_all(files, progress), strict=True):
+        for name, file, count in zip(names, files, count_all(files, progress, end_blocks), strict=True):
             if size_of(file):
                 index._bytes.setdefault(name, size_of(file))
             if name not in older:
@@ -378,7 +385,7 @@ def size_of(path: str | os.PathLike[str]) -> int:
         return 0
 
 
-def count_all(shards: list[Path], progress: bool) -> list[int]:
+def count_all(shards: list[Path], progress: bool, end_blocks: bool = True) -> list[int]:
     """Return the number of samples of each shard, in order.
 
     The number is read from ``sizes.json`` (open_clip, webdataset), ``.nv-meta/.info.json`` (Energon), a wids index or
@@ -393,7 +400,7 @@ def count_all(shards: list[Path], progress: bool) -> list[int]:
             counts[shard] = known
     unknown = [shard for shard in shards if shard not in counts]
     with ThreadPoolExecutor(THREADS) as pool:
-        counted: Iterable[int] = pool.map(count_samples, unknown)
+        counted: Iterable[int] = pool.map(partial(count_samples, end_blocks=end_blocks), unknown)
         if progress and unknown:
             try:
                 from tqdm import tqdm
@@ -434,23 +441,30 @@ def _read_json(path: Path) -> Any:
         raise ValueError(f"{path} cannot be read: {error}; mend or remove it, and the shards are counted") from error
 
 
-def count_samples(shard: Path) -> int:
-    """Count the samples of a tar file: runs of members with the same key, as in webdataset."""
-    count, before, end = 0, None, 0
+def count_samples(shard: Path, end_blocks: bool = True) -> int:
+    """Count the samples of a tar file, also a compressed one: runs of members with the same key, as in webdataset."""
+    count, before = 0, None
     if not shard.stat().st_size:
         raise ValueError(f"shard {shard} is empty: 0 bytes")
     try:
         with tarfile.open(shard) as archive:
             for member in archive:
-                end = member.offset_data + member.size
                 name = _NAME.match(member.name)
                 if not member.isreg() or name is None or _META.match(member.name):
                     continue
                 count += name[1] != before
                 before = name[1]
-    except tarfile.TarError as error:
+            # tarfile stops without an error at the end of a file, and at a block that is no header
+            end, file = archive.offset, cast(IO[bytes], archive.fileobj)
+            file.seek(end)
+            tail = file.read(1 << 16)
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         raise ValueError(f"shard {shard} is no complete tar file: {' '.join(str(error).split())}") from error
-    # tarfile raises no error if the content of the last member is truncated
-    if shard.suffix == ".tar" and shard.stat().st_size < end:
-        raise ValueError(f"shard {shard} is truncated: {shard.stat().st_size} bytes, where {end} are announced")
+    zeros = not any(tail)
+    if not (zeros and (len(tail) >= END if end_blocks else len(tail) % tarfile.BLOCKSIZE == 0)):
+        raise ValueError(
+            f"shard {shard} is no complete tar file: {count} samples in {end} bytes, and then "
+            f"{f'{len(tail)} bytes of zeros' if zeros else 'other content'} instead of at least {END}; it was cut or "
+            f"damaged. If its writer leaves these zeros out, pass end_blocks=False to ShardIndex.build"
+        )
     return count

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import atexit
+import datetime
 import os
 import re
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch.distributed as dist
 from torch import Tensor
+
+from compopt.checks.context import warn
 
 ProcessGroup = Any  # torch.distributed.ProcessGroup, which builds without distributed support do not have
 
@@ -42,10 +46,11 @@ OPERATIONS = (
 
 
 class Doing(NamedTuple):
-    """Operation in progress on a rank, and the number of commits before it."""
+    """Operation in progress on a rank, the number of commits before it, and that of its message in the group."""
 
     operation: str = OPERATIONS[0]
     commits: int | None = None
+    number: int = 0
 
     def __str__(self) -> str:
         return self.operation if self.commits is None else f"{self.operation} (commit {self.commits})"
@@ -89,7 +94,7 @@ def refuse_different(operations: Sequence[int]) -> None:
 # -- collectives ---------------------------------------------------------------------------------------------------
 
 
-def all_gather(message: Tensor, group: ProcessGroup | None, size: int, what: object) -> Tensor:
+def all_gather(message: Tensor, group: ProcessGroup | None, size: int, what: Doing) -> Tensor:
     """Gather ``(...)`` into ``(K, ...)`` with the group's own backend."""
     gathered = message.new_empty((size, *message.shape))
     collect = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in newer torch
@@ -97,31 +102,32 @@ def all_gather(message: Tensor, group: ProcessGroup | None, size: int, what: obj
     return gathered
 
 
-def tell(message: Tensor, group: ProcessGroup | None, size: int, what: object) -> Tensor:
+def tell(message: Tensor, group: ProcessGroup | None, size: int, what: Doing) -> Tensor:
     """Gather small messages ``(...)`` into ``(K, ...)`` by an all-to-all: every rank sends directly to the others.
 
     An all-to-all has one hop; the all-gather of Gloo is a ring of ``K - 1`` sequential hops. The bytes are the same.
+    A rank that waits for long warns which ranks are missing.
     """
     heard = message.new_empty((size, *message.shape))
     told = message.expand_as(heard).contiguous()
-    answered(lambda: dist.all_to_all_single(_lend(heard.view(-1)), _lend(told.view(-1)), group=group), group, what)
+    answered(lambda: _exchange(heard.view(-1), told.view(-1), group, what), group, what)
     return heard
 
 
-def all_reduce(tensor: Tensor, group: ProcessGroup | None, what: object) -> Tensor:
+def all_reduce(tensor: Tensor, group: ProcessGroup | None, what: Doing) -> Tensor:
     """Sum over ranks, in place."""
     answered(lambda: dist.all_reduce(_lend(tensor), group=group), group, what)
     return tensor
 
 
-def gather_objects(value: Any, group: ProcessGroup, size: int, what: object) -> list[Any]:
+def gather_objects(value: Any, group: ProcessGroup, size: int, what: Doing) -> list[Any]:
     """Gather picklable values into a list by rank."""
     everyone = [None] * size
     answered(lambda: dist.all_gather_object(everyone, value, group=group), group, what)
     return everyone
 
 
-def answered(collective: Callable[[], Any], group: ProcessGroup | None, what: object) -> Any:
+def answered(collective: Callable[[], Any], group: ProcessGroup | None, what: Doing) -> Any:
     """Run a collective; raise a descriptive ``RuntimeError`` if other ranks do not take part."""
     started = time.monotonic()
     try:
@@ -129,20 +135,73 @@ def answered(collective: Callable[[], Any], group: ProcessGroup | None, what: ob
     except RuntimeError as error:
         # torch has no class for these errors: match the messages of gloo and NCCL
         seconds, text = time.monotonic() - started, str(error)
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        others, they = (f"rank {1 - rank}", "it") if size == 2 else ("the other ranks", "one of them")
         # a timeout that is reported immediately follows from an earlier failure: this rank did not wait
-        if re.search(r"timed? ?out", text, re.I) and seconds > 1:
+        late = re.search(r"timed? ?out", text, re.I) and seconds > 1
+        if not late and not re.search(r"timed? ?out|connect|closed|reset by peer|broken pipe|remote", text, re.I):
+            raise
+        rank, (others, they) = dist.get_rank(group), _missing(group, what, GRACE)
+        if late:
             raise RuntimeError(
                 f"rank {rank} waited {seconds:.0f} s in {what} for {others}, which did not arrive: did {they} fail, or "
                 f"run out of data? What takes longer needs a longer timeout of the process group"
             ) from error
-        if re.search(r"timed? ?out|connect|closed|reset by peer|broken pipe|remote", text, re.I):
-            raise RuntimeError(
-                f"rank {rank} lost the connection to {others} in {what}: did {they} fail, or end? Its own output says "
-                f"why"
-            ) from error
-        raise
+        raise RuntimeError(
+            f"rank {rank} lost the connection to {others} in {what}: did {they} fail, or end? Its own output says why"
+        ) from error
+
+
+# -- missing ranks: those that have left no mark in the group's store ------------------------------------------------
+
+# seconds after which a rank that waits leaves a mark, and warns first; further warnings come after twice the time
+MARK, PATIENCE = 5.0, 30.0
+
+
+def _exchange(heard: Tensor, told: Tensor, group: ProcessGroup | None, what: Doing) -> None:
+    """Send equal parts of a message to all ranks, and warn which ranks do not take part."""
+    started, until = time.monotonic(), MARK
+    work = dist.all_to_all_single(_lend(heard), _lend(told), group=group, async_op=True)
+    try:
+        while not work.is_completed():
+            with suppress(RuntimeError):  # not zero, which torch reads as no limit
+                work.wait(datetime.timedelta(seconds=max(0.01, until - (time.monotonic() - started))))
+            if work.is_completed():
+                break
+            others, they = _missing(group, what)
+            if until >= PATIENCE:
+                waited = f"rank {dist.get_rank(group)} has waited {until:.0f} s in {what} for {others}"
+                other = "out of the loop or a call behind, or in another collective, such as dist.barrier()"
+                warn(f"{waited}: is {they} busy, {other}?")
+            until = max(PATIENCE, 2 * until)
+        work.wait()  # raises the error of a collective that has failed
+    finally:
+        del work  # which has the tensors; a traceback would keep it
+
+
+def _missing(group: ProcessGroup | None, what: Doing, patience: float = 0.0) -> tuple[str, str]:
+    """Leave a mark for this message; return the ranks without one, and a pronoun, after ``patience`` or at the last."""
+    rank, end = dist.get_rank(group), time.monotonic() + patience
+    others = [other for other in range(dist.get_world_size(group)) if other != rank]
+    missing = others[:1]  # rank 0 has the store, unless a launcher has it
+
+    def look() -> None:
+        with suppress(RuntimeError):
+            world: Any = dist.distributed_c10d._world
+            store = world.pg_map[group or dist.group.WORLD][1]
+            store.set(f"compopt/{rank}", str(what.number))
+            marks = [(other, f"compopt/{other}") for other in others]
+            while True:
+                here = [k for k, mark in marks if store.check([mark]) and int(store.get(mark)) >= what.number]
+                missing[:] = [other for other in others if other not in here] or others
+                if len(here) >= len(others) - 1 or time.monotonic() > end:
+                    break
+                time.sleep(0.05)
+            time.sleep(min(patience, 1.0))  # this process may have the store, which the others read now
+
+    thread = threading.Thread(target=look, daemon=True)  # a store on a lost machine may never answer
+    thread.start()
+    thread.join(patience + GRACE)
+    several = len(missing) > 1
+    return f"rank{'s' * several} {', '.join(map(str, missing))}", "one of them" if several else "it"
 
 
 # -- interpreter exit ----------------------------------------------------------------------------------------------
@@ -152,7 +211,7 @@ def answered(collective: Callable[[], Any], group: ProcessGroup | None, what: ob
 # process ("terminate called without an active exception") after a correct result. Without this package torch would end
 # its threads earlier, with the process group; estimators keep the process group alive.
 
-GRACE = 5.0  # seconds to wait for tensors at exit; torch needs microseconds unless a rank is missing
+GRACE = 5.0  # seconds to wait for marks after an error, and for tensors at exit (microseconds if no rank is missing)
 HANDOVER = 0.05  # seconds for threads that run collectives of other code, the tensors of which are not tracked
 MANY = 64  # number of tensors to track; the latest ones suffice
 _lent: deque[ref[Tensor]] = deque(maxlen=MANY)

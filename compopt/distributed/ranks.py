@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ class Control:
         host: group for control messages, if the group itself has no backend for CPU tensors.
         length: number of integers in an opening message. Every rank takes part in every opening, so that the length is
             the same on all ranks in every operation; backends abort the process if lengths differ.
-        doing: operation of the last opening.
+        doing: operation of the last opening, and the number of openings.
     """
 
     host: ProcessGroup | None = None
@@ -111,7 +112,18 @@ class Ranks:
         return Ranks, ()  # a process group cannot be pickled: use the default group when unpickling
 
     def check_alive(self) -> None:
-        """Raise if this object was created for one process before ``torch.distributed`` was initialised."""
+        """Raise if this object was created before ``torch.distributed`` was initialised, or inside ``Join`` of torch.
+
+        In ``Join`` a rank without data takes part in the collectives of DDP only. It is looked for at the first call.
+        """
+        if self.size > 1 and self._caller is None:  # no call yet
+            from torch.distributed.algorithms.join import Join  # not in builds without distributed support
+
+            if any(type(each) is Join and each._enable for each in gc.get_objects()):
+                raise RuntimeError(
+                    "an estimator cannot be called inside torch's Join, whose ranks without data do not take part; "
+                    "leave it out, and give all ranks as many batches (drop_last=True of the sampler), or empty ones"
+                )
         by_accident = self.size == 1 and self.group is None and dist.is_available() and dist.is_initialized()
         if by_accident and dist.get_world_size() > 1:
             raise RuntimeError(
@@ -140,7 +152,8 @@ class Ranks:
             RuntimeError: ranks are in different operations (raised on every rank); another rank did not take part;
                 another thread calls the estimator, so that messages could be mixed up.
         """
-        self._control.doing = now = now or collectives.now()  # also names the device collectives that follow
+        # also names the device collectives that follow
+        self._control.doing = now = (now or collectives.now())._replace(number=self._control.doing.number + 1)
         thread, caller = threading.current_thread(), self._caller
         if now.operation in (CALL, OBSERVE):
             self._caller = thread
@@ -163,7 +176,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         self.open()
-        return collectives.gather_objects(value, self.host, self.size, collectives.now())
+        return collectives.gather_objects(value, self.host, self.size, self._control.doing)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

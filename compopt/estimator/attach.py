@@ -69,6 +69,8 @@ class Attached:
         engine = next((each for each in _chain(given) if isinstance(getattr(each, "skipped_steps", None), int)), None)
         self.engine: ref[Any] | None = None if engine is None else ref(engine)
         self.skipped: int = 0 if engine is None else engine.skipped_steps
+        clips = getattr(engine, "gradient_clipping", None)
+        self.threshold = float(clips()) if callable(clips) else 0.0  # of the norm at which the engine clips gradients
         # A loop may call only the base_optimizer of a wrapping optimizer (SAM). The hook is therefore registered on
         # both; if both run, the second one finds nothing to commit.
         base = getattr(getattr(inner, "base_optimizer", None), "_optimizer_step_post_hooks", None)
@@ -115,8 +117,8 @@ class Attachments:
         self.unsure_of_positions, self._positions = True, 0  # _positions: calls with batch positions so far
         self.counting = False  # an attached engine counts the updates that it skips
 
-    def add(self, optimizer: Any, commit: Commit, carried: Any = None) -> RemovableHandle:
-        """Attach once, see :meth:`Estimator.attach`; the optimizer saves the state of ``carried``, if given."""
+    def add(self, optimizer: Any, commit: Commit, carried: Any = None, multiplied: bool = False) -> RemovableHandle:
+        """Attach once, see :meth:`Estimator.attach`; the optimizer saves ``carried``; tau may multiply the loss."""
         inner = unwrap(optimizer)
         if carried is not None:
             check_entry(carried, [*_chain(optimizer)], inner)
@@ -125,6 +127,11 @@ class Attachments:
             attached = self._attached[id(inner)] = Attached(optimizer, inner, commit)
             self.counting |= attached.engine is not None
             self._updates, self.stepped = 0, None  # updates before this one was attached say nothing about it
+            if multiplied and attached.threshold:
+                warn(
+                    f"DeepSpeed clips gradients at norm {attached.threshold} (default: 1), and multiply_tau=True scales"
+                    f' them by tau: set "gradient_clipping" to 0.0, or to tau times the threshold of a cross-entropy'
+                )
         if carried is not None and attached.handle.id not in inner._optimizer_state_dict_post_hooks:
             Entry(carried, inner, attached.handle)
         return attached.handle

@@ -811,13 +811,14 @@ class Estimator:
 
         Warns:
             UserWarning: with ``checkpoint=True``, the optimizer was loaded before attaching, or loads a state without
-                the entry.
+                the entry. DeepSpeed's engine clips gradients, and the loss is multiplied by tau.
 
         Communicates: nothing, neither at this call nor at a commit.
         """
         checks.flag("checkpoint", checkpoint)
         self._opened()
-        return self._attachments.add(optimizer, self._commit, self if checkpoint else None)
+        carried = self if checkpoint else None
+        return self._attachments.add(optimizer, self._commit, carried, getattr(self, "multiply_tau", False))
 
     # -- state that is not rows --------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle:
 
     Warns:
         UserWarning: a launcher started several processes, but accelerate created no process group: each process
-            trains alone.
+            trains alone; DeepSpeed was asked for, and the accelerator does not use it.
 
     Example:
         >>> import accelerate, torch, compopt
@@ -59,6 +60,12 @@ def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle:
     wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
     if wrapped is not None:
         return est.attach(wrapped.engine)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1"):
+        warnings.warn(
+            "DeepSpeed was asked for (ACCELERATE_USE_DEEPSPEED), and this accelerator trains without it: build it "
+            "without cpu=True, and call attach() after prepare()",
+            stacklevel=2,
+        )
     return amp.attach(est, optimizer, getattr(accelerator, "scaler", None))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compopt.distributed.collectives import PREFETCH, doing, tell
+from compopt.distributed.collectives import PREFETCH, Doing, doing, tell
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.stores.table import RowTable
 from compopt.stores.write_behind import Ticket, WriteBehind
@@ -83,10 +83,11 @@ class Prefetcher:
 
     def _exchange(self, number: int, rows: Tensor, device: torch.device) -> dict[str, Ticket]:
         """Exchange the row numbers of the global batch, and start to read the local ones; runs in the thread."""
-        sizes = self._tell(torch.tensor(len(rows), device="cpu")).tolist()
+        now = Doing(PREFETCH, number=number)
+        sizes = tell(torch.tensor(len(rows), device="cpu"), self._group, self._ranks.size, now).tolist()
         message = torch.zeros(max(sizes), dtype=torch.int64, device="cpu")
         message[: len(rows)] = rows
-        gathered = self._tell(message)
+        gathered = tell(message, self._group, self._ranks.size, now)
         everyone = torch.cat([gathered[rank, :size] for rank, size in enumerate(sizes)])
         with self._issuing:
             if number < self._first:
@@ -95,9 +96,6 @@ class Prefetcher:
                 name: _writer(table).prefetch(table.local(everyone[table.owned(everyone)]), device)
                 for name, table in self._shards.items()
             }
-
-    def _tell(self, message: Tensor) -> Tensor:
-        return tell(message, self._group, self._ranks.size, PREFETCH)
 
     def find(self, rows: Tensor | None) -> Fetch | None:
         """Remove and return the read of these rows, or ``None``; reads that were started earlier are dropped."""

@@ -11,13 +11,13 @@ from torch.utils.data import DataLoader
 
 import compopt
 from compopt.integrations import accelerate as integration
-from recipes.minimal import arguments, data_and_model, recall
+from recipes.minimal import arguments, data_and_model, finite, recall
 
 
 def main(argv=None):
     args = arguments(__doc__, "runs/with_accelerate").parse_args(argv)
     order = DataLoaderConfiguration(use_seedable_sampler=True)  # otherwise a resumed run draws other batches
-    # without cpu=True, torchrun on a CPU creates no process group, and every process trains alone
+    # without cpu=True, torchrun on a CPU creates no process group; with it, DeepSpeed is switched off
     accelerator = Accelerator(cpu=compopt.accelerator.available() is None, dataloader_config=order)
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)
@@ -37,6 +37,7 @@ def main(argv=None):
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
+        finite(model)
         accelerator.save_state(args.folder / str(epoch + 1))  # includes the rows of all ranks
         found = recall(accelerator.unwrap_model(model), held_out)
         accelerator.print(f"epoch {epoch + 1}: loss {loss.item():.3f}, recall {100 * found:.1f} %")

@@ -10,11 +10,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import compopt
 from compopt.integrations import deepspeed as integration
-from recipes.minimal import arguments, data_and_model, recall
+from recipes import launch
+from recipes.minimal import arguments, data_and_model, finite, recall
 
 
 def main(argv=None):
     args = arguments(__doc__, "runs/with_deepspeed").parse_args(argv)
+    launch.check_locks()  # DeepSpeed would wait for a lock that a killed run has left
     deepspeed.init_distributed()
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)
@@ -24,6 +26,7 @@ def main(argv=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     est = compopt.SogCLREstimator(n=len(train), gamma=0.8, tau=0.07)
     config = {"train_micro_batch_size_per_gpu": args.batch_size, "zero_optimization": {"stage": 2}}
+    config["gradient_clipping"] = 0.0  # DeepSpeed's default is to clip at norm 1
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     est.attach(engine)  # after initialize
     client = integration.load_checkpoint(engine, est, args.folder)[1] if args.resume else None
@@ -35,6 +38,7 @@ def main(argv=None):
             z1, z2 = engine(images.to(engine.device), tokens.to(engine.device))
             engine.backward(est(z1, z2, index))
             engine.step()
+        finite(engine.module)
         integration.save_checkpoint(engine, est, args.folder, client_state={"epoch": epoch + 1})
         found = 100 * recall(engine.module, held_out)
         print(f"rank {engine.global_rank}, epoch {epoch + 1}: recall {found:.1f} %")

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 open_clip = pytest.importorskip("open_clip")
 
@@ -81,6 +82,27 @@ def test_the_trainer_is_this_loop_to_the_bit(given, tmp_path, cache):
     same(rows(tmp_path / "loop"), rows(tmp_path / "trainer"))
     model, _, _ = open_clip.create_model_and_transforms("micro", pretrained=str(tmp_path / "loop" / "epoch_2.pt"))
     same(model.state_dict(), weights(tmp_path / "loop"))
+
+
+@pytest.mark.parametrize("program", ["loop", "trainer"])
+@pytest.mark.filterwarnings("ignore:.*NaN")
+def test_a_batch_of_nan_ends_the_run_and_nothing_is_saved_after_it(given, tmp_path, program, monkeypatch):
+    """The states before it remain, and the run goes on from them."""
+    main, more = (clip_webdataset.main, ()) if program == "loop" else (clip_trainer.main, ("--quiet", "--resume"))
+    kind = clip_webdataset.Loop if program == "loop" else clip_trainer.Trainer
+    original, command = kind.update, arguments(given, tmp_path / "run", "--save-every", "2", *more)
+
+    def update(self, batch):
+        (batch if program == "loop" else batch[0])[0].fill_(torch.nan if self.step == 4 else 1)
+        return original(self, batch)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match=r"step 6: the loss is nan, .* without saving"):
+        patch.setattr(kind, "update", update)
+        main(command)
+    saved = [*(tmp_path / "run").glob("state-*.pt"), *(tmp_path / "run").glob("state/step-*")]
+    assert int(max(path.stem for path in saved).split("-")[1]) == 4
+    main(command)
+    assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
 
 
 def test_the_loop_imports_public_things_alone():

@@ -6,8 +6,10 @@ import json
 import math
 import re
 import resource
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -403,6 +405,24 @@ def test_two_processes(given, tmp_path, way, request):
     same(rows(tmp_path / "stopped"), rows(tmp_path / "whole"))
     assert set(rows(tmp_path / "whole")["count"].tolist()) == {2}
     open_clip.create_model_and_transforms("micro", pretrained=str(tmp_path / "whole" / "epoch_2.pt"))
+
+
+@pytest.mark.launch
+def test_a_run_that_is_killed_within_an_epoch_ends_with_the_same_bits(given, tmp_path):
+    """The process is killed after the first complete state, and while it may be writing another one."""
+    more = ("--epochs", "3", "--save-every", "2")
+    command = [sys.executable, "-m", "recipes.clip_trainer", *arguments(given, tmp_path / "killed", *more)]
+    with subprocess.Popen(command, env=environment()) as run:
+        while not (pointer := tmp_path / "killed" / "state" / "latest").exists():
+            assert run.poll() is None
+            time.sleep(0.001)
+        run.kill()
+    assert run.returncode == -signal.SIGKILL and not (tmp_path / "killed" / "epoch_1.pt").exists()
+    assert pointer.read_text().endswith("epoch-0000")
+    train(given, tmp_path / "killed", *more, "--resume")
+    train(given, tmp_path / "whole", *more)
+    same(weights(tmp_path / "killed", 3), weights(tmp_path / "whole", 3))
+    same(rows(tmp_path / "killed", 3), rows(tmp_path / "whole", 3))
 
 
 @pytest.mark.launch

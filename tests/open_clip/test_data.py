@@ -9,6 +9,8 @@ import torch
 import webdataset
 
 import compopt
+from benchmarks import bad_samples
+from benchmarks.report import stored
 from compopt.integrations.open_clip import rows
 from tests.open_clip import tiny
 
@@ -155,3 +157,9 @@ def test_both_forms_of_the_pipeline_are_edited():
     rebuilt = [read, webdataset.rename(image="png", keep=False)]
     rows.edit(rebuilt, INDEX)
     assert rebuilt[1].kw["index"] == "index"
+
+
+def test_the_table_of_bad_samples():
+    found = list(bad_samples.outcomes())
+    assert found == stored("bad_samples")["results"]
+    assert {others for *_, others in found} == {"own"} and len(found) > 20
