@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -117,9 +118,8 @@ class Ranks:
         In ``Join`` a rank without data takes part in the collectives of DDP only. It is looked for at the first call.
         """
         if self.size > 1 and self._caller is None:  # no call yet
-            from torch.distributed.algorithms.join import Join  # not in builds without distributed support
-
-            if any(type(each) is Join and each._enable for each in gc.get_objects()):
+            join = getattr(sys.modules.get("torch.distributed.algorithms.join"), "Join", None)
+            if join is not None and any(type(each) is join and each._enable for each in gc.get_objects()):
                 raise RuntimeError(
                     "an estimator cannot be called inside torch's Join, whose ranks without data do not take part; "
                     "leave it out, and give all ranks as many batches (drop_last=True of the sampler), or empty ones"
