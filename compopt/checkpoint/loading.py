@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compopt import files
 from compopt.checkpoint import manifest
-from compopt.checkpoint.manifest import MANIFEST, STATE, Checkpoint, File
+from compopt.checkpoint.manifest import MANIFEST, SPANS, STATE, Checkpoint, File
 from compopt.checkpoint.saving import StrPath, absolute, as_given, check_estimator, note_load
 from compopt.distributed.collectives import doing
 from compopt.estimator import state_dict as states
@@ -143,7 +143,7 @@ def _verify_object(
     rows = [file for file in own if file is not state]
     rows = rows if est._table is not None or old is None else []
     ranks = est._ranks
-    _check_spans(path / MANIFEST, rows, est._table, old is not None)
+    _check_places(path / MANIFEST, rows, est._table, old is not None)
     prefix = "" if old is None else f"{states.old_role(est, old.get('method'))}."
     found = _Found(path, rows, _read_state(est, path / state.name, state, prefix), old is not None)
     for file in rows[ranks.rank :: ranks.size]:
@@ -164,11 +164,16 @@ def _read_rows(est: Estimator, found: _Found) -> None:
 def _parts(est: Estimator, table: RowTable, found: _Found) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Yield row numbers and columns of each file, in the order of the manifest."""
     for file in found.rows:
-        if file.spans and (file.first - table.first) % gcd(file.stride, table.stride) == 0:
-            opened = {name: _open(found.folder / file.name).get_slice(name) for name in table.layout.offsets}
-            local = torch.cat([torch.arange(start, stop) for start, stop in file.spans])
-            columns = {name: column[:] for name, column in opened.items()}
+        if file.rows and (file.first - table.first) % gcd(file.stride, table.stride) == 0:
+            path = found.folder / file.name
+            opened, local = _open(path), manifest.rows_of(_spans(path, file))
+            columns = {name: opened.get_tensor(name) for name in table.layout.offsets}
             yield local * file.stride + file.first, states.split_rows(est, columns) if found.old else columns
+
+
+def _spans(path: Path, file: File) -> Tensor:
+    """Return the local rows of the writer in a file, as ranges ``(S, 2)``."""
+    return torch.tensor(file.spans) if file.spans else _open(path).get_tensor(SPANS)
 
 
 def _open(path: Path, framework: str = "pt") -> Any:
@@ -208,22 +213,36 @@ def check_data(est: Estimator, where: str, saved: str | None) -> None:
         )
 
 
-def _check_spans(path: Path, found: list[File], table: RowTable | None, old: bool) -> None:
-    """Refuse files with rows that this object does not have, or (without ``old``) with bytes for other columns."""
-    n, row_bytes = (0, 0) if table is None else (table.n, table.layout.row_bytes)
+def _check_places(path: Path, found: list[File], table: RowTable | None, old: bool) -> None:
+    """Refuse files with more rows than this object has, or (without ``old``) with bytes for other columns."""
+    row_bytes = 0 if table is None else table.layout.row_bytes + 16  # of a range
     for file in found:
         if not 0 <= file.first < file.stride == found[0].stride:
             raise ValueError(f"{path} is damaged: {file.name} is of rank {file.first} of {file.stride}")
-        end, count = 0, max(0, -(-(n - file.first) // file.stride))
-        for start, stop in file.spans:
-            if not end <= start < stop <= count:
-                raise ValueError(
-                    f"{path}: {file.name} has rows {start} to {stop} after row {end}, of rank {file.first} of "
-                    f"{file.stride}, which has {count}; this estimator has n={n}"
-                )
-            end = stop
+        if not 0 <= file.rows <= _count(file, table):
+            raise ValueError(f"{path}: {file.name} has {file.rows} rows, {_holder(file, table)}")
         if not old and file.bytes > 8 + _HEADER + file.rows * row_bytes:
             raise ValueError(f"{path} is damaged: {file.name} has {file.bytes} bytes for {file.rows} rows")
+
+
+def _count(file: File, table: RowTable | None) -> int:
+    """Count the rows ``file.first, file.first + file.stride, ...`` of a table."""
+    return 0 if table is None else max(0, -(-(table.n - file.first) // file.stride))
+
+
+def _holder(file: File, table: RowTable | None) -> str:
+    n = 0 if table is None else table.n
+    return f"of rank {file.first} of {file.stride}, which has {_count(file, table)}; this estimator has n={n}"
+
+
+def _check_spans(path: Path, file: File, table: RowTable) -> None:
+    """Refuse a file whose row numbers do not ascend, are outside the table, or are not as many as its rows."""
+    spans = _spans(path, file)
+    start, stop, end = spans[:, 0], spans[:, 1], torch.cat([spans.new_zeros(1), spans[:-1, 1]])
+    bad = ~((end <= start) & (start < stop) & (stop <= _count(file, table)))
+    for low, high, after in torch.stack([start, stop, end], dim=1)[bad][:1].tolist():
+        raise ValueError(f"{path} has rows {low} to {high} after row {after}, {_holder(file, table)}")
+    _same(path, "number of rows", int((stop - start).sum()), file.rows)
 
 
 def _check_size(path: Path, file: File) -> None:
@@ -252,6 +271,8 @@ def _check_rows(path: Path, file: File, est: Estimator, old: bool) -> None:
         return
     forms = {name: (*form.shape, form.dtype) for name, form in _forms(path).items()}
     needed = {c.name: (file.rows, c.width, c.dtype) for c in table.layout.columns}
+    if not old:
+        needed[SPANS] = (*forms.get(SPANS, ())[:1], 2, torch.int64)
     for name in needed if old else {**needed, **forms}:
         if forms.get(name) != needed.get(name):
             raise ValueError(
@@ -259,10 +280,12 @@ def _check_rows(path: Path, file: File, est: Estimator, old: bool) -> None:
                 f"checkpoint"
             )
     opened = _open(path)
-    with _named(path), _HOST:
-        columns = {name: opened.get_slice(name) for name in needed}
-        columns = states.split_rows(est, {name: x[:] for name, x in columns.items()}) if old else columns
-        table.check_values(columns, file.rows)
+    with _HOST:
+        _check_spans(path, file, table)
+        with _named(path):
+            columns = {name: opened.get_slice(name) for name in needed}
+            columns = states.split_rows(est, {name: x[:] for name, x in columns.items()}) if old else columns
+            table.check_values(columns, file.rows)
 
 
 def _forms(path: Path) -> dict[str, Tensor]:

@@ -79,6 +79,7 @@ class Stateful:
             tensors = {
                 _key(name, key): x for name, each in est._objects().items() for key, x in each.saved_state().items()
             }
+            states.check_room(est, est._ranks.size)
             parts = {name: table.state_dict(own=_share(est)) for name, table in _tables(est).items()}
         rows = _flat(parts)
         with doing("state_dict()", est.t):
