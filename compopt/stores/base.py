@@ -199,7 +199,12 @@ def rows_of(written: Tensor, group: int, n: int, most: int) -> Iterator[Tensor]:
     """Yield the numbers of the rows below ``n`` in some groups, given by a mask, see :meth:`RowStore.visited`."""
     groups, within = written.nonzero().flatten().cpu(), torch.arange(group, device="cpu")
     parts = ((some[:, None] * group + within).flatten() for some in groups.split(max(1, most // group)))
-    return (rows for part in parts for rows in part[part < n].split(most) if len(rows))
+    return (rows for part in parts for rows in part[chosen(part < n)].split(most) if len(rows))
+
+
+def chosen(mask: Tensor) -> Tensor | slice:
+    """Return a mask ``(R,)`` as an index, a slice if all are chosen, which copies nothing."""
+    return slice(None) if mask.all() else mask.nonzero().flatten()
 
 
 def available_memory() -> float:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compopt import accelerator
-from compopt.stores.base import RowStore, rows_of
+from compopt.stores.base import RowStore, chosen, rows_of
 
 # Number of logged values above which a commit sorts them, so that the log does not grow without bound while the reader
 # waits for a disk: 6 MB for rows of 16 bytes.
@@ -82,14 +82,15 @@ class Snapshot:
         """
         waiting: list[tuple[Tensor, Tensor]] = []
         for rows in rows_of(self._written, self._store.group, self._store.n, most):
-            if not len(rows := rows[rows // most % parts == part] if parts > 1 else rows):
+            if not len(rows := rows[chosen(rows // most % parts == part)]):
                 continue
             block = self.read(rows)
-            kept = block.any(dim=1).nonzero().flatten()
-            if waiting and len(kept) + sum(len(rows) for rows, _ in waiting) > most:
+            kept = chosen(block.any(dim=1))
+            rows, block = rows[kept], block[kept]
+            if waiting and sum(len(earlier) for earlier, _ in (*waiting, (rows, block))) > most:
                 yield _joined(waiting)
                 waiting = []
-            waiting += [(rows[kept], block[kept])] if len(kept) else []
+            waiting += [(rows, block)] if len(rows) else []
         if waiting:
             yield _joined(waiting)
 
@@ -139,7 +140,7 @@ class Snapshot:
 
 def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     rows, blocks = zip(*parts, strict=True)
-    return torch.cat(rows), torch.cat(blocks)
+    return parts[0] if len(parts) == 1 else (torch.cat(rows), torch.cat(blocks))
 
 
 def _oldest(runs: Sequence[Run], left: int) -> Run:

@@ -16,7 +16,7 @@ from compopt.checks import values
 from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.stores import DiskStore, Offload, RowStore, WriteBehind
-from compopt.stores.base import lazy_zeros, rows_of
+from compopt.stores.base import chosen, lazy_zeros, rows_of
 from compopt.stores.rows import Column, Deposit, RowLayout, merge
 from compopt.stores.snapshot import Snapshot
 
@@ -244,7 +244,7 @@ class RowTable:
         device = store.device if own is None and not self.sharded else torch.device("cpu")
         full = {c.name: lazy_zeros((len(rows), c.width), c.dtype).to(device) for c in self.layout.columns}
         for part in visited:
-            asked = (part >= rows.start) & (part < rows.stop)
+            asked = chosen((part >= rows.start) & (part < rows.stop))
             if self.sharded:  # all ranks take part in every block
                 block = self._ranks.sum_bits(self.share(part, store.device)).to(device)[asked]
             else:
@@ -293,7 +293,7 @@ class RowTable:
                     rows, columns = rows[mine], {name: value[mine] for name, value in columns.items()}
                 block = self.layout.zeros(len(rows), torch.device("cpu"))
                 self.layout.write(block, columns)
-                kept = block.any(dim=1).nonzero().flatten()  # rows of zeros stay unwritten, and a sparse table sparse
+                kept = chosen(block.any(dim=1))  # rows of zeros stay unwritten, and a sparse table sparse
                 rows, block = accelerator.to_device(self.local(rows[kept]), store.device), block[kept]
                 store.scatter(rows, accelerator.to_device(block, store.device))
 
