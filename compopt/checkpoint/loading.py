@@ -214,34 +214,26 @@ def check_data(est: Estimator, where: str, saved: str | None) -> None:
 
 
 def _check_places(path: Path, found: list[File], table: RowTable | None, old: bool) -> None:
-    """Refuse files with more rows than this object has, or (without ``old``) with bytes for other columns."""
+    """Refuse files of ranks that cannot be, or (without ``old``) with bytes for other columns."""
     row_bytes = 0 if table is None else table.layout.row_bytes + 16  # of a range
     for file in found:
         if not 0 <= file.first < file.stride == found[0].stride:
-            raise ValueError(f"{path} is damaged: {file.name} is of rank {file.first} of {file.stride}")
-        if not 0 <= file.rows <= _count(file, table):
-            raise ValueError(f"{path}: {file.name} has {file.rows} rows, {_holder(file, table)}")
+            ranks = f"is of rank {file.first} of {file.stride}, the first of {found[0].stride} ranks"
+            raise ValueError(f"{path} is damaged: {file.name} {ranks}")
         if not old and file.bytes > 8 + _HEADER + file.rows * row_bytes:
             raise ValueError(f"{path} is damaged: {file.name} has {file.bytes} bytes for {file.rows} rows")
 
 
-def _count(file: File, table: RowTable | None) -> int:
-    """Count the rows ``file.first, file.first + file.stride, ...`` of a table."""
-    return 0 if table is None else max(0, -(-(table.n - file.first) // file.stride))
-
-
-def _holder(file: File, table: RowTable | None) -> str:
-    n = 0 if table is None else table.n
-    return f"of rank {file.first} of {file.stride}, which has {_count(file, table)}; this estimator has n={n}"
-
-
-def _check_spans(path: Path, file: File, table: RowTable) -> None:
+def _check_spans(path: Path, file: File, n: int) -> None:
     """Refuse a file whose row numbers do not ascend, are outside the table, or are not as many as its rows."""
-    spans = _spans(path, file)
+    spans, count = _spans(path, file), max(0, -(-(n - file.first) // file.stride))
     start, stop, end = spans[:, 0], spans[:, 1], torch.cat([spans.new_zeros(1), spans[:-1, 1]])
-    bad = ~((end <= start) & (start < stop) & (stop <= _count(file, table)))
+    bad = ~((end <= start) & (start < stop) & (stop <= count))
     for low, high, after in torch.stack([start, stop, end], dim=1)[bad][:1].tolist():
-        raise ValueError(f"{path} has rows {low} to {high} after row {after}, {_holder(file, table)}")
+        raise ValueError(
+            f"{path} has rows {low} to {high} after row {after}, of rank {file.first} of {file.stride}, which has "
+            f"{count}; this estimator has n={n}"
+        )
     _same(path, "number of rows", int((stop - start).sum()), file.rows)
 
 
@@ -249,10 +241,6 @@ def _check_size(path: Path, file: File) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing from the checkpoint; load another one")
     _same(path, "size", path.stat().st_size, file.bytes)
-
-
-def _check_sum(path: Path, file: File) -> None:
-    _same(path, "checksum", files.checksum(path), file.checksum)
 
 
 def _same(path: Path, what: str, found: object, wanted: object) -> None:
@@ -265,7 +253,7 @@ def _same(path: Path, what: str, found: object, wanted: object) -> None:
 def _check_rows(path: Path, file: File, est: Estimator, old: bool) -> None:
     """Refuse a file with another size or checksum than in the manifest, or with other (``old``: fewer) columns."""
     _check_size(path, file)
-    _check_sum(path, file)
+    _same(path, "checksum", files.checksum(path), file.checksum)
     table = est._table
     if table is None:
         return
@@ -281,7 +269,7 @@ def _check_rows(path: Path, file: File, est: Estimator, old: bool) -> None:
             )
     opened = _open(path)
     with _HOST:
-        _check_spans(path, file, table)
+        _check_spans(path, file, table.n)
         with _named(path):
             columns = {name: opened.get_slice(name) for name in needed}
             columns = states.split_rows(est, {name: x[:] for name, x in columns.items()}) if old else columns
@@ -307,7 +295,7 @@ def _read_state(est: Estimator, path: Path, file: File, prefix: str) -> dict[str
     forms = {name: form for name, form in _forms(path).items() if name.startswith(prefix)}
     with _named(path):
         est.check_form({name.removeprefix(prefix): form for name, form in forms.items()})
-    _check_sum(path, file)
+    _same(path, "checksum", files.checksum(path), file.checksum)
     with _named(path), _HOST:
         opened = _open(path)
         state = {name.removeprefix(prefix): opened.get_tensor(name) for name in forms}

@@ -20,7 +20,6 @@ FORMAT_VERSION = 2
 KEYS = ("version", "config", "t")  # of every state; an object also has LEAF, a container PARTS
 LEAF, PARTS = ("sample_groups", "rows", "state"), ("parts",)
 GATHERED = 1 << 30  # bytes of sharded rows above which state_dict() warns
-OLD_KEYS = ("version", "config", "sample_groups", "rows", "extra", "t")  # of version 1
 
 
 def is_container(est: Estimator) -> bool:

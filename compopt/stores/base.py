@@ -18,7 +18,7 @@ from compopt import accelerator
 
 WORD = torch.complex128  # 16 bytes
 PAGE = mmap.PAGESIZE
-COPIED = 1 << 20  # rows that are copied at a time
+BLOCK_ROWS = 1 << 20  # rows copied at a time, so that copying a large table needs little additional memory
 # Errors that NumPy and torch raise if an allocation fails, or if its size is out of range.
 NO_MEMORY = (MemoryError, ValueError, OverflowError, torch.cuda.OutOfMemoryError)
 
@@ -105,10 +105,6 @@ class RowStore:
         self.written.scatter_(0, rows >> self._shift, True)
         self._table.index_copy_(0, rows, block.view(self._table.dtype).view(-1, *self._table.shape[1:]))
 
-    def visited(self, most: int) -> Iterator[Tensor]:
-        """Yield the row numbers of the groups that were written, ascending, at most ``most`` at a time, on the CPU."""
-        return rows_of(self.written, self.group, self.n, most)
-
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
         """Copy rows ``(R,)`` to a new block on the device of ``rows``.
 
@@ -133,7 +129,7 @@ class RowStore:
             self._table = self._table[:n]  # a view: there may be no memory for a copy
         else:
             table = self._zeros(n, self.device)
-            for rows in self.visited(COPIED):
+            for rows in rows_of(self.written, self.group, self.n, BLOCK_ROWS):
                 rows = rows.to(self.device)
                 table.index_copy_(0, rows, self._table.index_select(0, rows))
             self._table = table
@@ -196,7 +192,10 @@ class RowStore:
 
 
 def rows_of(written: Tensor, group: int, n: int, most: int) -> Iterator[Tensor]:
-    """Yield the numbers of the rows below ``n`` in some groups, given by a mask, see :meth:`RowStore.visited`."""
+    """Return the numbers of the rows below ``n`` in groups of rows, given by a mask: ascending, on the CPU, in parts.
+
+    A part has at most ``most`` rows. The mask may change afterwards.
+    """
     groups, within = written.nonzero().flatten().cpu(), torch.arange(group, device="cpu")
     parts = ((some[:, None] * group + within).flatten() for some in groups.split(max(1, most // group)))
     return (rows for part in parts for rows in part[chosen(part < n)].split(most) if len(rows))

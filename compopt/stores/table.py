@@ -16,12 +16,9 @@ from compopt.checks import values
 from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.stores import DiskStore, Offload, RowStore, WriteBehind
-from compopt.stores.base import chosen, lazy_zeros, rows_of
+from compopt.stores.base import BLOCK_ROWS, chosen, lazy_zeros, rows_of
 from compopt.stores.rows import Column, Deposit, RowLayout, merge
 from compopt.stores.snapshot import Snapshot
-
-# Rows copied at a time, so that copying a large table needs little additional memory.
-BLOCK_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
