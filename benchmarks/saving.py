@@ -1,9 +1,9 @@
 """Measure the time that training waits for a save, its bytes and memory, and the time of commits during a save.
 
     python -m benchmarks.saving --n 20000000
-    python -m benchmarks.saving --n 200000000 --saves 1 --name saving_large     # some 10 GB of disk, ten minutes
+    python -m benchmarks.saving --n 200000000 --saves 1 --name saving_large     # some 30 GB of disk, ten minutes
     python -m benchmarks.saving --visits 64 200000 --n 10000000 100000000 1000000000 2000000000 --offload cpu disk \\
-        --name saving_sparse    # 3 GB of disk, ten minutes; of which most are for the removal of the tables
+        --name saving_sparse    # 3 GB of disk, ten minutes
 
 Two kinds of saves of all rows alternate: blocking, and with ``blocking=False`` during training. A forward and backward
 pass of the loss precedes each commit, so that commits are about as frequent as in training.
@@ -199,15 +199,16 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     env, lines = environment(), []
-    for offload, n, visits in product(args.offload, args.n, args.visits or [0]):
-        with tempfile.TemporaryDirectory(dir=args.dir) as folder:
-            if visits:
-                line = sparse(n, visits, offload, Path(folder))
-            else:
-                line = measure(n, None if offload == "none" else offload, args.saves, Path(folder))
-            if line is not None:
-                lines.append(line)
-                print(*line, flush=True)
+    folder = tempfile.TemporaryDirectory(dir=args.dir)  # removed at the end: minutes, if the disk discards blocks
+    for number, (offload, n, visits) in enumerate(product(args.offload, args.n, args.visits or [0])):
+        here = Path(folder.name, str(number))
+        if visits:
+            line = sparse(n, visits, offload, here)
+        else:
+            line = measure(n, None if offload == "none" else offload, args.saves, here)
+        if line is not None:
+            lines.append(line)
+            print(*line, flush=True)
     about = SPARSE if args.visits else ABOUT.format(n=n, batch=BATCH, saves=args.saves, size=ROW * n / MIB)
     head = SPARSE_HEAD if args.visits else HEAD
     finish(args.name, "Saves during training", env, [about, table(head, lines)], lines, args.no_save)

@@ -78,21 +78,26 @@ class Snapshot:
     def visited(self, most: int, part: int = 0, parts: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield numbers ``(R,)`` and values of the rows that are not zeros, at most ``most`` at a time, on the host.
 
-        With ``parts``, every ``parts``-th piece of ``most`` rows of the table is read, from number ``part`` on.
+        With ``parts``, every ``parts``-th piece of ``most`` rows of the table is read, from number ``part`` on. The
+        tensors are overwritten when the next ones are yielded.
         """
-        waiting: list[tuple[Tensor, Tensor]] = []
+        # One buffer: small tensors that live on between the large ones of each read would fragment the memory.
+        count = 0
+        all_rows = torch.empty(most, dtype=torch.int64, device="cpu")
+        blocks = torch.empty(most, 2 * self._store.words, dtype=torch.int64, device="cpu")
         for rows in rows_of(self._written, self._store.group, self._store.n, most):
             if not len(rows := rows[chosen(rows // most % parts == part)]):
                 continue
             block = self.read(rows)
             kept = chosen(block.any(dim=1))
-            rows, block = rows[kept], block[kept]
-            if waiting and sum(len(earlier) for earlier, _ in (*waiting, (rows, block))) > most:
-                yield _joined(waiting)
-                waiting = []
-            waiting += [(rows, block)] if len(rows) else []
-        if waiting:
-            yield _joined(waiting)
+            rows = rows[kept]
+            if count + len(rows) > most:
+                yield all_rows[:count], blocks[:count]
+                count = 0
+            at = slice(count, count + len(rows))
+            all_rows[at], blocks[at], count = rows, block[kept], at.stop
+        if count:
+            yield all_rows[:count], blocks[:count]
 
     def read(self, rows: Tensor) -> Tensor:
         """Return rows ``(R,)`` as of the construction, on the host; ``rows`` ascend, also from call to call."""
@@ -136,11 +141,6 @@ class Snapshot:
             while self._log and len(self._log[-1][0]) < 2 * len(run[0]):
                 run = _oldest([self._log.pop(), run], self._left)
             self._log.append(run)
-
-
-def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    rows, blocks = zip(*parts, strict=True)
-    return parts[0] if len(parts) == 1 else (torch.cat(rows), torch.cat(blocks))
 
 
 def _oldest(runs: Sequence[Run], left: int) -> Run:
