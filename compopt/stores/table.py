@@ -246,8 +246,9 @@ class RowTable:
                 block = self._ranks.sum_bits(self.share(part, store.device)).to(device)[asked]
             else:
                 block = store.gather(accelerator.to_device(part[asked], store.device)).to(device)
-            at = _at(part[asked] - rows.start)
-            for name, value in self.layout.unpack(block).items():
+            kept = chosen(block.any(dim=1))
+            at = _at(part[asked].to(device)[kept] - rows.start)
+            for name, value in self.layout.unpack(block[kept]).items():
                 full[name][at] = value
         return full
 
