@@ -32,6 +32,7 @@ from compopt.batch import COUNT, Batch
 from compopt.checks.context import warn
 from compopt.checks.inputs import check_values
 from compopt.contrastive import ContrastiveEstimator
+from compopt.distributed.collectives import doing
 from compopt.estimator.base import Estimator, Form, Hook
 from compopt.estimator.groups import GroupSpec, as_groups
 from compopt.estimator.reader import ROW_KEYS
@@ -39,7 +40,6 @@ from compopt.kernel.block import same_sample
 from compopt.kernel.pairs import Pairs
 from compopt.stores.rows import Column
 
-READ_ROWS = 1 << 20  # rows per read
 RANK_ROWS = 512  # anchors per block of similarities
 ROUNDING = 8  # largest error of a cosine similarity, in units of the last place
 CHANCE = 0.5  # mean rank of a positive that is unrelated to its anchor
@@ -323,16 +323,21 @@ def check_rows(est: Estimator) -> None:
         )
 
 
-def _read(est: Estimator) -> dict[str, Tensor]:
+def _read(part: Estimator) -> dict[str, Tensor]:
     """Return the columns of all samples on the CPU, means over the visited directions; NaN for unvisited samples."""
-    rows: list[dict[str, Tensor]] = []
-    for start in range(0, est.n or 1, READ_ROWS):
-        index = torch.arange(start, min(start + READ_ROWS, est.n or 1), device="cpu")
-        columns, count = est._read_rows(index)
+    (table,) = part._reading().tables.values()
+    with doing("read()", part.t):
+        visited = table.visited()
+    names = [column.name for column in table.layout.columns if column.name != COUNT]
+    found = {name: torch.full((table.n,), torch.nan, dtype=torch.float64, device="cpu") for name in names}
+    found[COUNT] = torch.zeros(table.n, dtype=torch.int64, device="cpu")
+    for index in visited:
+        columns, count = part._read_rows(index)
         seen = (count > 0).cpu()
-        means = {name: torch.where(seen, x.cpu().double(), 0).sum(1) / seen.sum(1) for name, x in columns.items()}
-        rows.append({**means, COUNT: count.amax(1).to("cpu", torch.int64)})
-    return {name: torch.cat([part[name] for part in rows]) for name in rows[0]}
+        for name, x in columns.items():
+            found[name][index] = torch.where(seen, x.cpu().double(), 0).sum(1) / seen.sum(1)
+        found[COUNT][index] = count.amax(1).to("cpu", torch.int64)
+    return found
 
 
 def _change(score: Tensor, since: Scores | None) -> Tensor | None:

@@ -17,7 +17,7 @@ from compopt.checkpoint import manifest
 from compopt.stores import table
 
 WORLD = 4
-PIECES = manifest.PIECE_ROWS, manifest.CHUNK_ROWS
+PIECE_ROWS = manifest.PIECE_ROWS
 BLOCK_ROWS = table.BLOCK_ROWS
 TIMEOUT = 30  # seconds for an answer
 START = 120  # seconds for the first answer: the processes import torch, on a machine that may be busy
@@ -86,7 +86,7 @@ def _serve(rank: int, world: int, port: int, timeout: float, pipe: Any) -> None:
         faulthandler.dump_traceback_later(timeout * 0.9)  # shows where a rank waits for another
         function, ranks, args = task
         table.BLOCK_ROWS = BLOCK_ROWS  # a function may have reduced them
-        manifest.PIECE_ROWS, manifest.CHUNK_ROWS = PIECES
+        manifest.PIECE_ROWS = PIECE_ROWS
         try:
             pipe.send((function(groups[ranks], *args), None))
         except Exception:

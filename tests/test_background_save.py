@@ -19,14 +19,13 @@ from tests.helpers import snapshot as shown
 from tests.pool import the_pool
 from tests.test_sparse_saves import PLACEMENTS, inodes, placed, sogclr
 
-N, CHUNK, PIECE = 203, 4, 16
+N, PIECE = 203, 16
 WAIT = 20
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(manifest, "PIECE_ROWS", PIECE)
-    monkeypatch.setattr(manifest, "CHUNK_ROWS", CHUNK)
 
 
 def visit(est, rows, seed=0):
@@ -325,7 +324,7 @@ LAYOUTS = {"shard": {"shard": True}, "disk": {"offload": "disk"}}
 
 def on_ranks(group, directory, options):
     """Continue training while each rank's save is held at a different point; return states, paths and file names."""
-    manifest.CHUNK_ROWS, manifest.PIECE_ROWS = CHUNK, PIECE
+    manifest.PIECE_ROWS = PIECE
     rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     est = sogclr(process_group=group, **placed(options, os.path.join(directory, "rows")))
     twin = sogclr(process_group=group)
@@ -367,7 +366,7 @@ def test_on_ranks(options, tmp_path):
 
 def one_fails(group, directory, failing):
     """Save while one rank cannot write, then save again."""
-    manifest.CHUNK_ROWS, manifest.PIECE_ROWS = CHUNK, PIECE
+    manifest.PIECE_ROWS = PIECE
     rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     est = sogclr(process_group=group, shard=True)
     fill(est, rank, size)

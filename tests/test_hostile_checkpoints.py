@@ -22,7 +22,6 @@ N = 23
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(manifest, "PIECE_ROWS", 10)
-    monkeypatch.setattr(manifest, "CHUNK_ROWS", 5)
 
 
 def trained(seed=70, build=compopt.ISogCLREstimator, **options):
@@ -81,7 +80,7 @@ def test_a_pickle_in_the_place_of_a_file_is_not_run(name, tmp_path):
 BAD_NUMBERS = [-1, 1.0, "1", True, None, 10**18, 10**30]
 
 
-KEYS = ("version", "t", "checksum", "bytes", "first", "stride", "span")
+KEYS = ("version", "t", "checksum", "bytes", "first", "stride", "rows")
 ABSURD = [(key, value) for key in KEYS for value in BAD_NUMBERS]
 
 
@@ -90,9 +89,7 @@ ABSURD = [(key, value) for key in KEYS for value in BAD_NUMBERS]
 def test_absurd_numbers(key, value, tmp_path):
     def change(content):
         file = content["files"][0]
-        if key == "span":
-            file["spans"][0][1] = value
-        elif key in file:
+        if key in file:
             file[key] = value
         else:
             content[key] = value
@@ -102,7 +99,7 @@ def test_absurd_numbers(key, value, tmp_path):
     refused(tmp_path, rf"(?s)checkpoint-.*(manifest\.json|rows-).*{value}")
 
 
-KINDS = ("config", "sample_groups", "files", "save_id", "data_fingerprint", "spans", "file", "group")
+KINDS = ("config", "sample_groups", "files", "save_id", "data_fingerprint", "rows", "file", "group")
 FALSE = [("data_fingerprint", value) for value in (None, "x", [])]  # not compared with an estimator without one
 OF_KINDS = [(key, value) for key in KINDS for value in (5, "x", [], None) if (key, value) not in FALSE]
 
@@ -111,8 +108,8 @@ OF_KINDS = [(key, value) for key in KINDS for value in (5, "x", [], None) if (ke
 @pytest.mark.parametrize("key, value", OF_KINDS, ids=str)
 def test_values_of_another_kind(key, value, tmp_path):
     def change(content):
-        if key == "spans":
-            content["files"][0]["spans"] = value
+        if key == "rows":
+            content["files"][0]["rows"] = value
         elif key == "file":
             content["files"].append(value)
         elif key == "group":
@@ -254,6 +251,9 @@ def replace(path, name, tensors):
         lambda t: t.update(log_u=torch.zeros(())),
         lambda t: t.update(log_u=t["log_u"].T.contiguous()),
         lambda t: t.update(count=t["count"].float()),
+        lambda t: t.pop(manifest.SPANS),
+        lambda t: t.update({manifest.SPANS: t[manifest.SPANS].int()}),
+        lambda t: t.update({manifest.SPANS: t[manifest.SPANS].flatten()}),
         lambda t: t.clear(),
     ],
 )
@@ -269,6 +269,24 @@ def test_other_state(name, shape, tmp_path):
     path = compopt.save(trained(), tmp_path)
     tensors = {**load_file(path / "normalizer" / "state.safetensors"), name: torch.zeros(shape)}
     refused(tmp_path, replace(path, "state", tensors))
+
+
+NUMBERS = {
+    "before the first": ([[-5, 5]], "rows -5 to 5 after row 0"),
+    "beyond the last": ([[0, 5], [5, 10**12]], "rows 5 to 1000000000000 after row 5.*which has 23.*n=23"),
+    "descending": ([[5, 10], [0, 5]], "rows 0 to 5 after row 10"),
+    "twice": ([[0, 5], [4, 9]], "rows 4 to 9 after row 5"),
+    "empty": ([[0, 9], [10, 10], [10, 11]], "rows 10 to 10 after row 9"),
+    "too few": ([[0, 3]], "number of rows is 3"),
+    "extreme": ([[-(2**63), 2**63 - 1]], "rows -9223372036854775808 to"),
+}
+
+
+@pytest.mark.parametrize("spans, match", NUMBERS.values(), ids=NUMBERS)
+def test_absurd_row_numbers(spans, match, tmp_path):
+    path = compopt.save(trained(), tmp_path)
+    tensors = {**load_file(sorted(path.rglob("rows-*"))[0]), manifest.SPANS: torch.tensor(spans)}
+    refused(tmp_path, f"{replace(path, 'rows-', tensors)}.*{match}")
 
 
 def put(tensors, name, value):

@@ -1,6 +1,7 @@
 """Checkpoints of earlier versions of the library can be loaded; `fixtures/make.py` describes how they were made."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -128,10 +129,24 @@ def test_this_version_has_its_checkpoints():
     assert compopt.__version__ in FORMATS and EXPECTED[compopt.__version__].keys() == ESTIMATORS.keys()
 
 
-@pytest.mark.parametrize("version", [3, 6])
+@pytest.mark.parametrize("version", [3, 5, 7])
 def test_another_format_is_refused_with_its_number(version, tmp_path):
     path = compopt.save(ESTIMATORS["sogclr"](), tmp_path)
     content = json.loads((path / "manifest.json").read_text()) | {"version": version}
     (path / "manifest.json").write_text(json.dumps(content | {"crc32": manifest.body_crc(content)}))
-    with pytest.raises(ValueError, match=f"has format version {version}, this library reads 5"):
+    with pytest.raises(ValueError, match=f"has format version {version}, this library reads 6"):
+        compopt.load(ESTIMATORS["sogclr"](), path)
+
+
+@pytest.mark.parametrize(
+    "spans, match",
+    [([[-1, 6]], "rows -1 to 6 after row 0"), ([[4, 7], [0, 4]], "rows 0 to 4 after row 7"), ([[0, 6]], "column")],
+)
+def test_row_numbers_in_an_earlier_manifest_are_checked(spans, match, tmp_path):
+    path = shutil.copytree(HERE / "0.3.0" / "sogclr", tmp_path / "c")
+    file = next(path.rglob("manifest.json"))
+    content = json.loads(file.read_text())
+    content["files"][0]["spans"] = spans
+    file.write_text(json.dumps(content | {"crc32": manifest.body_crc(content)}))
+    with pytest.raises(ValueError, match=match):
         compopt.load(ESTIMATORS["sogclr"](), path)

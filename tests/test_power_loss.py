@@ -20,7 +20,6 @@ N = 4_000
 def small_pieces(monkeypatch):
     """Use small pieces, so that a checkpoint has five files of rows."""
     monkeypatch.setattr(manifest, "PIECE_ROWS", 800)
-    monkeypatch.setattr(manifest, "CHUNK_ROWS", 400)
 
 
 TRIALS = 6  # random disks for each moment

@@ -25,7 +25,6 @@ N = 23
 def small_blocks(monkeypatch):
     """Use small blocks, so that a few rows fill several of them."""
     monkeypatch.setattr(manifest, "PIECE_ROWS", 5)
-    monkeypatch.setattr(manifest, "CHUNK_ROWS", 5)
 
 
 def sogclr(n=N, **options):
@@ -92,7 +91,7 @@ def test_any_placement_reads_any_other(writer, reader, tmp_path):
 
 def on_ranks(group, action, directory, options):
     """Train and save, or load; return the columns and the number of commits."""
-    manifest.PIECE_ROWS = manifest.CHUNK_ROWS = 5
+    manifest.PIECE_ROWS = 5
     rank = torch.distributed.get_rank(group)
     if options.get("offload") == "disk":
         options = {**options, "offload_dir": os.path.join(directory, f"rows-{action}")}
@@ -166,7 +165,7 @@ def test_a_rank_that_fails_at_the_end_of_a_load_fails_it_on_all_ranks(tmp_path):
 
 def loaded_while_pruned(group, directory, newer, options):
     """Replace the checkpoint by a newer one when rank 1 opens its rows: both ranks must load the newer one."""
-    manifest.PIECE_ROWS = manifest.CHUNK_ROWS = 5
+    manifest.PIECE_ROWS = 5
     rank, opened, left = torch.distributed.get_rank(group), loading._open, [1]
 
     def go_on(path, *more):
@@ -254,11 +253,11 @@ def edit(path, change, consistent=True):
         (lambda c: c["files"].pop(), "state"),
         (lambda c: c["files"][0].update(first=1), "of rank 1 of 1"),
         (lambda c: c["files"][0].update(stride=2), "of rank 0 of 1|rows 10"),
-        (lambda c: c["files"][0].update(spans=[[-5, 5]]), "rows -5 to 5 after row 0"),
-        (lambda c: c["files"][0].update(spans=[[2, 3]]), "bytes for 1 rows|column"),
-        (lambda c: c["files"][0].update(spans=[[0, 10**12]]), "which has 23"),
-        (lambda c: c["files"][0].update(spans=[[5, 10], [0, 5]]), "rows 0 to 5 after row 10"),
-        (lambda c: c["files"][0].update(spans="ab"), "damaged"),
+        (lambda c: c["files"][0].update(rows=-5), "column.*-5"),
+        (lambda c: c["files"][0].update(rows=1), "bytes for 1 rows|column"),
+        (lambda c: c["files"][0].update(rows=10**12), "column.*1000000000000"),
+        (lambda c: c["files"][0].update(rows="ab"), "damaged"),
+        (lambda c: c["files"][0].update(spans=[[0, 5]]), "damaged.*spans"),
         (lambda c: c["files"][0].pop("checksum"), "damaged"),
         (lambda c: c["parts"]["normalizer"]["config"].update(n=[24]), r"n differs.*24.*23"),
         (lambda c: c["config"].update(mode="unimodal"), "mode differs"),

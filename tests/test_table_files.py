@@ -23,8 +23,8 @@ def test_a_table_of_another_run_is_refused_until_a_load_follows(tmp_path):
     rows = WriteBehind(second)
     for use in (
         lambda: second.gather(all_rows),
-        lambda: second.scatter(all_rows, second.block(0, 10)),
-        lambda: second.block(0, 10),
+        lambda: second.scatter(all_rows, second.gather(torch.arange(10))),
+        lambda: second.gather(torch.arange(10)),
         lambda: rows.fetch(all_rows),
         lambda: rows.prefetch(all_rows, CPU),
         lambda: commit_value(rows, 1),
@@ -48,7 +48,7 @@ def test_a_stale_table_of_any_size_can_be_emptied(n, tmp_path):
     store = DiskStore(tmp_path, "rows", n, 1)
     with store.overwriting():
         pass
-    assert store.gather(torch.arange(n)).abs().max() == 0 and store.block(0, n).shape == (n, 2)
+    assert store.gather(torch.arange(n)).abs().max() == 0 and store.gather(torch.arange(n)).shape == (n, 2)
 
 
 def test_bad_places_and_sizes(tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compopt import files
 from compopt.checkpoint import manifest
-from compopt.checkpoint.manifest import MANIFEST, STATE, Checkpoint, File
+from compopt.checkpoint.manifest import MANIFEST, SPANS, STATE, Checkpoint, File
 from compopt.checkpoint.saving import StrPath, absolute, as_given, check_estimator, note_load
 from compopt.distributed.collectives import doing
 from compopt.estimator import state_dict as states
@@ -143,7 +143,7 @@ def _verify_object(
     rows = [file for file in own if file is not state]
     rows = rows if est._table is not None or old is None else []
     ranks = est._ranks
-    _check_spans(path / MANIFEST, rows, est._table, old is not None)
+    _check_places(path / MANIFEST, rows, est._table, old is not None)
     prefix = "" if old is None else f"{states.old_role(est, old.get('method'))}."
     found = _Found(path, rows, _read_state(est, path / state.name, state, prefix), old is not None)
     for file in rows[ranks.rank :: ranks.size]:
@@ -164,11 +164,16 @@ def _read_rows(est: Estimator, found: _Found) -> None:
 def _parts(est: Estimator, table: RowTable, found: _Found) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Yield row numbers and columns of each file, in the order of the manifest."""
     for file in found.rows:
-        if file.spans and (file.first - table.first) % gcd(file.stride, table.stride) == 0:
-            opened = {name: _open(found.folder / file.name).get_slice(name) for name in table.layout.offsets}
-            local = torch.cat([torch.arange(start, stop) for start, stop in file.spans])
-            columns = {name: column[:] for name, column in opened.items()}
+        if file.rows and (file.first - table.first) % gcd(file.stride, table.stride) == 0:
+            path = found.folder / file.name
+            opened, local = _open(path), manifest.rows_of(_spans(path, file))
+            columns = {name: opened.get_tensor(name) for name in table.layout.offsets}
             yield local * file.stride + file.first, states.split_rows(est, columns) if found.old else columns
+
+
+def _spans(path: Path, file: File) -> Tensor:
+    """Return the local rows of the writer in a file, as ranges ``(S, 2)``."""
+    return torch.tensor(file.spans) if file.spans else _open(path).get_tensor(SPANS)
 
 
 def _open(path: Path, framework: str = "pt") -> Any:
@@ -208,32 +213,34 @@ def check_data(est: Estimator, where: str, saved: str | None) -> None:
         )
 
 
-def _check_spans(path: Path, found: list[File], table: RowTable | None, old: bool) -> None:
-    """Refuse files with rows that this object does not have, or (without ``old``) with bytes for other columns."""
-    n, row_bytes = (0, 0) if table is None else (table.n, table.layout.row_bytes)
+def _check_places(path: Path, found: list[File], table: RowTable | None, old: bool) -> None:
+    """Refuse files of ranks that cannot be, or (without ``old``) with bytes for other columns."""
+    row_bytes = 0 if table is None else table.layout.row_bytes + 16  # of a range
     for file in found:
         if not 0 <= file.first < file.stride == found[0].stride:
-            raise ValueError(f"{path} is damaged: {file.name} is of rank {file.first} of {file.stride}")
-        end, count = 0, max(0, -(-(n - file.first) // file.stride))
-        for start, stop in file.spans:
-            if not end <= start < stop <= count:
-                raise ValueError(
-                    f"{path}: {file.name} has rows {start} to {stop} after row {end}, of rank {file.first} of "
-                    f"{file.stride}, which has {count}; this estimator has n={n}"
-                )
-            end = stop
+            ranks = f"is of rank {file.first} of {file.stride}, the first of {found[0].stride} ranks"
+            raise ValueError(f"{path} is damaged: {file.name} {ranks}")
         if not old and file.bytes > 8 + _HEADER + file.rows * row_bytes:
             raise ValueError(f"{path} is damaged: {file.name} has {file.bytes} bytes for {file.rows} rows")
+
+
+def _check_spans(path: Path, file: File, n: int) -> None:
+    """Refuse a file whose row numbers do not ascend, are outside the table, or are not as many as its rows."""
+    spans, count = _spans(path, file), max(0, -(-(n - file.first) // file.stride))
+    start, stop, end = spans[:, 0], spans[:, 1], torch.cat([spans.new_zeros(1), spans[:-1, 1]])
+    bad = ~((end <= start) & (start < stop) & (stop <= count))
+    for low, high, after in torch.stack([start, stop, end], dim=1)[bad][:1].tolist():
+        raise ValueError(
+            f"{path} has rows {low} to {high} after row {after}, of rank {file.first} of {file.stride}, which has "
+            f"{count}; this estimator has n={n}"
+        )
+    _same(path, "number of rows", int((stop - start).sum()), file.rows)
 
 
 def _check_size(path: Path, file: File) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing from the checkpoint; load another one")
     _same(path, "size", path.stat().st_size, file.bytes)
-
-
-def _check_sum(path: Path, file: File) -> None:
-    _same(path, "checksum", files.checksum(path), file.checksum)
 
 
 def _same(path: Path, what: str, found: object, wanted: object) -> None:
@@ -246,12 +253,14 @@ def _same(path: Path, what: str, found: object, wanted: object) -> None:
 def _check_rows(path: Path, file: File, est: Estimator, old: bool) -> None:
     """Refuse a file with another size or checksum than in the manifest, or with other (``old``: fewer) columns."""
     _check_size(path, file)
-    _check_sum(path, file)
+    _same(path, "checksum", files.checksum(path), file.checksum)
     table = est._table
     if table is None:
         return
     forms = {name: (*form.shape, form.dtype) for name, form in _forms(path).items()}
     needed = {c.name: (file.rows, c.width, c.dtype) for c in table.layout.columns}
+    if not old:
+        needed[SPANS] = (*forms.get(SPANS, ())[:1], 2, torch.int64)
     for name in needed if old else {**needed, **forms}:
         if forms.get(name) != needed.get(name):
             raise ValueError(
@@ -259,10 +268,12 @@ def _check_rows(path: Path, file: File, est: Estimator, old: bool) -> None:
                 f"checkpoint"
             )
     opened = _open(path)
-    with _named(path), _HOST:
-        columns = {name: opened.get_slice(name) for name in needed}
-        columns = states.split_rows(est, {name: x[:] for name, x in columns.items()}) if old else columns
-        table.check_values(columns, file.rows)
+    with _HOST:
+        _check_spans(path, file, table.n)
+        with _named(path):
+            columns = {name: opened.get_slice(name) for name in needed}
+            columns = states.split_rows(est, {name: x[:] for name, x in columns.items()}) if old else columns
+            table.check_values(columns, file.rows)
 
 
 def _forms(path: Path) -> dict[str, Tensor]:
@@ -284,7 +295,7 @@ def _read_state(est: Estimator, path: Path, file: File, prefix: str) -> dict[str
     forms = {name: form for name, form in _forms(path).items() if name.startswith(prefix)}
     with _named(path):
         est.check_form({name.removeprefix(prefix): form for name, form in forms.items()})
-    _check_sum(path, file)
+    _same(path, "checksum", files.checksum(path), file.checksum)
     with _named(path), _HOST:
         opened = _open(path)
         state = {name.removeprefix(prefix): opened.get_tensor(name) for name in forms}

@@ -5,14 +5,14 @@
     directory/                                one run; the argument of save() and load()
         checkpoint-00000007-t1200-9f3c1a22/   one save: number, commits, random id
             normalizer/                       one folder per object; none for an object that is saved alone
-                rows-00000of00004-00012.safetensors   piece 12 of the rows 0, 4, 8, ..., one tensor per column
+                rows-00000of00004-00012.safetensors   visited rows among 0, 4, 8, ...: their numbers, and the columns
                 state.safetensors             state that is not rows
             temperature/
                 state.safetensors
             manifest.json                     written last: a directory without it is incomplete
 
 Rows that are in no file are zeros: they were never visited. Version 4, of 0.3, has the rows of all objects in the same
-files, without folders.
+files, without folders, and their numbers in the manifest.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compopt import files
 
-FORMAT_VERSION, OLD_VERSION = 5, 4
+FORMAT_VERSION, OLD_VERSION = 6, 4
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
 PIECE_ROWS = 1 << 18  # largest number of rows in a file; a save needs memory for several copies of them
-CHUNK_ROWS = 1 << 13  # number of rows in a chunk; a chunk of zeros is left out of the file
+SPANS = ".rows"  # name of the tensor of row numbers in a file of rows; no column can have it
 KEPT = "earlier checkpoints are as they were"  # appended to errors of a save
 _MOST = 1 << 25  # largest size of a manifest in bytes
 _DIRECTORY = re.compile(r"checkpoint-(\d{8})-t(\d+)-([0-9a-f]{8})")
@@ -48,13 +49,15 @@ _FILE: dict[str, Any] = {
     "checksum": re.compile(r"[0-9a-f]{64}"),
     "first": int,
     "stride": int,
-    "spans": [[int]],
+    "rows": int,
 }
+_OLD_FILE = {**_FILE, "spans": [[int]]}
+del _OLD_FILE["rows"]
 _CONTENT: dict[str, Any] = {
     "t": int,
     "save_id": re.compile(r"[0-9a-f]{8}"),
     "config": dict,
-    "files": [_FILE],
+    "files": [dict],
 }
 _OBJECT: dict[str, Any] = {"t": int, "config": dict, "sample_groups": [dict]}
 
@@ -68,7 +71,8 @@ class File:
         bytes: size of the file.
         checksum: SHA-256 in 64 hexadecimal digits.
         first, stride: the writer of a row file held the rows ``first, first + stride, ...``.
-        spans: local rows of the writer in the file, as ascending ranges ``[start, stop)``.
+        rows: number of rows in the file.
+        spans: in version 4, local rows of the writer in the file, as ascending ranges ``[start, stop)``.
     """
 
     name: str
@@ -76,23 +80,22 @@ class File:
     checksum: str
     first: int = 0
     stride: int = 1
+    rows: int = 0
     spans: tuple[tuple[int, int], ...] = ()
 
-    @property
-    def rows(self) -> int:
-        return sum(stop - start for start, stop in self.spans)
+
+def spans_of(rows: Tensor) -> Tensor:
+    """Return ascending row numbers ``(R,)`` as ranges ``[start, stop)``, ``(S, 2)``."""
+    cut = rows.diff() != 1
+    return torch.stack([torch.cat([rows[:1], rows[1:][cut]]), torch.cat([rows[:-1][cut], rows[-1:]]) + 1], dim=1)
 
 
-def nonzero_spans(block: Tensor) -> list[tuple[int, int]]:
-    """Return the spans of a block of rows on the host without its chunks of zeros."""
-    spans: list[tuple[int, int]] = []
-    for start in range(0, len(block), CHUNK_ROWS):
-        stop = min(start + CHUNK_ROWS, len(block))
-        if block[start:stop].any():
-            if spans and spans[-1][1] == start:
-                start, _ = spans.pop()
-            spans.append((start, stop))
-    return spans
+def rows_of(spans: Tensor) -> Tensor:
+    """Return the row numbers in ranges, the inverse of :func:`spans_of`."""
+    lengths = spans[:, 1] - spans[:, 0]
+    before = lengths.cumsum(0) - lengths
+    rows = torch.repeat_interleave(spans[:, 0] - before, lengths)
+    return rows.add_(torch.arange(len(rows), device="cpu"))
 
 
 # -- directories ---------------------------------------------------------------------------------------------------
@@ -224,7 +227,7 @@ def write(checkpoint: Checkpoint, own: list[File], content: Mapping[str, Any]) -
     """Write the manifest atomically."""
     path = checkpoint.path / MANIFEST
     body = {"version": FORMAT_VERSION, "save_id": checkpoint.save_id, "t": checkpoint.t, **content}
-    body["files"] = [asdict(file) for file in own]
+    body["files"] = [{key: value for key, value in asdict(file).items() if key in _FILE} for file in own]
     text = json.dumps({**body, "crc32": body_crc(body)}, indent=1).encode()
     if len(text) > _MOST:
         raise ValueError(f"{path} would have {len(text)} bytes, {_MOST} are read: too many sample groups")
@@ -256,13 +259,14 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
         )
     with _damage(path):
         _check("it", content, _CONTENT)
+        _check("files of it", content["files"], [_OLD_FILE if version == OLD_VERSION else _FILE])
         objects = content.get("parts") or {"it": content}
         _check("parts", objects, dict)
         for name, each in objects.items():
             _check(name, each, _OBJECT)
             _check(f"n of {name}", each["config"].get("n", []), list)
         _check("data_fingerprint", content.get("data_fingerprint") or "", str)
-        found = [File(**{**file, "spans": tuple((a, b) for a, b in file["spans"])}) for file in content["files"]]
+        found = [_file(entry, version == OLD_VERSION) for entry in content["files"]]
         names = [file.name for file in found]
         lacking = {f"{part}/{STATE}" for part in content.get("parts", {})} or {STATE}
         if not lacking <= set(names) or len(set(names)) < len(names):
@@ -272,6 +276,13 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
     if content["save_id"] != checkpoint.save_id or content["t"] != checkpoint.t:
         raise ValueError(f"{path} belongs to save {content['save_id']} (t={content['t']}), not to its directory")
     return content, found
+
+
+def _file(entry: Mapping[str, Any], old: bool) -> File:
+    if not old:
+        return File(**entry, spans=())  # which only version 4 has: raises for an entry of that name
+    spans = tuple((start, stop) for start, stop in entry["spans"])
+    return File(**{**entry, "rows": sum(stop - start for start, stop in spans), "spans": spans})
 
 
 @contextmanager

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-import torch
 from torch import Tensor
 
 from compopt import checks, files
 from compopt.checkpoint import manifest
-from compopt.checkpoint.manifest import STATE, Checkpoint, File
+from compopt.checkpoint.manifest import SPANS, STATE, Checkpoint, File
 from compopt.checks.context import warn
 from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import Ranks
@@ -47,12 +46,13 @@ def save(est: Estimator, directory: StrPath, keep: int = ..., *, blocking: Liter
 def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = True) -> Path | SaveHandle:
     """Write a new checkpoint of all committed state; pending deposits are not part of it.
 
-    Every rank writes the rows that it holds, in files of at most 2^18 rows, and needs memory for a few copies of one
-    file. Every save creates a new directory and writes the manifest last, so that the previous or the new checkpoint is
-    complete if the process is killed at any time. ``state_dict`` pre-hooks run.
+    Every rank writes the visited rows that it holds, in files of at most 2^18 rows, and needs memory for a few copies
+    of one file. Every save creates a new directory and writes the manifest last, so that the previous or the new
+    checkpoint is complete if the process is killed at any time. ``state_dict`` pre-hooks run.
 
-    Every save reads all rows, and writes all except chunks of 8,192 rows that were never visited. Each checkpoint is
-    independent: earlier ones may be removed.
+    Time and size of a save grow with the rows that were visited, wherever these are in the table: pages (4 KiB) without
+    a visited row are not read, and only visited rows are written. Each checkpoint is independent: earlier ones may be
+    removed.
 
     *Background saves.* With ``blocking=False`` the call returns after the device has finished its queued work and the
     state that is not rows has been copied; a thread of each rank writes the files. Later commits are not part of the
@@ -172,7 +172,7 @@ def _prepare(est: Estimator, root: Path, keep: int, blocking: bool) -> _Job:
     objects = [_Object(name, each._table, tensors[name]) for name, each in est._objects().items()]
     for each in objects:
         if each.table is not None:
-            ranks.agree(each.table.at_rest)
+            ranks.agree(each.table.readable)
     writers = ranks if blocking else _ranks_beside(est)
     made = ranks.agree(lambda: _make(est, root, content) if ranks.rank == 0 else None)
     target = ranks.gather_objects(made)[0]
@@ -265,23 +265,15 @@ class _Job:
 
     def _write_files(self, each: _Object) -> Iterator[File]:
         if each.table is not None and each.snapshot is not None:
-            rows, every = each.table.store.n, 1 if each.table.sharded else self.ranks.size
-            for start in range(0, rows, manifest.PIECE_ROWS):
-                if start // manifest.PIECE_ROWS % every == self.ranks.rank % every:
-                    block = each.snapshot.read(start, min(start + manifest.PIECE_ROWS, rows))
-                    yield from self._write_rows(each, each.table, start, block)
+            table, every = each.table, 1 if each.table.sharded else self.ranks.size
+            part = self.ranks.rank % every
+            for count, (rows, block) in enumerate(each.snapshot.visited(manifest.PIECE_ROWS, part, every)):
+                name = f"rows-{table.first:05d}of{table.stride:05d}-{count * every + part:05d}.safetensors"
+                tensors = {**table.layout.unpack(block), SPANS: manifest.spans_of(rows)}
+                yield self._write(each, name, tensors, table.first, table.stride, len(rows))
         _release([each.snapshot])
         if self.ranks.rank == 0:
             yield self._write(each, STATE, each.state)
-
-    def _write_rows(self, each: _Object, table: RowTable, start: int, block: Tensor) -> Iterator[File]:
-        spans = manifest.nonzero_spans(block)
-        if spans:
-            number = start // manifest.PIECE_ROWS
-            name = f"rows-{table.first:05d}of{table.stride:05d}-{number:05d}.safetensors"
-            block = block if spans == [(0, len(block))] else torch.cat([block[low:high] for low, high in spans])
-            local = tuple((start + low, start + high) for low, high in spans)
-            yield self._write(each, name, table.layout.unpack(block), table.first, table.stride, local)
 
     def _write(self, each: _Object, name: str, tensors: Mapping[str, Tensor], *place: Any) -> File:
         from safetensors.torch import save as to_bytes

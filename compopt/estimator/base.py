@@ -973,6 +973,12 @@ class Estimator:
             that is not rows); ``"entries"``, the names in ``state``, if state is created during training. For a
             container: ``"version"``, ``"config"``, ``"t"`` and ``"parts"``, the states of its parts by name.
 
+        Raises:
+            MemoryError: a copy of the rows needs more memory than is available; use :func:`compopt.save`.
+
+        Warns:
+            UserWarning: more than 1 GiB of rows is gathered from other ranks (``shard=True``).
+
         Communicates: collective if the state is :attr:`split` (shards, or a network that is split across ranks). Every
         rank gets the complete state. Otherwise nothing.
         """

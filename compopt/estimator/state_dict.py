@@ -13,13 +13,14 @@ from torch import Tensor
 from compopt.batch import COUNT
 from compopt.checks import values
 from compopt.checks.context import warn
+from compopt.stores import base
 
 Estimator = Any  # the class imports this module
 
 FORMAT_VERSION = 2
 KEYS = ("version", "config", "t")  # of every state; an object also has LEAF, a container PARTS
 LEAF, PARTS = ("sample_groups", "rows", "state"), ("parts",)
-OLD_KEYS = ("version", "config", "sample_groups", "rows", "extra", "t")  # of version 1
+GATHERED = 1 << 30  # bytes of sharded rows above which state_dict() warns
 
 
 def is_container(est: Estimator) -> bool:
@@ -62,9 +63,30 @@ def about(est: Estimator) -> dict[str, Any]:
 
 def state_dict(est: Estimator) -> dict[str, Any]:
     """Return the whole state; no hook runs."""
+    check_room(est)
+    return _state_dict(est)
+
+
+def check_room(est: Estimator, share: int = 1) -> None:
+    """Raise if a copy of all rows (of one of ``share`` parts) exceeds the memory; warn before a large gathering."""
+    tables = [each._table for each in est._objects().values() if each._table is not None]
+    sharded = any(table.sharded for table in tables)
+    rows = [table.n * table.layout.column_bytes for table in tables if sharded or table.store.device.type == "cpu"]
+    size, remedy = sum(rows) // share, "compopt.save(est, directory) writes every rank's rows in pieces"
+
+    def check() -> None:
+        if size > (left := base.available_memory()):
+            raise MemoryError(f"a copy of the rows needs {size:,} bytes of memory, {left:,} are available; {remedy}")
+
+    est._ranks.agree(check) if sharded else check()
+    if sharded and size > GATHERED:
+        warn(f"state_dict() gathers {size:,} bytes of rows of all ranks on every rank; {remedy}")
+
+
+def _state_dict(est: Estimator) -> dict[str, Any]:
     state = {"version": FORMAT_VERSION, **about(est)}
     if is_container(est):
-        return {**state, "parts": {name: state_dict(each) for name, each in est._objects().items()}}
+        return {**state, "parts": {name: _state_dict(each) for name, each in est._objects().items()}}
     own = est.saved_state()
     rows = {} if est._table is None else est._table.state_dict()
     return {**state, "rows": rows, "state": own, **({"entries": sorted(own)} if est.state_grows else {})}

@@ -76,9 +76,8 @@ class Stateful:
         est._begin_saving()
         with doing("state_dict()", est.t), est._copying():
             about = states.about(est)
-            tensors = {
-                _key(name, key): x for name, each in est._objects().items() for key, x in each.saved_state().items()
-            }
+            tensors = _flat({name: each.saved_state() for name, each in est._objects().items()})
+            states.check_room(est, est._ranks.size)
             parts = {name: table.state_dict(own=_share(est)) for name, table in _tables(est).items()}
         rows = _flat(parts)
         with doing("state_dict()", est.t):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from time import sleep
 from typing import Any
 
@@ -15,6 +17,8 @@ from torch import Tensor
 from compopt import accelerator
 
 WORD = torch.complex128  # 16 bytes
+PAGE = mmap.PAGESIZE
+BLOCK_ROWS = 1 << 20  # rows copied at a time, so that copying a large table needs little additional memory
 # Errors that NumPy and torch raise if an allocation fails, or if its size is out of range.
 NO_MEMORY = (MemoryError, ValueError, OverflowError, torch.cuda.OutOfMemoryError)
 
@@ -36,8 +40,11 @@ class RowStore:
     Rows of 16 bytes are stored as a one-dimensional tensor, because gathering complex128 elements is about twice as
     fast as gathering rows of a matrix. On a device without complex128 the table is a matrix of int64.
 
+    The store records which groups of rows (about a page each) were written, so that a pass over the table, such as a
+    save, reads no others: their pages may not exist yet. The record takes one byte per group.
+
     Row numbers and blocks are on the store's device; :meth:`fetch` and :meth:`commit` also accept tensors of another
-    device. The cost of all methods except :meth:`resize`, :meth:`overwriting` and :meth:`to` is independent of ``n``.
+    device. The cost of :meth:`gather`, :meth:`scatter`, :meth:`fetch` and :meth:`commit` is independent of ``n``.
 
     Args:
         n, words: number of rows, and of 16-byte words per row.
@@ -46,6 +53,8 @@ class RowStore:
     Attributes:
         slow: whether reads may access a disk, so that prefetching is useful on every device.
         undo_log: callback of a save in progress (``Snapshot.keep``), called with rows ``(R,)`` before they are written.
+        group: number of rows in a group, a power of two.
+        written: mask of the groups that were written since all rows were zeros, on the store's device.
 
     Raises:
         MemoryError: the memory cannot be allocated.
@@ -58,6 +67,15 @@ class RowStore:
     def __init__(self, n: int, words: int, on_host: bool = False) -> None:
         self.n, self.words, self._on_host = n, words, on_host
         self._table = self._zeros(n, torch.device("cpu"))
+        self._record(n)
+
+    def _record(self, n: int, kept: Tensor | None = None) -> None:
+        """Make the record of written groups for ``n`` rows, with the beginning of an earlier one."""
+        self._shift = max(0, (PAGE // (16 * self.words)).bit_length() - 1)  # a group is no longer than a page, or a row
+        self.n, self.group = n, 1 << self._shift
+        self.written = lazy_zeros((-(-n // self.group),), torch.bool).to(self.device)
+        if kept is not None:
+            self.written[: len(kept)] = kept[: len(self.written)]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "undo_log": None}  # a save in progress is that of the original
@@ -84,11 +102,8 @@ class RowStore:
         """Write a block to rows; values of a repeated row must be equal."""
         if (log := self.undo_log) is not None:
             log(rows)
+        self.written.scatter_(0, rows >> self._shift, True)
         self._table.index_copy_(0, rows, block.view(self._table.dtype).view(-1, *self._table.shape[1:]))
-
-    def block(self, start: int, stop: int) -> Tensor:
-        """Copy the rows ``start .. stop - 1`` to a block."""
-        return self.gather(torch.arange(start, stop, device=self.device))
 
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
         """Copy rows ``(R,)`` to a new block on the device of ``rows``.
@@ -118,9 +133,11 @@ class RowStore:
             self._table = self._table[:n]  # a view: there may be no memory for a copy
         else:
             table = self._zeros(n, self.device)
-            table[: self.n].copy_(self._table)
+            for rows in rows_of(self.written, self.group, self.n, BLOCK_ROWS):
+                rows = rows.to(self.device)
+                table.index_copy_(0, rows, self._table.index_select(0, rows))
             self._table = table
-        self.n = n
+        self._record(n, self.written)
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:
@@ -130,6 +147,7 @@ class RowStore:
         else:
             self._table = torch.empty(0, dtype=WORD, device="cpu")  # free the memory before the new allocation
             self._table = self._zeros(self.n, torch.device("cpu"))
+        self._record(self.n)
         yield
 
     def to(self, device: torch.device) -> None:
@@ -141,6 +159,7 @@ class RowStore:
         kind = word(device)
         with self._claim(self.n, device), torch.inference_mode(False):  # inference tensors would become read-only
             self._table = self._as_block(self._table).to(device).view(kind).view(self._shape(self.n, kind))
+            self._record(self.n, self.written)
 
     def _pins(self) -> bool:
         return self._on_host and accelerator.pins()
@@ -176,13 +195,39 @@ class RowStore:
         return (rows if rows.dim() == 2 else rows.view(-1, 1)).view(torch.int64)
 
 
-def lazy_zeros(shape: tuple[int, ...]) -> Tensor:
-    """Allocate complex128 zeros on the host; the system allocates each page at its first write.
+def rows_of(written: Tensor, group: int, n: int, most: int) -> Iterator[Tensor]:
+    """Return the numbers of the rows below ``n`` in groups of rows, given by a mask: ascending, on the CPU, in parts.
+
+    A part has at most ``most`` rows. The mask may change afterwards.
+    """
+    groups, within = written.nonzero().flatten().cpu(), torch.arange(group, device="cpu")
+    parts = ((some[:, None] * group + within).flatten() for some in groups.split(max(1, most // group)))
+    return (rows for part in parts for rows in part[chosen(part < n)].split(most) if len(rows))
+
+
+def chosen(mask: Tensor) -> Tensor | slice:
+    """Return a mask ``(R,)`` as an index, a slice if all are chosen, which copies nothing."""
+    return slice(None) if mask.all() else mask.nonzero().flatten()
+
+
+def available_memory() -> float:
+    """Return the bytes of host memory that can still be claimed, as far as the system (Linux) tells."""
+    found = [math.inf]
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    with suppress(OSError, ValueError):  # of a container; "max": no limit
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(found)
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype = WORD) -> Tensor:
+    """Allocate zeros on the host; the system allocates each page at its first write.
 
     ``torch.zeros`` would write all pages at once (seconds for some GB), in small pages. NumPy requests huge pages, with
     which random gathers are 1.5 times and scatters twice as fast. The data start at a cache line, as in torch tensors.
     """
-    count = math.prod(shape)
-    memory = np.zeros(count + 3, dtype=np.complex128)
-    skipped = -(memory.ctypes.data // 16) % 4
-    return torch.from_numpy(memory[skipped : skipped + count]).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + 48, dtype=np.uint8)
+    skipped = -memory.ctypes.data % 64
+    return torch.from_numpy(memory[skipped : skipped + size]).view(dtype).view(shape)

@@ -13,16 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from compopt import files
-from compopt.stores.base import WORD, RowStore
+from compopt.stores.base import PAGE, WORD, RowStore
 
-PAGE = mmap.PAGESIZE
-_PAGE_BITS, _ZEROS = PAGE.bit_length() - 1, bytes(PAGE)
 # A gather first reads PROBE rows. If these take COLD_ROW seconds per row or more (a cached row takes 10 ns, a disk read
 # at least 50 microseconds), the pages of all rows are requested at once.
 PROBE, COLD_ROW = 32, 20e-6
@@ -40,13 +36,11 @@ class DiskStore(RowStore):
     two estimators would write one file.
 
     A write into a hole of a mapped file on a full disk would kill the process (SIGBUS). A commit therefore first writes
-    zeros to the pages that were never written, with a system call that returns an error instead, and then writes its
-    rows. Rows on pages that were never written are read as zeros without access to the mapping. The disk may thus be
+    zeros to the groups that were never written, with a system call that returns an error instead, and then writes its
+    rows. Rows of groups that were never written are read as zeros without access to the mapping. The disk may thus be
     smaller than the table, as long as the visited rows fit. Copy-on-write file systems (btrfs, ZFS) and compressing
     ones cannot guarantee space for an overwrite. Access to a page beyond the end of the file would kill the process
     too; the length of the file is therefore checked before each use.
-
-    The store uses one byte of memory per page of 4 KiB: 256 KiB for a GiB of the file.
 
     Args:
         directory, name: directory and base name of the table's files; the directory is created if necessary.
@@ -82,8 +76,9 @@ class DiskStore(RowStore):
         remedy = "two runs would write one table; end that one, or name another offload_dir"
         self._lock = files.lock(self.path.with_suffix(".lock"), self._directory, remedy)
         self.stale = self.path.exists()
-        self._written = np.zeros(0, dtype=np.bool_)  # pages with allocated blocks on the disk
         self._table = torch.empty(self._shape(0), dtype=WORD, device="cpu")
+        self._record(0)
+        self.n = n
         try:
             with files.named(self.path):
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -109,7 +104,8 @@ class DiskStore(RowStore):
             )
 
     def _bytes(self, n: int) -> int:
-        return max(1, -(-n * self._row_bytes // PAGE)) * PAGE  # at least one page: an empty file cannot be mapped
+        whole = -(-n // self.group) * self.group * self._row_bytes
+        return max(1, -(-whole // PAGE)) * PAGE  # at least one page: an empty file cannot be mapped
 
     def resize(self, n: int) -> None:
         """Set the length of the file to ``n`` rows in whole pages, and map the file."""
@@ -125,10 +121,7 @@ class DiskStore(RowStore):
         # Without it the kernel reads megabytes around every row, and the first gather of a large file takes 20 to 40 s.
         mapping.madvise(mmap.MADV_RANDOM)
         self._table = torch.frombuffer(mapping, dtype=WORD)[: n * self.words].view(self._shape(n))
-        before, self._written = self._written, np.zeros(size // PAGE, dtype=np.bool_)
-        self._written[: len(before)] = before[: len(self._written)]
-        self._holes = int(len(self._written) - np.count_nonzero(self._written))
-        self.n = n
+        self._record(n, self.written)
 
     def _own(self) -> None:
         """Register this object as the owner of the file, also if a removed file has had the same inode."""
@@ -168,18 +161,12 @@ class DiskStore(RowStore):
     def writable(self) -> bool:
         return self._pid == os.getpid()
 
-    def _pages(self, rows: Tensor) -> npt.NDArray[np.int64]:
-        """Return the pages of each row, ``(pages, R)``, with repetitions; ``(1, R)`` if no row can cross a boundary."""
-        if PAGE % self._row_bytes == 0:
-            return (rows.numpy() // (PAGE // self._row_bytes))[None]  # not np.stack, which takes longer than the reads
-        within = np.minimum(np.arange(0, self._row_bytes + PAGE - 1, PAGE), self._row_bytes - 1)
-        return (rows.numpy() * self._row_bytes + within[:, None]) >> _PAGE_BITS
-
     def gather(self, rows: Tensor) -> Tensor:
         self.ready()
-        if not self._holes or (written := self._written[self._pages(rows)]).all():
+        written = self.written.gather(0, rows >> self._shift)
+        if written.all():
             return self._gather_written(rows)
-        at = torch.from_numpy(np.flatnonzero(written.all(axis=0)))
+        at = written.nonzero().flatten()
         block = torch.zeros(len(rows), 2 * self.words, dtype=torch.int64, device="cpu")
         block[at] = self._gather_written(rows[at])
         return block
@@ -190,8 +177,9 @@ class DiskStore(RowStore):
             super().gather(rows[:: len(rows) // PROBE])
             cold = time.perf_counter() - start > PROBE * COLD_ROW
             if cold and hasattr(os, "posix_fadvise"):  # many requests at once are faster on a disk; macOS lacks it
-                for page in np.unique(self._pages(rows)).tolist():
-                    os.posix_fadvise(self._fd, page * PAGE, PAGE, os.POSIX_FADV_WILLNEED)
+                size = self.group * self._row_bytes
+                for group in (rows >> self._shift).unique().tolist():
+                    os.posix_fadvise(self._fd, group * size, size, os.POSIX_FADV_WILLNEED)
         return super().gather(rows)
 
     def scatter(self, rows: Tensor, block: Tensor) -> None:
@@ -199,34 +187,30 @@ class DiskStore(RowStore):
         self.ready()
         if not self.writable:
             raise RuntimeError(f"{self.path} is written by process {self._pid}; a forked copy of it only reads")
-        pages = self._pages(rows)
-        if self._overwriting and self._holes:  # skip zero rows in holes, so that a sparse table stays sparse
-            needed = torch.from_numpy(self._written[pages].any(axis=0)) | block.any(dim=1)
-            rows, block, pages = rows[needed], block[needed], pages[:, needed.numpy()]
-        self._make_room(pages.ravel())
+        self._make_room(rows)
         super().scatter(rows, block)
 
-    def _make_room(self, pages: npt.NDArray[np.int64]) -> None:
-        """Write zeros to the pages that are holes; nearly as fast as a page fault, faster than posix_fallocate."""
-        holes = pages[~self._written[pages]]
-        holes = np.unique(holes[np.diff(holes, prepend=-1) != 0])  # successive rows (of a load) share pages
+    def _make_room(self, rows: Tensor) -> None:
+        """Write zeros to groups that are holes; nearly as fast as a page fault, faster than posix_fallocate."""
+        groups = rows >> self._shift
+        holes = groups[~self.written.gather(0, groups)].unique_consecutive().unique()
+        zeros = bytes(self.group * self._row_bytes)
         with files.named(self.path, "no row was written"):
-            for page in holes.tolist():
+            for group in holes.tolist():
                 done = 0
-                while done < PAGE:
-                    done += os.pwrite(self._fd, _ZEROS[done:], page * PAGE + done)
-        self._written[holes] = True  # after all writes: concurrent readers must not access a hole
-        self._holes -= len(holes)
+                while done < len(zeros):
+                    done += os.pwrite(self._fd, zeros[done:], group * len(zeros) + done)
+        self.written[holes] = True  # after all writes: concurrent readers must not access a hole
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:
         """Empty the file, then fill it in the context; after an error the table is refused until the next load."""
-        self.stale, self._overwriting = True, True
+        self.stale, self._overwriting, n = True, True, self.n
         try:
             self._own()
             os.ftruncate(self._fd, 0)
-            self._written[:] = False
-            self.resize(self.n)
+            self._record(0)
+            self.resize(n)
             yield
         finally:
             self._overwriting = False

@@ -70,6 +70,7 @@ class RowLayout:
             elif column.dtype.is_floating_point:
                 self.spans.append((column.dtype, start, start + column.width))
             end += column.width * column.dtype.itemsize
+        self.column_bytes = end
         self.row_bytes = max(1, -(-end // ROW_ALIGNMENT)) * ROW_ALIGNMENT
 
     def __getitem__(self, name: str) -> Column:
@@ -88,10 +89,7 @@ class RowLayout:
         """Return views of the columns of a block, ``{name: (R, width)}``."""
         by_dtype = {dtype: block.view(dtype) for dtype in self.dtypes}
         return {
-            column.name: by_dtype[column.dtype].narrow(
-                1, self.offsets[column.name] // column.dtype.itemsize, column.width
-            )
-            for column in self.columns
+            c.name: by_dtype[c.dtype].narrow(1, self.offsets[c.name] // c.dtype.itemsize, c.width) for c in self.columns
         }
 
     def floats(self, block: Tensor) -> list[Tensor]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from compopt import accelerator
-from compopt.stores.base import RowStore
+from compopt.stores.base import RowStore, chosen, rows_of
 
 # Number of logged values above which a commit sorts them, so that the log does not grow without bound while the reader
 # waits for a disk: 6 MB for rows of 16 bytes.
@@ -21,7 +22,7 @@ Run = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]  # row numbers, ascend
 
 
 class Snapshot:
-    """Copy-on-write view of a store at the time of construction; rows are read once, in ascending order.
+    """Copy-on-write view of a store at the time of construction; visited rows are read once, in ascending order.
 
     A commit logs the former values of its rows (:meth:`keep`) before it overwrites them. :meth:`read` copies the
     current rows of the store and then overwrites the copy with the logged values, the oldest ones last. Every write
@@ -39,6 +40,7 @@ class Snapshot:
     def __init__(self, store: RowStore) -> None:
         accelerator.synchronize(store.device)  # the snapshot includes commits on other streams
         self._store, self._left = store, 0  # rows before `_left` have been read
+        self._written = store.written.to("cpu", copy=True)
         self._stream, self._side = accelerator.current_stream(store.device), accelerator.new_stream(store.device)
         # Logged by commits and not sorted yet; with streams, the copy on the host is complete after the event. A deque
         # allows appends without a lock, so that a commit never waits for the reader.
@@ -73,16 +75,37 @@ class Snapshot:
             self._error = error
             self.release()
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return rows ``[start, stop)`` as of the construction, on the host.
+    def visited(self, most: int, part: int = 0, parts: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield numbers ``(R,)`` and values of the rows that are not zeros, at most ``most`` at a time, on the host.
 
-        Successive calls must have ascending ranges that do not overlap.
+        With ``parts``, every ``parts``-th piece of ``most`` rows of the table is read, from number ``part`` on. The
+        tensors are overwritten when the next ones are yielded.
         """
+        # One buffer: small tensors that live on between the large ones of each read would fragment the memory.
+        count = 0
+        all_rows = torch.empty(most, dtype=torch.int64, device="cpu")
+        blocks = torch.empty(most, 2 * self._store.words, dtype=torch.int64, device="cpu")
+        for rows in rows_of(self._written, self._store.group, self._store.n, most):
+            if not len(rows := rows[chosen(rows // most % parts == part)]):
+                continue
+            block = self.read(rows)
+            kept = chosen(block.any(dim=1))
+            rows = rows[kept]
+            if count + len(rows) > most:
+                yield all_rows[:count], blocks[:count]
+                count = 0
+            at = slice(count, count + len(rows))
+            all_rows[at], blocks[at], count = rows, block[kept], at.stop
+        if count:
+            yield all_rows[:count], blocks[:count]
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Return rows ``(R,)`` as of the construction, on the host; ``rows`` ascend, also from call to call."""
         device = self._store.device
         # Copy first, then apply the log: on the CPU every write that the copy contains was logged before it began. On
         # a device with streams the copy is queued on the commits' stream, so that it contains whole commits only.
         with accelerator.current(device, self._stream):
-            there = self._store.block(start, stop)
+            there = self._store.gather(accelerator.to_device(rows, device))
             event = accelerator.event(device)
         with accelerator.current(device, self._side):  # wait for the copy, not for later work on the training stream
             accelerator.wait_event(event, device, (there,))
@@ -91,10 +114,12 @@ class Snapshot:
             self._sort(wait=True)
             if self._error is not None:
                 raise self._error
-            for rows, values in reversed(self._log):
-                low, high = np.searchsorted(rows, [start, stop])
-                block.numpy()[rows[low:high] - start] = values[low:high]
-            self._left = stop
+            for logged, values in reversed(self._log):
+                low, high = np.searchsorted(logged, [int(rows[0]), int(rows[-1]) + 1])
+                at = np.searchsorted(rows.numpy(), logged[low:high])
+                read = rows.numpy()[at] == logged[low:high]
+                block.numpy()[at[read]] = values[low:high][read]
+            self._left = int(rows[-1]) + 1
         return block
 
     def release(self) -> None:

@@ -16,11 +16,9 @@ from compopt.checks import values
 from compopt.distributed.collectives import doing
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.stores import DiskStore, Offload, RowStore, WriteBehind
+from compopt.stores.base import BLOCK_ROWS, chosen, lazy_zeros, rows_of
 from compopt.stores.rows import Column, Deposit, RowLayout, merge
 from compopt.stores.snapshot import Snapshot
-
-# Rows copied at a time, so that copying a large table needs little additional memory.
-BLOCK_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,12 @@ def numbers(rows: range) -> Tensor:
     return torch.arange(rows.start, rows.stop, device="cpu")
 
 
+def _at(rows: Tensor) -> slice | Tensor:
+    """Return ascending row numbers as an index, a slice if they are successive."""
+    whole = len(rows) and int(rows[-1] - rows[0]) < len(rows)
+    return slice(int(rows[0]), int(rows[-1]) + 1) if whole else rows
+
+
 class RowTable:
     """Table with one row per sample, which contains the columns of one object.
 
@@ -128,9 +132,15 @@ class RowTable:
         self.rows.settle()
         return self.store
 
+    def readable(self) -> RowStore:
+        """Return the store as :meth:`at_rest`; raise if its rows must not be read."""
+        store = self.at_rest()
+        store.ready()
+        return store
+
     def snapshot(self) -> Snapshot:
         """Start an undo log, so that a thread can read the current rows while commits continue."""
-        return Snapshot(self.at_rest())
+        return Snapshot(self.readable())
 
     def remove(self) -> None:
         """Remove the file of a table that is not needed any more, if its rows are on the disk."""
@@ -211,27 +221,35 @@ class RowTable:
         other = (rows % self.stride != self.first).to(torch.uint8)
         return torch.argsort(other, stable=True)[:count]
 
+    def visited(self) -> Iterator[Tensor]:
+        """Return blocks of row numbers, ascending, on the CPU; all other rows are zeros. Collective on shards."""
+        store = self._ranks.agree(self.readable) if self.sharded else self.readable()
+        written = store.written
+        if self.sharded:  # groups of the shards with equal numbers have successive rows
+            most = torch.zeros(-(-self.n // (self.stride * store.group)), dtype=torch.int32, device=store.device)
+            most[: len(written)] = written
+            written = self._ranks.sum(most) > 0
+        return rows_of(written, self.stride * store.group, self.n, BLOCK_ROWS)
+
     def state_dict(self, own: range | None = None) -> dict[str, Tensor]:
         """Copy every column of all rows, ``(n, D)``, or of the rows ``own``.
 
-        The copy is on the store's device; on shards, and with ``own``, on the CPU. Collective on shards.
+        The copy is on the store's device; on shards, and with ``own``, on the CPU. There, pages without a visited row
+        use no memory until they are written. Collective on shards.
         """
-        if self.sharded:
-            self._ranks.barrier()
-        store, rows = self.at_rest(), range(self.n) if own is None else own
+        visited, store, rows = self.visited(), self.store, range(self.n) if own is None else own
         device = store.device if own is None and not self.sharded else torch.device("cpu")
-        columns = self.layout.columns
-        full = {c.name: torch.empty(len(rows), c.width, dtype=c.dtype, device=device) for c in columns}
-        for part in blocks(range(self.n) if self.sharded else rows):  # on shards all ranks take part in every block
-            if self.sharded:
-                block = self._ranks.sum_bits(self.share(numbers(part), store.device))
+        full = {c.name: lazy_zeros((len(rows), c.width), c.dtype).to(device) for c in self.layout.columns}
+        for part in visited:
+            asked = chosen((part >= rows.start) & (part < rows.stop))
+            if self.sharded:  # all ranks take part in every block
+                block = self._ranks.sum_bits(self.share(part, store.device)).to(device)[asked]
             else:
-                block = store.block(part.start, part.stop)
-            first, last = max(part.start, rows.start), min(part.stop, rows.stop)
-            if first < last:
-                views = self.layout.unpack(block[first - part.start : last - part.start])
-                for name, column in full.items():
-                    column[first - rows.start : last - rows.start].copy_(views[name])
+                block = store.gather(accelerator.to_device(part[asked], store.device)).to(device)
+            kept = chosen(block.any(dim=1))
+            at = _at(part[asked].to(device)[kept] - rows.start)
+            for name, value in self.layout.unpack(block[kept]).items():
+                full[name][at] = value
         return full
 
     def check_state(self, columns: Mapping[str, Tensor]) -> None:
@@ -273,7 +291,9 @@ class RowTable:
                     rows, columns = rows[mine], {name: value[mine] for name, value in columns.items()}
                 block = self.layout.zeros(len(rows), torch.device("cpu"))
                 self.layout.write(block, columns)
-                store.scatter(self.local(rows).to(store.device), accelerator.to_device(block, store.device))
+                kept = chosen(block.any(dim=1))  # rows of zeros stay unwritten, and a sparse table sparse
+                rows, block = accelerator.to_device(self.local(rows[kept]), store.device), block[kept]
+                store.scatter(rows, accelerator.to_device(block, store.device))
 
     def load_state_dict(self, columns: Mapping[str, Tensor]) -> None:
         """Overwrite all rows that this process holds with those of ``columns``, ``(n, D)`` each."""
