@@ -481,9 +481,9 @@ def held_save(est, folder, monkeypatch):
     """Start a background save whose thread waits; return its handle and the event that lets it go on."""
     go_on, read = threading.Event(), Snapshot.read
 
-    def waits(self, start, stop):
+    def waits(self, rows):
         go_on.wait(30)
-        return read(self, start, stop)
+        return read(self, rows)
 
     monkeypatch.setattr(Snapshot, "read", waits)
     handle = compopt.save(est, folder, blocking=False)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from compopt import files
 
-FORMAT_VERSION, OLD_VERSION = 6, 4
+FORMAT_VERSION, OLD_VERSION = 5, 4
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
 PIECE_ROWS = 1 << 18  # largest number of rows in a file; a save needs memory for several copies of them
