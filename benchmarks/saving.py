@@ -129,7 +129,7 @@ def costs(action: Callable[[], object]) -> tuple[float, float]:
 def sparse(n: int, visits: int, offload: str, folder: Path) -> list[str] | None:
     """Return one line of the result for a large table of which few rows are visited; ``None`` if it does not fit."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if offload == "cpu" and min(ROW * n, 2 * visits * MIB) > memory / 2:
+    if offload == "cpu" and (ROW * n > 0.9 * memory or min(ROW * n, 2 * visits * MIB) > memory / 2):
         return None
     options = {"offload_dir": folder / "rows"} if offload == "disk" else {}
     est = compopt.SogCLREstimator(n, gamma=0.9, reference="positive", offload=offload, **options)
