@@ -55,7 +55,6 @@ class Correlations(nn.Module):
     """Barlow Twins: the correlations of the features over the samples of all ranks."""
 
     def forward(self, z1, z2):
-        z1, z2 = ((z - gathered(z, "own").mean(0)) for z in (z1, z2))
         c, size = z1.T @ z2, dist.get_world_size() if dist.is_initialized() else 1
         if size > 1:
             total = c.detach().clone()
