@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from recipes import minimal, text
 from tests.launching import environment
@@ -77,6 +78,22 @@ def test_a_resumed_run_ends_in_the_same_weights(name, tmp_path, capsys):
     assert len(said) == 2
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["minimal", *(name for name in features() if name != "with_deepspeed")])
+def test_weights_that_are_not_finite_end_the_run(name, tmp_path):
+    def spoil(optimizer, args, kwargs):
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].fill_(torch.nan)
+
+    hook = register_optimizer_step_post_hook(spoil)
+    try:
+        with pytest.raises(SystemExit, match="not finite"):
+            train(name, tmp_path / "run")
+    finally:
+        hook.remove()
+    assert not [*tmp_path.glob("run/last.*"), *tmp_path.glob("run/checkpoint-*/model.safetensors")]
 
 
 def launched(name: str, *runs: list[str], own: bool = False) -> list[str]:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import compopt
 from compopt.integrations.lightning import EstimatorCallback
-from recipes.minimal import arguments, data_and_model, recall
+from recipes.minimal import arguments, data_and_model, finite, recall
 
 
 class DualEncoder(lightning.LightningModule):
@@ -34,7 +34,7 @@ class DualEncoder(lightning.LightningModule):
         return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def on_train_epoch_end(self):
-        found = 100 * recall(self.model, self.held_out)
+        found = 100 * recall(finite(self.model), self.held_out)
         self.model.train()
         self.print(f"epoch {self.current_epoch + 1}: recall {found:.1f} %")
 

@@ -15,7 +15,7 @@ from transformers import PrinterCallback
 import compopt
 from compopt.integrations.sentence_transformers import EstimatorCallback, EstimatorLoss, add_index
 from recipes import text
-from recipes.minimal import arguments
+from recipes.minimal import arguments, finite
 
 
 def data_and_model(limit=None, wordnet=None):
@@ -30,7 +30,7 @@ def data_and_model(limit=None, wordnet=None):
 
 class Retrieval(InformationRetrievalEvaluator):
     def __call__(self, model, output_path=None, epoch=-1, steps=-1):
-        found = super().__call__(model, output_path, epoch, steps)
+        found = super().__call__(finite(model), output_path, epoch, steps)
         if output_path is not None:  # process 0
             print(f"epoch {epoch:.0f}: accuracy {100 * found['test_cosine_accuracy@1']:.1f} %")
         return found

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 import compopt
 from compopt.integrations.transformers import EstimatorCallback
-from recipes.minimal import arguments, data_and_model, recall
+from recipes.minimal import arguments, data_and_model, finite, recall
 
 
 def collate(items):
@@ -25,7 +25,7 @@ class DualEncoderTrainer(Trainer):
         return self.est(*model(inputs["images"], inputs["tokens"]), inputs["index"])
 
     def evaluate(self, *args, **kwargs):
-        found = 100 * recall(self.model, self.eval_dataset)
+        found = 100 * recall(finite(self.model), self.eval_dataset)
         if self.is_world_process_zero():
             print(f"epoch {self.state.epoch:.0f}: recall {found:.1f} %")
         return {"eval_recall": found}
