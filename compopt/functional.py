@@ -432,7 +432,7 @@ def info_nce_loss(
     r"""Compute the InfoNCE loss of queries, in one direction, without a ``B x B`` matrix in the graph.
 
     .. math::
-        L_i = \log\Big(e^{s_{ii} / \tau} + \sum_{j \in N_i} e^{s_{ij} / \tau}\Big) - s_{ii} / \tau, \qquad
+        L_i = \log\left(e^{s_{ii} / \tau} + \sum_{j \in N_i} e^{s_{ij} / \tau}\right) - s_{ii} / \tau, \qquad
         s_{ij} = \frac{\langle q_i, k_j \rangle}{|q_i| |k_j|}
 
     ``N_i`` are the other positive keys of the batch; or, if they are given, the negative keys, and only these. The

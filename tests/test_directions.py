@@ -93,7 +93,7 @@ Z = torch.randn(4, D)
     "kind, match, given",
     [
         (ValueError, "negatives must be features .*, or these and their positions, got 1 of them", {"extra": [1.0]}),
-        (TypeError, "negatives must be features .*, or a pair of features and positions, got float", {"extra": 1.0}),
+        (TypeError, "negatives must be a floating-point tensor, got float", {"extra": 1.0}),
         (ValueError, r"\(M, 4\)", {"extra": torch.randn(3, D + 1)}),
         (ValueError, r"\(M, 4\)", {"extra": torch.randn(D)}),
         (TypeError, "dtype", {"extra": torch.randn(3, D, dtype=torch.float64)}),

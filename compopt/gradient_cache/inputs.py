@@ -29,7 +29,7 @@ class TokenBudget:
     The samples of a batch are sorted by their number of tokens :math:`\ell`, and divided into micro-batches :math:`m`
     with
 
-    .. math:: |m| \, \max_{i \in m} \ell_i \le \texttt{tokens}, \qquad \sum_{i \in m} p_i \le \texttt{pixels}
+    .. math:: |m| \, \max_{i \in m} \ell_i \le \text{tokens}, \qquad \sum_{i \in m} p_i \le \text{pixels}
 
     A sample that exceeds the budget has a micro-batch of its own. Micro-batches with the longest samples come first, so
     that a budget that is too large for the memory fails at once. The features are returned to the order of the batch.

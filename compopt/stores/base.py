@@ -102,7 +102,10 @@ class RowStore:
         """Write a block to rows; values of a repeated row must be equal."""
         if (log := self.undo_log) is not None:
             log(rows)
-        self.written.scatter_(0, rows >> self._shift, True)
+        if self.device.type == "cpu":  # numpy needs less time than torch for so few rows
+            self.written.numpy()[rows.numpy() >> self._shift] = True
+        else:
+            self.written.scatter_(0, rows >> self._shift, True)
         self._table.index_copy_(0, rows, block.view(self._table.dtype).view(-1, *self._table.shape[1:]))
 
     def fetch(self, rows: Tensor, host_rows: Tensor | None = None) -> Tensor:
