@@ -489,8 +489,8 @@ def _check_queries(query: Tensor, positive_key: Tensor, negative_keys: Tensor | 
         shapes = f"{tuple(query.shape)} and {tuple(positive_key.shape)}"
         raise ValueError(f"query and positive_key must have one shape (B, d) with rows, got {shapes}")
     if negative_keys is not None:
-        *first, rows, own = (0, 0, *negative_keys.shape)[-max(2, negative_keys.dim()) :]
-        if first not in ([], [count]) or not rows or own != dim:
+        axes, shape = negative_keys.dim(), negative_keys.shape
+        if axes not in (2, 3) or shape[-1] != dim or not shape[-2] or (axes == 3 and shape[0] != count):
             raise ValueError(
                 f"negative_keys must be (M, {dim}) or ({count}, M, {dim}) with M >= 1, got {tuple(negative_keys.shape)}"
             )

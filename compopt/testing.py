@@ -356,8 +356,8 @@ def _messages(
     """Return what differs, and the usual reason."""
     found = ["the value differs"] if value > most else []
     if gradient > most and rest <= most:
-        known = {size: "K", 1 / size: "1 / K"}.get(round(factor, 6) if factor > 1 else 1 / max(1, round(1 / factor)))
-        found += [f"the gradient is {factor:.3g} times that of one process" + (f" ({known})" if known else "")]
+        known = next((name for name, k in ((" (K)", size), (" (1 / K)", 1 / size)) if abs(factor / k - 1) < 1e-6), "")
+        found += [f"the gradient is {factor:.3g} times that of one process{known}"]
     elif gradient > most and value <= most and derivative > 1e-4:
         found += ["the gradient is not the derivative of the value: gathered features carry no gradient"]
     elif gradient > most:

@@ -51,6 +51,14 @@ class NTXentLoss(Loss):
         super().__init__("all", "own")
 
 
+class Detached(nn.Module):
+    """A loss whose gradient is zero on several ranks."""
+
+    def forward(self, z1, z2):
+        value = (z1 * z2).sum(1).mean()
+        return value.detach() + 0 * z1.sum() if dist.is_initialized() else value
+
+
 class Correlations(nn.Module):
     """Barlow Twins: the correlations of the features over the samples of all ranks."""
 
@@ -91,6 +99,7 @@ CASES = {
     "of own anchors, own features with a gradient": (Loss("own", "own"), "gathered features carry no gradient"),
     "labels of the first rank": (Loss("own", "all", shift=False), "the value differs"),
     "correlations": (Correlations(), "0.5 times that of one process (1 / K)"),
+    "no gradient": (Detached(), "0 times that of one process"),
     "a buffer on each rank": (Centred(), "the state differs"),
     "SogCLR": (sogclr, ""),
     "InfoNCE": (info_nce, ""),

@@ -188,6 +188,12 @@ def test_boundaries_of_texts_are_those_of_the_micro_batch():
     assert part["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
 
 
+def test_a_rank_without_samples_has_one_empty_micro_batch():
+    batch = {"input_ids": torch.zeros(1, 0).long(), "cu_seq_lens_q": torch.tensor([0])}
+    (part,), counts, order = micro_batches(batch, compopt.TokenBudget(8), None)
+    assert part["input_ids"].shape == (1, 0) and counts == [0] and order == []
+
+
 def test_inputs_of_another_form_are_split_by_a_function():
     """Bags of words in one tensor with offsets, beside a list of extras that only some samples have."""
     table = nn.EmbeddingBag(100, 16, mode="sum").double()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -95,7 +95,7 @@ class TokenBudget:
             if len(given) != len(samples):
                 raise ValueError(f"lengths must return one number per sample, {len(samples)}, got {len(given)}")
             return given
-        if self.tokens is None:
+        if self.tokens is None or not samples:  # a rank may have no samples
             return [0] * len(samples)
         found = [tokens_of(sample) for sample in samples]
         if any(count is None for count in found):
@@ -117,7 +117,7 @@ def micro_batches(inputs: Any, size: Sizes, split: Split | None) -> tuple[list[A
     """
     count, take = by_sample(inputs, split)
     if isinstance(size, TokenBudget):
-        groups = size.groups(inputs, [take([i]) for i in range(count)]) or [[]]
+        groups: list[Sequence[int]] = [*size.groups(inputs, [take([i]) for i in range(count)])] or [range(0)]
         parts = [take(group) if size.tokens is None else without_padding(take(group)) for group in groups]
         return parts, [len(group) for group in groups], [i for group in groups for i in group]
     most = checks.count("micro_batch_size", size)
@@ -151,8 +151,7 @@ def _columns(inputs: Any, counts: set[int]) -> Take:
         return lambda chosen: {key: take(chosen) for key, take in takes.items()}
     if isinstance(inputs, tuple):
         parts = [_columns(value, counts) for value in inputs]
-        build = type(inputs)._make if hasattr(inputs, "_make") else tuple
-        return lambda chosen: build(take(chosen) for take in parts)
+        return lambda chosen: _tuple(inputs, (take(chosen) for take in parts))
     if isinstance(inputs, list):
         counts.add(len(inputs))
         return lambda chosen: [inputs[i] for i in chosen]
@@ -160,6 +159,11 @@ def _columns(inputs: Any, counts: set[int]) -> Take:
         counts.add(len(inputs))
         return lambda chosen: _rows(inputs, chosen)
     return lambda chosen: inputs
+
+
+def _tuple(like: Any, values: Iterable[Any]) -> Any:
+    """Return a tuple, or a named tuple, of the type of another one."""
+    return like._make(values) if hasattr(like, "_make") else tuple(values)
 
 
 def _rows(value: Tensor, chosen: Sequence[int]) -> Tensor:
@@ -259,8 +263,7 @@ def joined(samples: Sequence[Any]) -> Any:
         keys = dict.fromkeys(key for sample in samples for key in sample)
         return {key: joined([sample[key] for sample in samples if key in sample]) for key in keys}
     if isinstance(first, tuple):
-        parts = [joined(column) for column in zip(*samples, strict=True)]
-        return type(first)._make(parts) if hasattr(first, "_make") else tuple(parts)
+        return _tuple(first, (joined(column) for column in zip(*samples, strict=True)))
     if isinstance(first, list):
         return [entry for sample in samples for entry in sample]
     return torch.cat(list(samples)) if isinstance(first, Tensor) and first.dim() > 0 else first
@@ -297,8 +300,7 @@ def pixels_of(sample: Any) -> int:
 def without_padding(inputs: Any) -> Any:
     """Cut tensors to the columns that their ``attention_mask`` uses."""
     if isinstance(inputs, tuple):
-        parts = [without_padding(value) for value in inputs]
-        return type(inputs)._make(parts) if hasattr(inputs, "_make") else tuple(parts)
+        return _tuple(inputs, map(without_padding, inputs))
     if not isinstance(inputs, Mapping):
         return inputs
     mask = inputs.get("attention_mask")
