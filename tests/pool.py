@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import socket
 import traceback
@@ -20,6 +21,7 @@ WORLD = 4
 PIECE_ROWS = manifest.PIECE_ROWS
 BLOCK_ROWS = table.BLOCK_ROWS
 TIMEOUT = 30  # seconds for an answer
+PRELOAD = ["compopt", "compopt.losses", "pytest", "tests.helpers"]
 START = 120  # seconds for the first answer: the processes import torch, on a machine that may be busy
 
 
@@ -28,7 +30,8 @@ class Pool:
 
     def __init__(self, world: int = WORLD, timeout: float = TIMEOUT) -> None:
         self.timeout, self.started = timeout, False
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # its server imports once, for the processes of all pools
+        context.set_forkserver_preload(PRELOAD)
         port = free_port()
         self.pipes, self.processes = [], []
         for rank in range(world):
@@ -78,6 +81,7 @@ def _serve(rank: int, world: int, port: int, timeout: float, pipe: Any) -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
     os.environ.update({key: str(value) for key, value in place.items()})
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is not searched again
     dist.init_process_group("gloo", rank=rank, world_size=world)
     groups = {k: dist.new_group(list(range(k)), backend="gloo") for k in range(1, world)}
     groups[world] = None  # the default group

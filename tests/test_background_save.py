@@ -350,7 +350,9 @@ def on_ranks(group, directory, options):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "options", [LAYOUTS["shard"], pytest.param(LAYOUTS["disk"], marks=pytest.mark.slow)], ids=LAYOUTS
+)
 def test_on_ranks(options, tmp_path):
     (states, written, names), *rest = the_pool().run(on_ranks, 4, str(tmp_path), options)
     for other_states, other_written, _ in rest:

@@ -238,7 +238,11 @@ def save_beside_training(group, directory, options):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "options", [pytest.param({}, id="whole", marks=pytest.mark.full), pytest.param({"shard": True}, id="shard")]
+    "options",
+    [
+        pytest.param({}, id="whole", marks=pytest.mark.full),
+        pytest.param({"shard": True}, id="shard", marks=pytest.mark.slow),
+    ],
 )
 def test_async_save_keeps_the_state_of_its_call(options, tmp_path):
     for at_call, at_end, loaded, t in the_pool(2).run(save_beside_training, 2, str(tmp_path), options):

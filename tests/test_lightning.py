@@ -307,6 +307,7 @@ def fsdp2(group, folder):
     return whole_and_again(folder, Sharded, ModelParallelStrategy)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @needs_fsdp2
 def test_checkpoints_that_are_directories(tmp_path):

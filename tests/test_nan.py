@@ -340,11 +340,14 @@ def test_feature_gradients_that_run_out_of_memory_in_backward(monkeypatch):
     assert est.pending == 1
 
 
+KINDS_OF_STATE = ("sogclr", "isogclr-adam", "memory-dual", "neural-queue", "emc2", "global-dual")
+
+
 def two_windows(group):
     """Per entry: the state after a window in which the call with a NaN on rank 1 is an error, and after one without."""
     rank, found = dist.get_rank(group), {}
     own = slice(4 * rank, 4 * rank + 4)
-    for info in STATEFUL:
+    for info in map(BY_NAME.__getitem__, KINDS_OF_STATE):
         states = []
         for fails in (True, False):
             est = info.build("bimodal", N, torch.float64, max(0.07, info.min_tau), 0.6, process_group=group)

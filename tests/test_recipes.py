@@ -56,8 +56,8 @@ def train(task, method, steps, batches=None, **control):
 @pytest.mark.parametrize(
     "method",
     [
-        *("recommended", "sogclr", "fastclip-v3"),
-        *(pytest.param(method, marks=pytest.mark.slow) for method in SLOW),
+        "recommended",
+        *(pytest.param(method, marks=pytest.mark.slow) for method in ("sogclr", "fastclip-v3", *SLOW)),
     ],
 )
 def test_resume_in_the_middle_of_an_epoch(tasks, mode, method, tmp_path):

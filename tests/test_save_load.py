@@ -111,7 +111,9 @@ LAYOUTS = [{}, {"shard": True}, {"offload": "disk"}]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("options", LAYOUTS, ids=["whole", "shard", "disk"])
+@pytest.mark.parametrize(
+    "options", [pytest.param(LAYOUTS[0], marks=pytest.mark.slow), *LAYOUTS[1:]], ids=["whole", "shard", "disk"]
+)
 def test_saved_by_four_ranks_loaded_by_any_number(options, tmp_path):
     saved = the_pool().run(on_ranks, 4, "save", str(tmp_path), options)
     for state, _ in saved:

@@ -86,7 +86,7 @@ def test_a_sparse_table_file_stays_sparse(tmp_path, monkeypatch):
         assert 512 * (tmp_path / "rows" / "normalizer-rows.rows").stat().st_blocks < 1 << 16  # of 16 MiB
 
 
-LARGE = 10**7
+LARGE = 10**6
 PASSES = {
     "save": lambda est, folder: compopt.save(est, folder),
     "background save": lambda est, folder: compopt.save(est, folder, blocking=False).wait(),

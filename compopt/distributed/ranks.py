@@ -119,7 +119,7 @@ class Ranks:
         """
         if self.size > 1 and self._caller is None:  # no call yet
             join = getattr(sys.modules.get("torch.distributed.algorithms.join"), "Join", None)
-            if join is not None and any(type(each) is join and each._enable for each in gc.get_objects()):
+            if join is not None and any(type(each) is join and each._enable for each in gc.get_referrers(join)):
                 raise RuntimeError(
                     "an estimator cannot be called inside torch's Join, whose ranks without data do not take part; "
                     "leave it out, and give all ranks as many batches (drop_last=True of the sampler), or empty ones"
