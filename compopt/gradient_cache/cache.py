@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from compopt import checks
 from compopt.checks.context import outside_of_graphs
@@ -17,8 +15,16 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.collectives import doing
 from compopt.distributed.handshake import NOTHING
 from compopt.distributed.ranks import Ranks
+from compopt.distributed.wrappers import (
+    TrainingStep,
+    check_reduced,
+    current_step,
+    gathers,
+    run_backward,
+    without_reduction,
+)
 from compopt.gradient_cache.inputs import Sizes, Split
-from compopt.gradient_cache.towers import BOUNDARY, SYNC, Encode, Output, Tower, kept, new_towers
+from compopt.gradient_cache.towers import Encode, Output, Tower, kept, new_towers
 from compopt.kernel.features import with_gradients
 from compopt.pairs import BoundPolicy, PairPolicy
 
@@ -138,13 +144,14 @@ def gradient_cache(
     with est._guard():  # an error in the arguments is reported to the other ranks
         checks.one_of("batch_norm", batch_norm, ("refuse", "update_once"))
         checks.flag("reduce", reduce)
+        step = _step_of(backward, reduce)
         _check_list(model, batch, index)
         given, positions = split_negatives(negatives)
         towers = new_towers(model, batch, micro_batch_size, split, encode, batch_norm == "update_once")
     with doing("compopt.gradient_cache()", est.t):
-        _pad(est._ranks, towers)
+        pad(est._ranks, towers)
     # Where every pass gathers parameters, the other ranks wait in a pass, and a message would wait for them.
-    alone = any(_gathers(wrapper) for tower in towers for wrapper in tower.wrappers)
+    alone = any(gathers(wrapper) for tower in towers for wrapper in tower.wrappers)
     with NOTHING if alone else est._guard():
         outputs = [output for tower in towers for output in tower.encode_all()]
         z1, z2, further, tau = _arguments(outputs, given, tau)
@@ -155,16 +162,23 @@ def gradient_cache(
     if torch.is_grad_enabled():
         others = [x for x in (tau, further, *est.parameters()) if isinstance(x, Tensor)]
         try:
-            shared = _differentiate(loss, outputs, others)
-            with kept(buffer for tower in towers for buffer in tower.statistics):
-                _back_propagate(loss.detach(), towers, shared, backward, reduce)
+            back_propagate(loss.detach(), towers, _differentiate(step.scale * loss, outputs, others), step)
         except BaseException:
             est.discard()  # the gradients of this window are incomplete
             raise
     return loss.detach()
 
 
-def _pad(ranks: Ranks, towers: list[Tower]) -> None:
+def _step_of(backward: Callable[[Tensor], Any] | None, reduce: bool) -> TrainingStep:
+    found = current_step()
+    if found is None:
+        return TrainingStep(backward, reduce)
+    if backward is not None or not reduce:
+        raise ValueError("the trainer around this call (GradientCacheMixin) sets backward and reduce; leave both out")
+    return found
+
+
+def pad(ranks: Ranks, towers: list[Tower]) -> None:
     """Set the number of passes of every rank to the largest number of micro-batches of any rank."""
     if ranks.size > 1 and any(tower.wrappers for tower in towers):
         everyone = ranks.gather_objects([tower.count for tower in towers])
@@ -211,75 +225,29 @@ def _differentiate(loss: Tensor, outputs: list[Output], others: list[Tensor]) ->
     return [(leaves[key], gradient) for key, gradient in gradients.items() if gradient is not None]
 
 
-def _back_propagate(
-    value: Tensor,
-    towers: list[Tower],
-    shared: list[tuple[Tensor, Tensor]],
-    backward: Callable[[Tensor], Any] | None,
-    reduce: bool,
-) -> None:
-    """Back-propagate all micro-batches; the last one also accumulates the gradients of the other tensors."""
+def back_propagate(value: Tensor, towers: list[Tower], shared: list[tuple[Tensor, Tensor]], step: TrainingStep) -> None:
+    """Back-propagate all micro-batches; the last one also accumulates the gradients of the other tensors.
+
+    Args:
+        value: the loss, 0-d, without a graph.
+        towers: towers whose outputs have their gradients.
+        shared: pairs of other tensors and their gradients.
+        step: the backward pass.
+
+    Raises:
+        ValueError: nothing requires a gradient.
+    """
     jobs = [(tower, number) for tower in towers if tower.trained for number in range(tower.count)]
     final = {wrapper: k for k, (tower, _) in enumerate(jobs) for wrapper in tower.wrappers}
     ran = False
-    for k, (tower, number) in enumerate(jobs):
-        held = [wrapper for wrapper in tower.wrappers if not reduce or final[wrapper] != k]
-        with without_reduction(held):
-            pairs = [*tower.encode_again(number), *(shared if k + 1 == len(jobs) else ())]
-            ran |= _backward(with_gradients(value.clone(), pairs), tower.wrappers, held, backward)
-    check_reduced(final if reduce else ())
-    if not jobs:
-        ran = _backward(with_gradients(value.clone(), shared), [], [], backward)
+    with kept(buffer for tower in towers for buffer in tower.statistics):
+        for k, (tower, number) in enumerate(jobs):
+            held = [wrapper for wrapper in tower.wrappers if not step.reduce or final[wrapper] != k]
+            with without_reduction(held):
+                pairs = [*tower.encode_again(number), *(shared if k + 1 == len(jobs) else ())]
+                ran |= run_backward(with_gradients(value.clone(), pairs), tower.wrappers, held, step.backward)
+        check_reduced(final if step.reduce else ())
+        if not jobs:
+            ran = run_backward(with_gradients(value.clone(), shared), [], [], step.backward)
     if not ran:
         raise ValueError("nothing requires a gradient: no parameter of model, nor tau, negatives, or est.parameters()")
-
-
-def _backward(value: Tensor, wrappers: list[Any], held: list[Any], backward: Callable[[Tensor], Any] | None) -> bool:
-    """Back-propagate a micro-batch by the framework's own method; return False if it has no graph."""
-    if not value.requires_grad:  # the outputs of a callable that is not a module may require no gradient
-        return False
-    engine = next((wrapper for wrapper in wrappers if hasattr(wrapper, BOUNDARY)), None)
-    if engine is not None and (backward is None or engine in held):
-        backward = engine.backward  # the backward of accelerate would also run the optimizer step
-    (backward or Tensor.backward)(value)
-    return True
-
-
-# -- modules that reduce gradients between ranks ---------------------------------------------------------------------
-
-
-@contextmanager
-def without_reduction(wrappers: Iterable[Any]) -> Iterator[None]:
-    """Accumulate gradients on each rank without reducing them."""
-    with ExitStack() as stack:
-        for wrapper in wrappers:
-            if hasattr(wrapper, BOUNDARY):
-                before = getattr(wrapper, "_is_gradient_accumulation_boundary", None)
-                stack.callback(getattr(wrapper, BOUNDARY), before)
-                getattr(wrapper, BOUNDARY)(False)
-            elif hasattr(wrapper, SYNC):
-                stack.callback(getattr(wrapper, SYNC), True)
-                getattr(wrapper, SYNC)(False)
-            elif not _in_first_static_backward(wrapper):
-                stack.enter_context(wrapper.no_sync())
-        yield
-
-
-def _gathers(wrapper: Any) -> bool:
-    """Return True for a wrapper that gathers parameters from other ranks in every pass: FSDP2, ZeRO 3."""
-    return hasattr(wrapper, SYNC) or (hasattr(wrapper, BOUNDARY) and wrapper.zero_optimization_stage() == 3)
-
-
-def check_reduced(wrappers: Iterable[Any]) -> None:
-    """Raise if DDP still waits for a gradient. DDP itself raises in its next pass only, after a wrong step."""
-    for wrapper in wrappers:
-        if isinstance(wrapper, DistributedDataParallel) and wrapper.require_backward_grad_sync:
-            wrapper._check_reducer_finalized()
-
-
-def _in_first_static_backward(wrapper: Any) -> bool:
-    """Return True before the first backward pass of DDP with ``static_graph``, which must reduce.
-
-    Averaging gradients that have been averaged before does not change them.
-    """
-    return getattr(wrapper, "static_graph", False) and not wrapper._static_graph_delay_allreduce_enqueued

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from compopt import accelerator
+from compopt.distributed.wrappers import wrappers_in
 from compopt.gradient_cache.inputs import Sizes, Split, micro_batches
 from compopt.kernel.features import working_dtype
 
 Encode = Callable[[Any, Any], Any]
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
-BOUNDARY = "set_gradient_accumulation_boundary"  # of DeepSpeed's engine
-SYNC = "set_requires_gradient_sync"  # of FSDP2
 
 
 class Output:
@@ -163,13 +162,6 @@ def _module_of(call: Any) -> nn.Module | None:
 def _uses_statistics(module: nn.Module) -> bool:
     keeps = getattr(module, "running_mean", None) is not None
     return module.training if keeps else isinstance(module, BATCH_NORMS)
-
-
-def wrappers_in(module: nn.Module) -> list[Any]:
-    """Return the outermost modules that reduce gradients between ranks."""
-    if any(hasattr(module, name) for name in (BOUNDARY, SYNC, "no_sync")):
-        return [module]
-    return [wrapper for child in module.children() for wrapper in wrappers_in(child)]
 
 
 # -- outputs --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Hugging Face ``Trainer``: commits, and rows in each ``checkpoint-N``."""
+"""Hugging Face ``Trainer``: commits, rows in each ``checkpoint-N``, and the gradient cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 try:
     from transformers import TrainerCallback, TrainerState
@@ -17,9 +17,11 @@ except ImportError as error:
     ) from error
 
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from compopt.checkpoint import save
+from compopt.distributed.wrappers import TrainingStep, training_step
 from compopt.estimator.base import Estimator
 from compopt.integrations import accelerate
 from compopt.integrations.refusals import load_rows, refuse_last_batch, refuse_ranks
@@ -211,6 +213,65 @@ class EstimatorCallback(TrainerCallback):
                 "written. Resume from an earlier checkpoint; or, to begin with new rows, load its weights into the "
                 "model and train without resume_from_checkpoint",
             )
+
+
+class GradientCacheMixin:
+    r"""Mixin with which :func:`compopt.gradient_cache` can be called in ``compute_loss`` of a ``Trainer``.
+
+    The gradients are those of one forward and backward pass of the whole batch of all ranks. A ``Trainer`` calls
+    ``backward`` on the result of ``compute_loss``; a gradient cache back-propagates in its own call, once per
+    micro-batch. The mixin passes the trainer's backward pass, its division by the accumulated batches and its loss
+    scale to the cache, reduces gradients once per update (in each micro-batch with ZeRO 2 and 3, which require it), and
+    leaves out the trainer's own call. Losses that require a gradient are treated as without the mixin.
+
+    One process, ``DistributedDataParallel``, FSDP2 and DeepSpeed (ZeRO 0 to 3), with ``gradient_accumulation_steps``,
+    ``bf16``, ``fp16`` and ``gradient_checkpointing``. :class:`EstimatorCallback` is used in addition. With
+    ``SentenceTransformerTrainer``, ``CachedEstimatorLoss`` uses this gradient cache, also inside ``MatryoshkaLoss``.
+
+    Example:
+        >>> import tempfile, torch, compopt
+        >>> from transformers import Trainer, TrainingArguments
+        >>> from compopt.integrations.transformers import EstimatorCallback, GradientCacheMixin
+        >>> class Contrastive(GradientCacheMixin, Trainer):
+        ...     def compute_loss(self, model, inputs, **kwargs):
+        ...         index, texts = inputs.pop("index"), (inputs["a"], inputs["b"])
+        ...         return compopt.gradient_cache(est, (model, model), texts, index, micro_batch_size=4)
+        >>> data = [{"a": torch.randn(4), "b": torch.randn(4), "index": number} for number in range(32)]
+        >>> plain = {"remove_unused_columns": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+        >>> args = TrainingArguments(tempfile.mkdtemp(), per_device_train_batch_size=16, use_cpu=True, **plain)
+        >>> est, trainer = compopt.SogCLREstimator(n=32), Contrastive(torch.nn.Linear(4, 4), args, train_dataset=data)
+        >>> trainer.add_callback(EstimatorCallback(est, trainer))
+        >>> trainer.train().global_step == est.t
+        {'train_runtime': ...}
+        True
+    """
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a step of the trainer; see :meth:`transformers.Trainer.training_step`."""
+        trainer = cast(Any, self)
+        accelerator, reduce, ran = trainer.accelerator, trainer.accelerator.sync_gradients, False
+        theirs, scale = accelerator.backward, 1 / getattr(trainer, "current_gradient_accumulation_steps", 1)
+        engine = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+        backward = theirs if engine is None else None
+        if engine is not None:
+            engine.set_gradient_accumulation_boundary(reduce)
+            scale *= engine.gradient_accumulation_steps()  # by which its backward divides
+
+        def once(loss: Tensor, **options: Any) -> None:
+            nonlocal ran
+            ran = loss.requires_grad
+            if ran:  # of another loss than a gradient cache
+                theirs(loss, **options)
+
+        accelerator.backward = once
+        try:
+            with training_step(TrainingStep(backward, reduce, scale)):
+                loss = cast(Any, super()).training_step(model, inputs, *args, **kwargs)
+        finally:
+            del accelerator.backward
+        if engine is not None and reduce and not ran:
+            engine.step()  # accelerate calls it in backward
+        return loss
 
 
 def _by_folder(est: Estimator | Mapping[Any, Estimator], name: str) -> dict[str, Estimator]:

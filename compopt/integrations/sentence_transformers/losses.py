@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_static_embedding_input
+from sentence_transformers.base.losses.gradcache import CachedLossMixin, _minibatch_ranges, has_static_embedding_input
 from sentence_transformers.base.losses.merged_forward import embed_columns
 from sentence_transformers.sentence_transformer.losses import GISTEmbedLoss, MultipleNegativesRankingLoss
 from sentence_transformers.util import batch_to_device, cos_sim, dot_score, get_world_size, is_dist_initialized
@@ -22,8 +22,11 @@ from typing_extensions import Unpack
 from compopt import checks
 from compopt.checks.inputs import INTEGERS
 from compopt.contrastive import ContrastiveEstimator
-from compopt.distributed.ranks import ProcessGroup
+from compopt.distributed.ranks import ProcessGroup, Ranks
+from compopt.distributed.wrappers import TrainingStep, current_step
 from compopt.estimator.options import takes_options
+from compopt.gradient_cache.cache import back_propagate, pad
+from compopt.gradient_cache.towers import Tower
 from compopt.integrations.sentence_transformers.options import (
     LossOptions,
     RankingOptions,
@@ -386,12 +389,17 @@ class _MiniBatches(CachedLossMixin):
         self.model, self.mini_batch_size, self.mini_batch_num_tokens = model, mini_batch_size, mini_batch_num_tokens
 
 
-# Not compopt.gradient_cache, which back-propagates in its call: the trainer divides and scales the loss first.
 # MatryoshkaLoss decorates the calculate_loss of the mixin, which also splits flattened texts and images.
 class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
     """:class:`EstimatorLoss` with a gradient cache: negatives from the whole batch in the memory of a mini-batch.
 
-    Every text is encoded twice, as in ``CachedMultipleNegativesRankingLoss``: for the loss, and for its gradient.
+    Every text is encoded twice, as in ``CachedMultipleNegativesRankingLoss``: for the loss, and for its gradient. The
+    gradient cache is that of sentence-transformers (one process, ``DistributedDataParallel``), or, in a trainer with
+    :class:`~compopt.integrations.transformers.GradientCacheMixin`, :func:`compopt.gradient_cache` (also FSDP2 and
+    DeepSpeed)::
+
+        class CachedTrainer(GradientCacheMixin, SentenceTransformerTrainer):
+            pass
 
     Args:
         model, est, eval_scale, index_labels, guide: see :class:`EstimatorLoss`, also for state, communication and
@@ -447,9 +455,40 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         columns = list(sentence_features)
         self._learned, self._seen = [], self._embed_by_guide(columns)
+        step = current_step()
+        if step is not None and torch.is_grad_enabled():
+            return self._back_propagate(columns, labels, step)
         loss = self.forward_cached(columns, labels)
         self._seen = None
         return with_gradients(loss.detach().clone(), [(loss, torch.ones_like(loss)), *self._learned])
+
+    def _back_propagate(self, columns: list[dict[str, Any]], labels: Tensor | None, step: TrainingStep) -> Tensor:
+        """Compute the loss and accumulate its gradients by the engine of :func:`compopt.gradient_cache`."""
+        towers = [self._tower(column) for column in columns]
+        pad(next((est._ranks for est in self._by_dimension.values()), Ranks()), towers)
+        outputs = [output for tower in towers for output in tower.encode_all()]
+        try:
+            loss = self.calculate_loss([[output.leaf] for output in outputs], labels, with_backward=True)
+            for output in outputs:
+                output.gradient = None if output.leaf.grad is None else step.scale * output.leaf.grad
+            back_propagate(loss, towers, [(p, step.scale * g) for p, g in self._learned], step)
+        except BaseException:
+            for est in self._by_dimension.values():
+                est.discard()  # the gradients of this window are incomplete
+            raise
+        finally:
+            self._seen = None
+        return loss
+
+    def _tower(self, column: dict[str, Any]) -> Tower:
+        """Return the model with the ranges of samples that the mixin encodes at a time."""
+
+        def encode(_: Any, chosen: list[tuple[int, int]]) -> Tensor:
+            (begin, end), graph = chosen[0], torch.is_grad_enabled()
+            return self.embed_minibatch(dict(column), begin, end, with_grad=graph, copy_random_state=False)[0]
+
+        ranges = _minibatch_ranges(column, self.mini_batch_size, self.mini_batch_num_tokens)
+        return Tower(self.model, encode, ranges, 1, None)
 
     def _guides(self, guide: nn.Module, columns: list[dict[str, Any]]) -> list[Tensor]:
         batches = _MiniBatches(guide, self.mini_batch_size, self.mini_batch_num_tokens)
