@@ -7,7 +7,7 @@ no hook of the optimizer can observe, and checkpoints of frameworks that would c
 - :mod:`compopt.integrations.accelerate`: ``attach``, ``register_for_checkpointing``.
 - :mod:`compopt.integrations.deepspeed`: ``save_checkpoint``, ``load_checkpoint``.
 - :mod:`compopt.integrations.dcp`: ``Stateful`` for ``torch.distributed.checkpoint``.
-- :mod:`compopt.integrations.transformers`: ``EstimatorCallback`` and ``GradientCacheMixin`` for the ``Trainer`` of transformers.
+- :mod:`compopt.integrations.transformers`: ``EstimatorCallback``, ``GradientCacheMixin`` for the ``Trainer``.
 - :mod:`compopt.integrations.lightning`: ``EstimatorCallback`` for the ``Trainer`` of Lightning.
 - :mod:`compopt.integrations.sentence_transformers`: losses for its trainer, and ``add_index`` for its data sets.
 - :mod:`compopt.integrations.open_clip`: open_clip's own trainer with an estimator, as a command.
