@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+import compopt
 from recipes import batches, checkpoints, launch, optimizers
 from recipes.engine import Config, Control, Run
 from recipes.make_shards import positive
-from recipes.methods import HYPERPARAMETERS, METHODS
+from recipes.methods import HYPERPARAMETERS, METHODS, PUBLISHED, method_of
 
 EPILOG = """several ranks, with the results of one:
   torchrun --nproc_per_node 2 -m {module}
@@ -56,9 +57,16 @@ def parser(module: str, description: str, mode: str, epochs: int, output_dir: st
     what.add_argument(
         "--compare", choices=METHODS, metavar="METHOD", nargs="+", help="several methods, one after another"
     )
+    what.add_argument(
+        "--settings",
+        choices=[name for name in PUBLISHED if _settings(name).get("mode", "bimodal") == mode],
+        metavar="NAME:SCALE",
+        help="a paper's experiment, such as neuclip:cc3m (compopt.presets.settings): estimator, and defaults of the "
+        "options below; what is used is printed",
+    )
     group = root.add_argument_group("hyper-parameters of the method", "Each method has defaults of its own.")
     for name, (kind, meaning) in HYPERPARAMETERS.items():
-        known = {method: METHODS[method].options(mode) for method in METHODS}
+        known = {method: method_of(method).options(mode) for method in METHODS}
         takers = ", ".join(f"{method} ({options[name]})" for method, options in known.items() if name in options)
         if takers:
             group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=f"{meaning}: {takers}")
@@ -123,6 +131,9 @@ def parser(module: str, description: str, mode: str, epochs: int, output_dir: st
 def parse(root: argparse.ArgumentParser, argv: Sequence[str] | None, mode: str) -> argparse.Namespace:
     """Parse arguments, set up the machine, and fill ``args.methods`` (method -> hyper-parameters), ``args.batches``."""
     args = root.parse_args(argv)
+    if args.settings:
+        root.set_defaults(**_defaults(args.settings))
+        args = root.parse_args(argv)
     try:
         args.methods = _methods(args, mode)
         given = {name: getattr(args, name) for name in batches.OPTIONS if getattr(args, name) is not None}
@@ -140,6 +151,31 @@ def parse(root: argparse.ArgumentParser, argv: Sequence[str] | None, mode: str) 
     return args
 
 
+def _settings(name: str) -> compopt.presets.published.Settings:
+    return compopt.presets.settings(*name.split(":"))
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    """Return the arguments for a paper's experiment, which those of the command line override."""
+    training = _settings(name).training
+    names = ("optimizer", "batch_size", "lr", "weight_decay", "epochs")
+    found: dict[str, Any] = {"warmup": 0.0, "warmup_steps": 0, "warmup_fraction": 0.0}
+    found |= {name: training[name] for name in names if name in training}
+    if "samples" in training:  # of larger data: the same fraction of this run
+        found["warmup_fraction"] = training["warmup_steps"] * training["batch_size"] / training["samples"]
+    elif training:
+        found["warmup"] = training.get("warmup_epochs", 0.0)
+        found["warmup_steps"] = training.get("warmup_steps", 0)
+    return {**found, "estimator": name, "schedule": "cosine" if training else "one-cycle"}
+
+
+def _warmup(args: argparse.Namespace, n: int) -> float:
+    """Return the epochs of the warm-up, at most all."""
+    epochs = args.warmup or args.epochs * getattr(args, "warmup_fraction", 0.0)
+    steps = getattr(args, "warmup_steps", 0)
+    return min(epochs or steps * args.batch_size * args.accumulate / n, args.epochs)
+
+
 def _fill_optimizer(args: argparse.Namespace) -> None:
     """Fill in the optimizer's defaults, and replace a rule for the learning rate by its number."""
     kind = optimizers.OPTIMIZERS[args.optimizer]
@@ -154,7 +190,7 @@ def _methods(args: argparse.Namespace, mode: str) -> dict[str, dict[str, Any]]:
     """Return the options of each chosen method; raise ValueError for a given option that none of them has."""
     given = {name: getattr(args, name, None) for name in HYPERPARAMETERS}
     given = {name: value for name, value in given.items() if value is not None}
-    own = {method: METHODS[method].options(mode) for method in args.compare or [args.estimator]}
+    own = {method: method_of(method).options(mode) for method in args.compare or [args.estimator]}
     known = {name for options in own.values() for name in options}
     if unknown := sorted(set(given) - known):
         raise ValueError(f"{', '.join(own)}: none takes {', '.join(unknown)}; known: {', '.join(sorted(known))}")
@@ -167,8 +203,11 @@ def _methods(args: argparse.Namespace, mode: str) -> dict[str, dict[str, Any]]:
 def train_all(args: argparse.Namespace, task: Any, error_count: int = 0) -> list[Run]:
     """Carry out every run that the arguments specify, with ``error_count`` normalizer errors in each."""
     names = ("batch_size", "epochs", "lr", "weight_decay", "accumulate", "mixed_precision", "batches")
-    names += ("optimizer", "schedule", "warmup")
-    shared = {name: getattr(args, name) for name in names}
+    names += ("optimizer", "schedule")
+    shared = {**{name: getattr(args, name) for name in names}, "warmup": _warmup(args, task.n)}
+    if args.settings and launch.is_main():
+        used = json.dumps({**args.methods[args.settings], **shared})
+        print(f"{args.settings}, {_settings(args.settings).source}: {used}")
     runs = []
     for method, options in args.methods.items():
         for seed in args.seeds:
@@ -211,7 +250,7 @@ def _placement(args: argparse.Namespace, own: Path, continued: bool) -> dict[str
 
 def _train(run: Run, progress: bool) -> Run:
     """Train with a progress bar that shows the loss and the headline metric."""
-    name = f"{METHODS[run.config.method].title}, seed {run.config.seed}"
+    name = f"{method_of(run.config.method).title}, seed {run.config.seed}"
     label = run.task.labels[run.task.headline].split()[0]
 
     def show(run: Run) -> None:
@@ -264,7 +303,7 @@ def rows(runs: Sequence[Run]) -> list[list[str]]:
         measures = [mean_spread([100 * r.final[name] for r in group if name in r.final]) for name in labels]
         seconds = statistics.mean(run.seconds for run in group)
         per_step = statistics.mean(1e3 * run.seconds / max(1, run.step) for run in group)
-        cells = [METHODS[method].title, options, str(len(group)), *measures, f"{seconds:.0f}", f"{per_step:.1f}"]
+        cells = [method_of(method).title, options, str(len(group)), *measures, f"{seconds:.0f}", f"{per_step:.1f}"]
         lines.append(cells)
     return lines
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import compopt
 from compopt import schedules
+from compopt.presets.published import SETTINGS
 from recipes.models import DIM
 
 BIMODAL, UNIMODAL = "bimodal", "unimodal"
@@ -139,6 +140,32 @@ METHODS: dict[str, Method] = {
 }
 
 
+_KINDS = {"sogclr": "SogCLR", "isogclr": "ISogCLR", "fastclip": "FastCLIP", "neuclip": "NeuCLIP", "emc2": "EMC2"}
+
+
+def _published(name: str, scale: str) -> Method:
+    """Return a preset with the settings of a paper's experiment, which take effect in both modes."""
+    found, kind = compopt.presets.settings(name, scale), name.partition("-")[0]
+    options = {key: value for key, value in found.items() if key != "mode"}
+    decays = {"gamma_decay": 0.5, **found.schedule} if found.schedule else {}  # FastCLIP: over half of the run
+    preset = getattr(compopt, f"{_KINDS[kind]}Estimator")
+    return Method(f"{name}:{scale}", preset, options | decays, sizes=("dim",) if kind == "neuclip" else ("n",))
+
+
+# the experiments of the papers, as NAME:SCALE of compopt.presets.settings; osgd and spectral choose batches
+PUBLISHED = {
+    f"{name}:{scale}": _published(name, scale)
+    for name, scales in SETTINGS.items()
+    if name.partition("-")[0] in _KINDS
+    for scale in scales
+}
+
+
+def method_of(name: str) -> Method:
+    """Return a method of the table, or one with published settings."""
+    return METHODS.get(name) or PUBLISHED[name]
+
+
 def build(
     name: str,
     n: int,
@@ -149,7 +176,7 @@ def build(
     dim: int = DIM,
 ) -> compopt.ContrastiveEstimator:
     """Return the estimator of method ``name``."""
-    method = METHODS[name]
+    method = method_of(name)
     given: dict[str, Any] = {size: value for size, value in (("n", n), ("dim", dim)) if size in method.sizes}
     given |= {method.renamed.get(key, key): value for key, value in options.items() if key not in IN_THE_LOOP}
     given |= {"batch_size": batch_size} if name == "recommended" else dict(placement or {})

@@ -76,6 +76,10 @@ def _adamw(groups: Iterable[Any], lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=lr, fused=True)
 
 
+def _adam(groups: Iterable[Any], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(groups, lr=lr, fused=True)
+
+
 def _sgd(groups: Iterable[Any], lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=lr, momentum=0.9)
 
@@ -83,6 +87,7 @@ def _sgd(groups: Iterable[Any], lr: float) -> torch.optim.Optimizer:
 # LARS: SogCLR's rate and decay for ImageNet. SGD: iSogCLR's decay.
 OPTIMIZERS: dict[OptimizerName, Kind] = {
     "adamw": Kind(_adamw, 1e-3, 0.1),
+    "adam": Kind(_adam, 1e-3, 0.0),
     "sgd": Kind(_sgd, "linear", 1e-4),
     "lars": Kind(LARS, "sqrt", 1e-6),
 }

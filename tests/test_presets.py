@@ -204,6 +204,19 @@ def test_settings_build_what_they_are_for(name, scale):
         compopt.schedules.CosineGamma(est, 10, **values.schedule)
 
 
+TRAINING = {"optimizer", "batch_size", "lr", "weight_decay", "warmup_epochs", "warmup_steps", "epochs", "samples"}
+
+
+@pytest.mark.parametrize("name, scale", EVERY)
+def test_settings_name_the_training_of_the_paper(name, scale):
+    training = compopt.presets.settings(name, scale).training
+    assert training.keys() <= TRAINING and not {"warmup_epochs", "warmup_steps"} <= training.keys()
+    if "libauc" not in scale and (name, scale) != ("fastclip-v3", "laion"):  # whose training no paper states
+        assert training["optimizer"] in ("adam", "adamw", "lars") and training["batch_size"] > 0
+    if name in SAMPLERS:
+        assert training["batch_size"] == compopt.presets.settings(name, scale)["batch_size"]
+
+
 def test_settings_refuse_unknown_names_and_are_copies():
     with pytest.raises(ValueError, match="'fastclip-v3'.*'fastclip'"):
         compopt.presets.settings("fastclip")
@@ -211,8 +224,9 @@ def test_settings_refuse_unknown_names_and_are_copies():
         compopt.presets.settings("fastclip-v3", "imagenet")
     first = compopt.presets.settings("fastclip-v3")
     first["rho"] = first.schedule["gamma_min"] = 1.0
+    first.training["lr"] = 1.0
     again = compopt.presets.settings("fastclip-v3", "cc3m")
-    assert (again["rho"], again.schedule) == (6.5, {"gamma_min": 0.2})
+    assert (again["rho"], again.schedule, again.training["lr"]) == (6.5, {"gamma_min": 0.2}, 1e-3)
 
 
 def row(name, scale):

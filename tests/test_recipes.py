@@ -8,10 +8,10 @@ import torch
 
 import compopt
 from benchmarks import report
-from recipes import glyphs, launch, minimal
+from recipes import experiment, glyphs, launch, minimal
 from recipes import tasks as tasks_module
 from recipes.engine import Config, Control, Run
-from recipes.methods import METHODS, build
+from recipes.methods import METHODS, PUBLISHED, build
 from recipes.tasks import GlyphFaces, GlyphNames
 
 
@@ -22,6 +22,26 @@ def tasks(tmp_path_factory):
 
 
 SLOW = ("clip", "isogclr", "neuclip", "emc2", "emc2-dataset")
+
+
+@pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
+def test_the_settings_of_a_paper_are_used_and_can_be_overridden(mode):
+    root = experiment.parser("recipes.train", "", mode, epochs=2, output_dir="runs")
+    (names,) = [action.choices for action in root._actions if action.dest == "settings"]
+    assert names and set(names) <= set(PUBLISHED)
+    for name in names:
+        found = compopt.presets.settings(*name.split(":"))
+        assert found.get("mode", "bimodal") == mode
+        args = experiment.parse(root, ["--settings", name], mode)
+        training = {key: value for key, value in found.training.items() if key in vars(args) and "warmup" not in key}
+        assert training.items() <= vars(args).items()
+        options = args.methods[name]
+        assert {key: value for key, value in found.items() if key != "mode"}.items() <= options.items()
+        est = build(name, 100, mode, options)
+        assert est.mode == mode and type(est).__name__.lower().startswith(name.partition(":")[0].partition("-")[0])
+        again = experiment.parse(root, ["--settings", name, "--batch-size", "8", "--lr", "0.25"], mode)
+        assert (again.batch_size, again.lr) == (8, 0.25)
+    assert experiment._warmup(args, 1000) <= args.epochs
 
 
 def config(task, method, batches):
