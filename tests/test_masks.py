@@ -115,7 +115,7 @@ LACKING_CASES = [
 FRESH = ("index2", "within")  # cases with an estimator that has seen nothing
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore:batches with . negatives per anchor")
 @pytest.mark.covering("mode case")
 @pytest.mark.parametrize("info, mode, case", LACKING_CASES, ids=str)
 def test_a_batch_without_negatives_changes_nothing(info, mode, case):

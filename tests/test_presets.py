@@ -272,3 +272,16 @@ def test_recommended_counts_the_positive_among_candidates():
         assert type(est) is kind and est.normalizer.candidates == 500 and "candidates: 500" in repr(est)
     with pytest.raises(ValueError, match="candidates"):
         compopt.recommended(8, candidates=0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "mode", "told"), [(2, "bimodal", 1), (4, "bimodal", 1), (5, "bimodal", 0), (3, "unimodal", 0)]
+)
+def test_dcl_warns_once_of_few_negatives(batch, mode, told):
+    est, other = compopt.DCLEstimator(mode=mode), compopt.InfoNCEEstimator(mode=mode)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            est(*torch.randn(2, batch, 8))
+            other(*torch.randn(2, batch, 8))
+    assert ["negatives per anchor" in str(each.message) for each in found] == [True] * told

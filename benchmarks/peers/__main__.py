@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.report import ROOT
 
-PARTS = ("gradients", "compositional", "speed", "ranks", "rows")
+PARTS = ("gradients", "compositional", "speed", "ranks", "distributed", "rows")
 
 
 def main() -> None:

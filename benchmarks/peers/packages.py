@@ -40,6 +40,13 @@ def metric_learning() -> Any:
     return losses
 
 
+def lightly() -> Any:
+    """Return ``lightly.loss``."""
+    from lightly import loss
+
+    return loss
+
+
 def sentence_losses() -> Any:
     """Return ``sentence_transformers.sentence_transformer.losses``."""
     from sentence_transformers.sentence_transformer import losses

@@ -9,8 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compopt import checks
+from compopt.checks.context import warn
 from compopt.estimator.parts import Call, Estimate, Normalizer
 from compopt.functional import add_positive
+
+FEW = 3  # negatives of an anchor, among which weights that sum to one hardly distinguish
 
 
 class BatchNormalizer(Normalizer):
@@ -39,6 +42,9 @@ class BatchNormalizer(Normalizer):
         TypeError: ``include_positive`` is neither True nor False, candidates is not an integer.
         ValueError: candidates < 1.
 
+    Warns:
+        UserWarning: once, without the positive and with at most 3 negatives per anchor.
+
     References:
         Chen et al., SimCLR, ICML 2020; van den Oord et al., 2018 (InfoNCE); Radford et al., CLIP, 2021. Without the
         positive: Yeh et al., Decoupled Contrastive Learning, ECCV 2022. ``candidates``: the correction of a sampled
@@ -52,6 +58,7 @@ class BatchNormalizer(Normalizer):
 
     def __init__(self, include_positive: bool = False, candidates: int | None = None) -> None:
         self.candidates = None if candidates is None else checks.count("candidates", candidates)
+        self._told = False  # of few negatives
         super().__init__(None, {"include_positive": include_positive})
 
     def shared_options(self) -> dict[str, Any]:
@@ -66,6 +73,13 @@ class BatchNormalizer(Normalizer):
     def estimate(self, call: Call) -> Estimate:
         include = call.hyper.choose("include_positive", {True: 1.0, False: 0.0})
         if include == 0.0 and isinstance(include, float):  # the weights of an anchor sum to one
+            if 0 < call.pairs.least <= FEW and not self._told:
+                self._told = True
+                warn(
+                    f"batches with {call.pairs.least} negatives per anchor: weights without the positive sum to 1 "
+                    f"(DCL), however similar these few are; use InfoNCEEstimator, a memory (recommended), or larger "
+                    f"batches"
+                )
             return Estimate(call.pairs.log_ghat, positive_weight=None if call.pairs.moments else 1.0)
         log_sum = call.pairs.log_sum
         if self.candidates is None:

@@ -1,7 +1,8 @@
 """Gradients of a large batch in the memory of a small one, in every framework: compopt and the framework's own way.
 
-    python -m benchmarks.large_batch             # two ranks on CPUs; writes benchmarks/results/large_batch.md and .json
-    python -m benchmarks.large_batch --only DDP
+    python -m benchmarks.small_memory             # two ranks on CPUs; writes benchmarks/results/small_memory.md
+    python -m benchmarks.small_memory --only DDP
+    python -m benchmarks.small_memory --lengths   # budgets of tokens; writes benchmarks/results/token_budget.md
 
 Each row starts two new processes, which train one text encoder on the same batch with InfoNCE over the whole batch. The
 framework's own way is the accumulation of gradients over micro-batches, which is what its documentation offers for
@@ -367,6 +368,8 @@ KINDS = (*LOOPS, *TRAINERS, "Lightning")
 def process(kind: str, form: str, folder: Path) -> None:
     """Carry out one training on this rank, and write its result from rank 0."""
     torch.set_num_threads(1)
+    if kind == "lengths":
+        return lengths_process(int(form), folder)
     if kind == "one process":
         model = encoder()
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -386,11 +389,11 @@ def process(kind: str, form: str, folder: Path) -> None:
 
 def run(kind: str, form: str) -> dict[str, Any]:
     """Start the processes of a training; return its result, or the last line of its error."""
-    ranks = 1 if kind == "one process" else RANKS
+    ranks = 1 if kind in ("one process", "lengths") else RANKS
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     command = command if ranks > 1 else command[:1]
     with tempfile.TemporaryDirectory() as folder:
-        command += ["-m", "benchmarks.large_batch", "--process", kind, form, folder]
+        command += ["-m", "benchmarks.small_memory", "--process", kind, form, folder]
         try:
             done = subprocess.run(command, cwd=ROOT, env=launching(), capture_output=True, text=True, timeout=600)
         except subprocess.TimeoutExpired:
@@ -400,6 +403,71 @@ def run(kind: str, form: str) -> dict[str, Any]:
             lines = [line for line in done.stderr.splitlines() if "Error: " in line] or done.stderr.splitlines()[-1:]
             return {"error": lines[0].split("]:")[-1].strip()}
         return torch.load(file)
+
+
+# -- budgets of tokens -----------------------------------------------------------------------------------------------
+
+SIZES: tuple[Any, ...] = (4, 8, 16, 32, *(compopt.TokenBudget(tokens) for tokens in (512, 1024, 2048, 4096)))
+LONGEST, TEXTS = 256, 256
+ABOUT_LENGTHS = f"""One process and one thread. The encoder of the table of frameworks, {TEXTS} names of functions of
+Python's standard library and the first paragraphs of their docstrings (3 to {LONGEST} tokens, drawn at random), InfoNCE
+in one direction. *Micro-batches*: of both columns. *Peak*: additional memory of the first call, in MiB. *Time*:
+seconds of the second call. *Error* of the gradient as in the table of frameworks, from the whole batch."""
+
+
+def natural(model: Any) -> tuple[Any, Any]:
+    """Return the tokens of texts with a natural spread of lengths."""
+    from recipes.text import docstrings
+
+    names, paragraphs = docstrings()
+    chosen = random.Random(0).sample(range(len(names)), TEXTS)
+    columns = [model.preprocess([column[at] for at in chosen]) for column in (names, paragraphs)]
+    return tuple({key: value for key, value in each.items() if isinstance(value, Tensor)} for each in columns)
+
+
+def lengths_process(number: int, folder: Path) -> None:
+    """Call the gradient cache with one size, or without it; write gradient, peak, seconds and micro-batches."""
+    from recipes.text import docstrings, small_model, tokenizer_of
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = small_model(tokenizer_of(docstrings()[1], length=LONGEST), width=WIDTH, layers=LAYERS)
+    columns, est, passes = natural(model), estimator(), 0
+
+    def counted(tower: nn.Module, part: Any) -> Tensor:
+        nonlocal passes
+        passes += 1
+        return encode(tower, part)
+
+    meter = Meter(model)
+    for _ in range(2):
+        passes = 0
+        model.zero_grad()
+        meter.begin()
+        if number < len(SIZES):
+            given = {"encode": counted, "micro_batch_size": SIZES[number]}
+            compopt.gradient_cache(est, (model, model), columns, **given)
+        else:
+            est(*(encode(model, column) for column in columns)).backward()
+        meter.end()
+    gradient = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+    torch.save({**meter.result(), "gradient": gradient, "parts": max(1, passes // 2)}, folder / "result.pt")
+
+
+def lengths() -> None:
+    """Compare fixed micro-batches with budgets of tokens."""
+    env, results, body = environment(), [], []
+    found = [run("lengths", str(number)) for number in range(len(SIZES) + 1)]
+    whole = found[-1]["gradient"]
+    for number, each in enumerate(found):
+        gradient = each.pop("gradient")
+        each["difference"] = float((gradient - whole).norm() / whole.norm())
+        size = "whole batch" if number == len(SIZES) else SIZES[number]
+        name = f"{size} pairs" if isinstance(size, int) else size if isinstance(size, str) else f"{size.tokens} tokens"
+        results.append({"size": name, **each})
+        body.append([name, str(each["parts"]), *cells(each)[1:], cells(each)[0]])
+    head = ["micro-batch", "micro-batches", "peak", "time", "error"]
+    finish("token_budget", "Budgets of tokens", env, [ABOUT_LENGTHS, table(head, body)], results)
 
 
 def measured(kind: str, form: str, whole: Tensor) -> dict[str, Any]:
@@ -422,7 +490,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--process", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--only", choices=KINDS, action="append", help="a row; may be repeated")
+    parser.add_argument("--lengths", action="store_true", help="compare fixed micro-batches with budgets of tokens")
     args = parser.parse_args()
+    if args.lengths:
+        lengths()
+        return
     if args.process:
         process(args.process[0], args.process[1], Path(args.process[2]))
         return
@@ -436,7 +508,7 @@ def main() -> None:
     head = ["framework", "compopt: error", "peak", "time", "own way: error", "peak", "time"]
     head += ["whole batch: error", "peak", "time"]
     parts = [ABOUT, table(head, body), *(["What failed:\n\n" + "\n".join(failures)] if failures else [])]
-    finish("large_batch", "Large batches in small memory", env, parts, results)
+    finish("small_memory", "Large batches in small memory", env, parts, results)
 
 
 if __name__ == "__main__":
