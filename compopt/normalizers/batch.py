@@ -73,19 +73,21 @@ class BatchNormalizer(Normalizer):
     def estimate(self, call: Call) -> Estimate:
         include = call.hyper.choose("include_positive", {True: 1.0, False: 0.0})
         if include == 0.0 and isinstance(include, float):  # the weights of an anchor sum to one
-            if 0 < call.pairs.least <= FEW and not self._told:
-                self._told = True
-                warn(
-                    f"batches with {call.pairs.least} negatives per anchor: weights without the positive sum to 1 "
-                    f"(DCL), however similar these few are; use InfoNCEEstimator, a memory (recommended), or larger "
-                    f"batches"
-                )
+            self._look_at_negatives(call.pairs.least)
             return Estimate(call.pairs.log_ghat, positive_weight=None if call.pairs.moments else 1.0)
         log_sum = call.pairs.log_sum
         if self.candidates is None:
             total = F.softplus(log_sum, threshold=60.0)  # log(1 + exp x)
         else:
             total = add_positive(log_sum, call.pairs.log_count, self.candidates)
-        if isinstance(include, Tensor):
-            total = total.where(include > 0, log_sum)
+        total = total.where(include > 0, log_sum) if isinstance(include, Tensor) else total
         return Estimate(total - call.pairs.log_count)
+
+    def _look_at_negatives(self, least: int) -> None:
+        """Warn, once, of so few negatives that their weights hardly differ."""
+        if 0 < least <= FEW and not self._told:
+            self._told = True
+            warn(
+                f"batches with {least} negatives per anchor: weights without the positive sum to 1 (DCL), however "
+                f"similar these few are; use InfoNCEEstimator, a memory (recommended), or larger batches"
+            )
