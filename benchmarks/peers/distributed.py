@@ -63,6 +63,10 @@ def plainly(loss: losses.Loss, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
     return loss(z1, z2, index)
 
 
+def in_float32(loss: losses.Loss, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+    return loss(z1.float(), z2.float(), index)  # LibAUC's rows are float32
+
+
 # package, loss with its options -> how it is built
 CASES: dict[tuple[str, str], Callable[[], Any]] = {
     ("open_clip_torch", "ClipLoss()"): partial(open_clip, "clip"),
@@ -98,7 +102,7 @@ SGD and clipping do. A missing gradient is another direction."""
 
 def checked(package: str, build: Callable[[], Any]) -> list[DistributedResult] | str:
     """Return the results, or the error of a loss that fails."""
-    call = None if package == "compopt" else plainly
+    call = {"compopt": None, "libauc": in_float32}.get(package, plainly)
     try:
         return check_distributed(build, SIZES, call=call, samples=SAMPLES, tolerance=TOLERANCE)
     except Exception as error:
