@@ -12,20 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.report import ROOT, stored, table
-from benchmarks.studies import curation, finetuning, pretrained
-from benchmarks.studies.default.report import (
-    best_peers,
-    by_warmup,
-    first,
-    long_warmup,
-    long_warmup_unseen,
-    momentum_variants,
-    overview,
-    small_batch,
-    small_sets,
-    unseen_sets,
-    variants,
-)
+from benchmarks.studies import curation, pretrained
+from benchmarks.studies.default.report import first, long_warmup, overview, variants
 
 BEGIN, END = "<!-- python -m benchmarks.summary -->", "<!-- end -->"
 COMPARED = ("peers_speed", "peers_quality", "peers_twins", "peers_ranks", "peers_resume", "peers_rows", "scaling")
@@ -55,10 +43,7 @@ def provenance() -> str:
 
 PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
     ROOT / "README.md": (first,),
-    ROOT / "docs" / "evidence.md": (
-        *(overview, by_warmup, long_warmup, best_peers, long_warmup_unseen, small_batch, variants, momentum_variants),
-        *(finetuning.summary, small_sets, unseen_sets),
-    ),
+    ROOT / "docs" / "evidence.md": (overview, long_warmup, variants),
     ROOT / "docs" / "which.md": (pretrained.summary,),
     ROOT / "docs" / "guides" / "checkpoints.md": (sparse_saves,),
     ROOT / "docs" / "guides" / "curation.md": (curation.summary,),

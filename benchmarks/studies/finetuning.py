@@ -314,13 +314,6 @@ def complete(results: Results) -> Finals:
     return {arm: runs for arm, runs in STUDY.finals(results).items() if len(runs) == len(STUDY.seeds)}
 
 
-def summary() -> str:
-    """Return the table of the default's differences to DCL and to the gradient cache on all data sets."""
-    finals = complete(STUDY.finished())
-    body = [[f"{data}: {theirs}", *_against(finals, data, OURS, theirs)] for data in DATA for theirs in ("DCL", CACHED)]
-    return table([f"`{OURS}` minus", *HEADS], body)
-
-
 def _of_data(finals: Finals, data: str) -> list[str]:
     before = _recall(finals.get(f"{data}: {BEFORE}", []))
     recall = [

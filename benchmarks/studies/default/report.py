@@ -183,11 +183,6 @@ def _better_warmup(finals: Finals, results: Results, loss: str) -> str:
     return max(tuned, key=lambda arm: STUDY.validation(arm, results)) if tuned else f"{loss}, {SMALL}"
 
 
-def small_batch() -> str:
-    """Return a table of all losses at the small batch size, with the advantage of the default."""
-    return _beside_default({name: name for name in (DEFAULT, *ROWS)}, SMALL)
-
-
 def variants() -> str:
     """Return a table of recall of the default with one change."""
     return _variants(arms.VARIANTS)
@@ -196,11 +191,6 @@ def variants() -> str:
 def candidates() -> str:
     """Return a table of recall of the default with the positive in the denominator."""
     return _variants(arms.CANDIDATES)
-
-
-def momentum_variants() -> str:
-    """Return a table of recall of the default with momentum features."""
-    return _variants(arms.MOMENTUM_RATES)
 
 
 def _variants(changes: Iterable[str]) -> str:
