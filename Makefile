@@ -51,7 +51,7 @@ test-triton: $(TRITON_VENV)/.triton  ## run the tests of the kernels in Triton, 
 	$(TRITON_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal tests/triton $(PYTEST_ARGS)
 
 test-peers: $(BENCH_VENV)/.peers  ## run the pages beside other packages, in the environment of `make bench`
-	$(BENCH_VENV)/bin/python -m pytest tests/test_page_blocks.py -k coming_from $(PYTEST_ARGS)
+	$(BENCH_VENV)/bin/python -m pytest tests/test_page_blocks.py -k "coming_from or open_clip" $(PYTEST_ARGS)
 
 test-full: $(VENV)/.dev  ## run every test, and every case of every product
 	$(PYTEST) $(PYTEST_ARGS)

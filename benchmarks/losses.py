@@ -5,7 +5,7 @@
 
 Three ranks (gloo) train with DDP, and one of them fails in its fourth step. Every other rank must end with its own
 error within the group's timeout, and reports its warnings and this error. A rank that is still running a minute after
-the timeout ends the program with an error. ``docs/guides/failures.md`` contains the table.
+the timeout ends the program with an error. ``docs/guides/checkpoints.md`` says what to do.
 """
 
 from __future__ import annotations

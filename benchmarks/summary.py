@@ -20,13 +20,6 @@ COMPARED = ("peers_speed", "peers_quality", "peers_twins", "peers_ranks", "peers
 LAST = "2310a77"  # the last commit that has the scripts of finished studies
 
 
-def sparse_saves() -> str:
-    """Return a table of the costs of saves and passes after few random visits to large tables."""
-    shown = [0, 1, 2, 3, 4, 6, 8, 11, 12]
-    head = ["rows on", "n", "visited", "pages", "checkpoint, MiB", "save", "background", "state_dict", "scores"]
-    return table(head, [[line[i] for i in shown] for line in stored("saving_sparse")["results"]])
-
-
 def provenance() -> str:
     """Return a table of machine, versions, commit and command of each of the compared results."""
     body = []
@@ -45,7 +38,6 @@ PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
     ROOT / "README.md": (first,),
     ROOT / "docs" / "evidence.md": (overview, long_warmup, variants),
     ROOT / "docs" / "which.md": (pretrained.summary,),
-    ROOT / "docs" / "guides" / "checkpoints.md": (sparse_saves,),
     ROOT / "docs" / "guides" / "curation.md": (curation.summary,),
     ROOT / "benchmarks" / "README.md": (provenance,),
 }

@@ -126,8 +126,6 @@ def test_the_notebook_of_a_page_has_its_blocks(monkeypatch):
         assert {block.strip() for block in blocks(page, "python")} <= set(code)
         assert not any("executed: true" in cell["source"] or "<!---" in cell["source"] for cell in cells)
     assert len(pages) == 6
-    for path, text in executed.committed().items():
-        assert path.read_text() == text, "run python docs/extensions/executed.py"
 
 
 def test_every_picture_has_a_text_alternative():
@@ -181,16 +179,17 @@ def test_the_page_on_extending_is_short_and_uses_public_names():
 
 ADAPTERS = {
     "accelerate": ["attach", "register_for_checkpointing"],
-    "lightning": ["EstimatorCallback"],
+    "lightning": ["EstimatorCallback"],  # on the page of transformers
     "sentence_transformers": [
         "EstimatorLoss", "CachedEstimatorLoss", "EstimatorCallback", "add_index", "guided_options", "ranking_options"
     ],
-    "transformers": ["EstimatorCallback"],
+    "transformers": ["EstimatorCallback", "GradientCacheMixin"],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("page", "name"), [(page, name) for page in ADAPTERS for name in ADAPTERS[page]])
 def test_the_guide_of_an_adapter_names_all_arguments(page, name):
     adapter = getattr(pytest.importorskip(f"compopt.integrations.{page}"), name)
+    page = {"lightning": "transformers"}.get(page, page)
     text = (ROOT / "docs" / "guides" / f"{page}.md").read_text()
     assert [each for each in inspect.signature(adapter).parameters if not re.search(rf"\b{each}\b", text)] == []

@@ -25,19 +25,14 @@ PAGES = sorted([ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / 
 # packages that a page needs beyond those of the library and the recipes
 NEEDS = {
     "docs/beyond_contrast.md": ("sklearn",),
-    "docs/coming_from/libauc.md": ("libauc",),
-    "docs/coming_from/lightly.md": ("lightly",),
-    "docs/coming_from/metric_learning.md": ("pytorch_metric_learning",),
-    "docs/coming_from/open_clip.md": ("open_clip",),
-    "docs/coming_from/sentence_transformers.md": ("sentence_transformers", "datasets"),
-    "docs/guides/accelerate.md": ("accelerate",),
-    "docs/guides/deepspeed.md": ("deepspeed",),
-    "docs/guides/export.md": ("onnxruntime", "onnxscript"),
-    "docs/guides/lightning.md": ("lightning",),
+    "docs/coming_from/index.md": ("libauc", "lightly", "pytorch_metric_learning"),
+    "docs/guides/accelerate.md": ("accelerate", "deepspeed"),
+    "docs/guides/gradient_cache.md": ("accelerate", "transformers"),
+    "docs/guides/own_data.md": ("onnxruntime", "onnxscript"),
     "docs/guides/sentence_transformers.md": ("sentence_transformers", "datasets"),
-    "docs/guides/transformers.md": ("transformers", "accelerate"),
+    "docs/guides/transformers.md": ("transformers", "accelerate", "lightning"),
+    "docs/open_clip.md": ("open_clip",),
     "docs/shards.md": ("webdataset",),
-    "docs/text.md": ("sentence_transformers",),
 }
 
 
@@ -51,7 +46,7 @@ def written(page: Path) -> int:
 
 
 # pages that create process groups, start workers or change process-wide state
-OF_THEIR_OWN = {*NEEDS, "docs/guides/fsdp2.md", "docs/guides/momentum.md", "docs/guides/ranks.md"}
+OF_THEIR_OWN = {*NEEDS, *(f"docs/guides/{page}.md" for page in ("momentum", "pairs", "ranks", "torch"))}
 WITH_CODE = [page for page in PAGES if written(page)]
 
 
@@ -80,7 +75,7 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch, request):
         pytest.skip(f"needs {missing}")
     monkeypatch.setenv("COMPOPT_CACHE", str(ROOT / ".cache"))
     monkeypatch.chdir(tmp_path)
-    if "deepspeed" in page.stem:
+    if "deepspeed" in NEEDS.get(name(page), ()):
         request.getfixturevalue("deepspeed_compiled")
     if name(page) in OF_THEIR_OWN:
         command = [sys.executable, "-m", "tests.test_page_blocks", name(page)]

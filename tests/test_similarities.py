@@ -1,4 +1,4 @@
-"""Any matrix of similarities: contrast rows of the identity with its columns (docs/guides/similarities.md)."""
+"""Any matrix of similarities: contrast rows of the identity with its columns (docs/guides/pairs.md)."""
 
 import pytest
 import torch

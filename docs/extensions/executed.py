@@ -3,8 +3,7 @@
 A page is one program: its blocks share their names, and run in a folder of their own. An exception is a warning, and
 ``make docs`` makes warnings errors.
 
-Each of these pages, and of :data:`NOTEBOOKS`, can be downloaded as a notebook. Those of :data:`NOTEBOOKS` are also
-files of the repository, which ``python docs/extensions/executed.py`` writes.
+Each of these pages, and of :data:`NOTEBOOKS`, can be downloaded as a notebook.
 """
 
 from __future__ import annotations
@@ -22,14 +21,7 @@ from typing import Any
 from docutils import nodes
 from sphinx.util import logging
 
-DOCS = Path(__file__).parent.parent
-NOTEBOOKS = (
-    "start",
-    "guides/own_data",
-    "guides/curation",
-    "coming_from/open_clip",
-    "coming_from/sentence_transformers",
-)
+NOTEBOOKS = ("guides/own_data",)
 SETUP = "invisible-code-block: python"
 logger = logging.getLogger(__name__)
 count = 0
@@ -69,22 +61,6 @@ def notebook(page: str) -> dict[str, Any]:
     return {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 4}
 
 
-def committed() -> dict[Path, str]:
-    """The notebooks of the repository, by path."""
-    folder, found = DOCS / "notebooks", {}
-    for page in (DOCS / f"{name}.md" for name in NOTEBOOKS):
-
-        def moved(link: re.Match[str], start: Path = page.parent) -> str:
-            return f"]({os.path.relpath(start / link[1], folder)})"
-
-        made = notebook(page.read_text())
-        for cell in made["cells"]:
-            if cell["cell_type"] == "markdown":
-                cell["source"] = re.sub(r"\]\((?!\w+:|#)([^)\s]+)\)", moved, cell["source"])
-        found[folder / f"{page.stem}.ipynb"] = json.dumps(made, indent=1) + "\n"
-    return found
-
-
 def offer(app: Any, doctree: nodes.document) -> None:
     """Write the notebook beside the page, and link to it below the title."""
     path = Path(app.outdir) / f"{app.env.docname}.ipynb"
@@ -121,9 +97,3 @@ def setup(app: Any) -> dict[str, bool]:
     app.connect("doctree-read", execute)
     app.connect("build-finished", report)
     return {"parallel_read_safe": False, "parallel_write_safe": True}
-
-
-if __name__ == "__main__":
-    for path, text in committed().items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)

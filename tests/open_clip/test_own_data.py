@@ -44,14 +44,14 @@ def test_a_model_of_open_clip_is_trained_and_loaded_from_a_folder(pictures, tmp_
 
 @pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "fastvit_t8"])
 def test_encoders_of_timm_take_pictures_of_the_given_size(name, tmp_path):
-    """The encoders are the same after an export by the lines of docs/guides/export.md."""
+    """The encoders are the same after an export by the lines of docs/guides/own_data.md."""
     model, _ = own_data.build(f"timm:{name}", ["a text"], 64)
     pictures = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
     features = model.eval().image(pictures)
     assert features.shape == (2, own_data.DIM)
     scaled, encoder = model.image
     timm.models.save_for_hf(encoder, str(tmp_path))
-    folder, page = str(tmp_path), (ROOT / "docs" / "guides" / "export.md").read_text()
+    folder, page = str(tmp_path), (ROOT / "docs" / "guides" / "own_data.md").read_text()
     read = re.search(r'`(timm.create_model\("local-dir:".*?\))`', page)[1]
     loaded = eval(read, {"timm": timm, "folder": folder}).eval()
     torch.testing.assert_close(loaded(scaled(pictures)), features)

@@ -71,7 +71,7 @@ def ranking_options(**options: Unpack[RankingOptions]) -> dict[str, Any]:
         raise ValueError(
             f"similarity_fct={named} is nothing that estimators compute; take cos_sim or dot_score of "
             f"sentence_transformers.util, or EstimatorLoss without an estimator, or give the estimator the matrix of "
-            f"similarities (docs/guides/similarities.md)"
+            f"similarities (docs/guides/pairs.md)"
         )
     return estimator_options(loss)
 
