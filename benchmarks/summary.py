@@ -12,12 +12,31 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.report import ROOT, stored, table
+from benchmarks.small_memory import cells
 from benchmarks.studies import curation, pretrained
 from benchmarks.studies.default.report import first, long_warmup, overview, variants
 
 BEGIN, END = "<!-- python -m benchmarks.summary -->", "<!-- end -->"
 COMPARED = ("peers_speed", "peers_quality", "peers_twins", "peers_ranks", "peers_resume", "peers_rows", "scaling")
 LAST = "2310a77"  # the last commit that has the scripts of finished studies
+
+
+def small_memory() -> str:
+    """Return a table of the gradient of a large batch in every framework, in the memory of a micro-batch."""
+    forms = ("gradient cache", "own way")
+    head = ["framework", "compopt: error", "MiB", "s", "its own way: error", "MiB", "s"]
+    body = [
+        [each["framework"], *(cell for form in forms for cell in cells(each[form]))]
+        for each in stored("small_memory")["results"]
+    ]
+    return table(head, body)
+
+
+def token_budget() -> str:
+    """Return a table of micro-batches of a fixed size and of budgets of tokens."""
+    head = ["micro-batch", "micro-batches", "peak, MiB", "time, s"]
+    found = stored("token_budget")["results"]
+    return table(head, [[each["size"], str(each["parts"]), *cells(each)[1:]] for each in found])
 
 
 def provenance() -> str:
@@ -38,6 +57,7 @@ PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
     ROOT / "README.md": (first,),
     ROOT / "docs" / "evidence.md": (overview, long_warmup, variants),
     ROOT / "docs" / "which.md": (pretrained.summary,),
+    ROOT / "docs" / "guides" / "gradient_cache.md": (small_memory, token_budget),
     ROOT / "docs" / "guides" / "curation.md": (curation.summary,),
     ROOT / "benchmarks" / "README.md": (provenance,),
 }

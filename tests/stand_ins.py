@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import compopt
 
-__all__ = ["DIM", "Towers", "compopt", "dataset", "loader", "model", "new_optimizer", "optimizer", "torch"]
+__all__ = ["DIM", "DataLoader", "Towers", "compopt", "dataset", "loader", "model", "new_optimizer", "optimizer", "torch"]
 
 DIM = 16
 
@@ -14,9 +14,9 @@ DIM = 16
 class Towers(nn.Module):
     """Two linear encoders."""
 
-    def __init__(self):
+    def __init__(self, dim=DIM):
         super().__init__()
-        self.image, self.text = nn.Linear(12, DIM), nn.Linear(10, DIM)
+        self.image, self.text = nn.Linear(12, dim), nn.Linear(10, dim)
 
     def forward(self, images, texts):
         return self.image(images), self.text(texts)

@@ -134,13 +134,11 @@ def test_every_picture_has_a_text_alternative():
 
 
 def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) < 130
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
-def test_the_loop_of_the_readme_and_the_index_runs():
-    loop, again = (blocks(page, "diff")[0] for page in (ROOT / "README.md", ROOT / "docs" / "index.md"))
-    model_line, *lines = loop.splitlines(keepends=True)
-    assert "optimizer" in model_line and "".join(lines) == again
+def test_the_loop_of_the_index_runs():
+    lines = blocks(ROOT / "docs" / "index.md", "diff")[0].splitlines(keepends=True)
     added = [line for line in lines if line.startswith("+")]
     assert len(added) == 5
     scope = {"DataLoader": torch.utils.data.DataLoader}

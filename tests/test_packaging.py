@@ -241,8 +241,8 @@ def test_the_long_description_has_no_link_that_leads_nowhere_else():
     linked = script.long_description(readme, address, "9.9.0")
     assert not re.search(r"\]\((?!https?:)", linked)
     assert f"]({address}/blob/v9.9.0/docs/evidence.md)" in linked
-    assert f"]({address}/raw/v9.9.0/docs/concepts/recall_by_batch.svg)" in linked
-    assert f"]({address}/blob/v9.9.0/README.md#notes-on-the-loop)" in linked
+    assert f"]({address}/raw/v9.9.0/docs/concepts/main_result.svg)" in linked
+    assert f"]({address}/blob/v9.9.0/README.md#limits)" in linked
     assert script.urls("", "9.9.0") == {} and script.urls(address, "9.9.0")["Issues"] == f"{address}/issues"
 
 
