@@ -78,6 +78,11 @@ BY_READING = {
     ("compopt/stores/prefetch.py", "Prefetcher.start", "statement"): f"{EQUAL}: creating the group detects them too",
     ("compopt/stores/prefetch.py", "Prefetcher.start", "keyword"): f"{EQUAL}: name of a thread",
     ("compopt/stores/table.py", "RowTable.state_dict", "sign"): ACCELERATOR,
+    ("compopt/objective.py", "Objective.feature_gradients", "and/or"): f"{EQUAL}: both are None, or none is",
+    ("compopt/stores/disk.py", "DiskStore._gather_written", "constant"): f"{EQUAL}: from how many rows on it probes",
+    ("compopt/stores/prefetch.py", "Prefetcher.__init__", "constant"): f"{EQUAL}: the first batch has number 1",
+    ("compopt/checkpoint/manifest.py", "_load", "comparison"): f"{EQUAL}: a manifest of exactly the largest size",
+    ("compopt/distributed/handshake.py", "tau_facts", "arithmetic"): f"{EQUAL}: other numbers for the same kinds",
     ("compopt/distributed/ranks.py", "Ranks.blank", "function"): f"{EQUAL}: integers that nobody reads",
 }
 LIMITS = {"first": 600, "daily": 1500, "triton": 1500, "rest": 3600}  # seconds, after which a stage hangs

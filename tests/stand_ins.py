@@ -6,7 +6,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import compopt
 
-__all__ = ["DIM", "DataLoader", "Towers", "compopt", "dataset", "loader", "model", "new_optimizer", "optimizer", "torch"]
+__all__ = ["DIM", "DataLoader", "Towers", "compopt", "dataset", "loader"]
+__all__ += ["model", "new_optimizer", "optimizer", "torch"]
 
 DIM = 16
 

@@ -1,13 +1,14 @@
 """MovingAverageEstimator and InnerAverage on their own: any finite-sum compositional objective 1/n sum_i f(g_i)."""
 
 import math
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import compopt
-from tests.helpers import near, of_0_3
+from tests.helpers import features, near, of_0_3, run
 from tests.pool import the_pool
 
 N = 7
@@ -283,3 +284,19 @@ def test_several_values_per_sample():
         compopt.compositional_loss(torch.ones(2, 2), torch.arange(2), vectors, torch.log)
     with pytest.raises(TypeError, match=r"args\[0\] must be a tensor"):
         compopt.compositional_loss(torch.ones(2, 2), torch.arange(2), vectors, torch.log, args=(3.0,))
+
+
+@pytest.mark.parametrize(("other", "told"), [(0.1, False), (0.2, True)])
+def test_loaded_averages_of_another_temperature_are_told(other, told):
+    """One sample with another temperature is enough."""
+    z1, z2 = features(8, 4, seed=0)
+    index, tau = torch.arange(8), torch.full((8, 1), 0.1, dtype=torch.float64)
+    est, again = (compopt.SogCLREstimator(10, tau=0.1, dtype=torch.float64) for _ in range(2))
+    run(est, z1, z2, index)
+    est.step()
+    again.load_state_dict(est.state_dict())
+    tau[-1] = other
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run(again, z1, z2, index, tau=tau)
+    assert ["averaged at tau=0.1" in str(each.message) for each in found] == [True] * told

@@ -285,3 +285,8 @@ def test_dcl_warns_once_of_few_negatives(batch, mode, told):
             est(*torch.randn(2, batch, 8))
             other(*torch.randn(2, batch, 8))
     assert ["negatives per anchor" in str(each.message) for each in found] == [True] * told
+
+
+def test_a_temperature_per_anchor_belongs_to_the_call():
+    with pytest.raises(ValueError, match=r"tau must be a number or a 0-d tensor, got shape \(3,\)"):
+        compopt.FixedTemperature(torch.ones(3))

@@ -1,11 +1,13 @@
 """Sample groups: several data sets in one estimator, hyper-parameters changed in place, groups added during a run."""
 
+import math
+
 import pytest
 import torch
 
 import compopt
 from tests.database import BY_NAME, MODES, dual_options
-from tests.helpers import batches, compare_state, group_key, near, run
+from tests.helpers import batches, compare_state, features, group_key, near, run
 from tests.reference import DualReference, FixedReference, MovingAverageReference, Reference
 from tests.test_agreement import compare_forward, follow
 
@@ -190,3 +192,21 @@ def test_refused_groups_change_nothing(spoil):
     with pytest.raises(ValueError, match=r"sample.groups? .*the checkpoint has"):
         est.load_state_dict(state)
     assert est.sample_groups[0]["gamma"] == 0.9 and est.sample_groups[0]["n"] == 20
+
+
+def test_the_positive_is_in_the_denominator_of_one_group():
+    """Anchors of the first group have the weights of InfoNCE, those of the second the weights of DCL."""
+    z1, z2 = features(8, 6, seed=4)
+    index, tau = torch.arange(8), 0.2
+    groups = [{"n": 4, "include_positive": True}, {"n": 4, "include_positive": False}]
+    est = compopt.ContrastiveEstimator(
+        compopt.BatchNormalizer(), compopt.FixedTemperature(tau), sample_groups=groups, multiply_tau=False
+    )
+    sims = torch.nn.functional.normalize(z1, dim=1) @ torch.nn.functional.normalize(z2, dim=1).T / tau
+    expected = []
+    for s in (sims, sims.T):
+        others = s.masked_fill(torch.eye(8, dtype=torch.bool), -torch.inf)
+        alpha = torch.where(index < 4, s.logsumexp(1), others.logsumexp(1))
+        expected.append(alpha - math.log(7) - s.diagonal())
+    value = est(z1, z2, index)
+    torch.testing.assert_close(value, torch.stack(expected).mean(1).sum() / 2, rtol=1e-12, atol=1e-12)

@@ -72,7 +72,7 @@ class BatchNormalizer(Normalizer):
 
     def estimate(self, call: Call) -> Estimate:
         include = call.hyper.choose("include_positive", {True: 1.0, False: 0.0})
-        if include == 0.0 and isinstance(include, float):  # the weights of an anchor sum to one
+        if isinstance(include, float) and include == 0.0:  # the weights of an anchor sum to one
             self._look_at_negatives(call.pairs.least)
             return Estimate(call.pairs.log_ghat, positive_weight=None if call.pairs.moments else 1.0)
         log_sum = call.pairs.log_sum
