@@ -1,0 +1,157 @@
+"""Data sets of 1,000 or 1,500 pairs, with fixed inputs that two small perceptrons encode.
+
+==========  ===============================================  ======  ========
+digits      left and right halves of written digits           1,000       700
+glyphs      characters in a random face, and their names      1,500     1,000
+docstrings  names and descriptions of Python's functions      1,000       600
+icons       one concept in two designs                        1,000     1,000
+==========  ===============================================  ======  ========
+
+The columns are training pairs and held-out pairs. Texts are counts of hashed three-letter parts; images are reduced to
+at most 16 x 16 pixels. No default was chosen with ``docstrings`` and ``icons``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.studies.default.tasks import between
+from recipes import cache as cached
+from recipes import glyphs, icon_sets, icons, text
+
+HIDDEN, DIM = 64, 32
+BUCKETS, KEPT = 512, 16  # buckets of the parts of texts; pixels per side
+Sides = tuple[Tensor, ...]
+
+
+class Towers(nn.Module):
+    """One perceptron for each side."""
+
+    def __init__(self, widths: tuple[int, int], hidden: int) -> None:
+        super().__init__()
+        self.one, self.two = (
+            nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, DIM)) for width in widths
+        )
+
+    def forward(self, x1: Tensor, x2: Tensor) -> Sides:
+        return self.one(x1), self.two(x2)
+
+
+class Pairs(NamedTuple):
+    """Inputs of both sides of the training pairs, and of the held-out pairs."""
+
+    train: Sides
+    held_out: Sides
+
+    @property
+    def n(self) -> int:
+        return len(self.train[0])
+
+    def model(self) -> Towers:
+        one, two = (side.shape[1] for side in self.train)
+        return Towers((one, two), HIDDEN)
+
+    @torch.no_grad()
+    def recall(self, model: nn.Module) -> dict[str, float]:
+        """Return R@1 among the held-out pairs, in each direction and on average."""
+        return {name: round(value, 6) for name, value in between(*model(*self.held_out)).items()}
+
+
+def digits() -> Sides:
+    from sklearn.datasets import load_digits
+
+    images = torch.from_numpy(load_digits().images).float() / 16
+    images = images[torch.from_numpy(np.random.RandomState(1).permutation(len(images)))]
+    left, right = images.chunk(2, 2)
+    return left.flatten(1), right.flatten(1)
+
+
+def named_glyphs() -> Sides:
+    data = glyphs.load()
+    order = _shuffled(len(data))
+    first = np.unique(data.caption[order].numpy(), return_index=True)[1]  # a random face of each character
+    at = order[torch.from_numpy(first)][_shuffled(len(first))]
+    return _reduced(data.images[at]), _counted([data.names[name].lower() for name in data.caption[at].tolist()])
+
+
+def docstrings() -> Sides:
+    found = text.docstrings()
+    once = {name: told for told, name in {told: name for name, told in zip(*found, strict=True)}.items()}
+    order = _shuffled(len(once)).tolist()
+    names, texts = [*once], [*once.values()]
+    return _counted([names[at] for at in order]), _counted([texts[at].lower() for at in order])
+
+
+def designs() -> Sides:
+    """Return two icons of each name that icons of several families have, drawn by two of them."""
+
+    def draw() -> dict[str, np.ndarray]:
+        data = icons.load(progress=False)
+        order = _shuffled(len(data))
+        order = order[(data.kind == icons.KINDS.index("interface"))[order]]
+        first: dict[int, int] = {}
+        second: dict[int, int] = {}
+        for at in order.tolist():
+            name = int(data.caption[at])
+            other = first.setdefault(name, at)
+            if data.family[other] != data.family[at]:
+                second.setdefault(name, at)
+        chosen = [*second][: 2 * sum(SIZES["icons"])]
+        return {
+            "one": data.images[[first[name] for name in chosen]].numpy(),
+            "two": data.images[[second[name] for name in chosen]].numpy(),
+        }
+
+    key = f"{icons.cache_key(icon_sets.DIGEST)} {SIZES['icons']}"
+    found = cached.read_or_make(cached.file(None, "visits_icons.npz"), key, ["one", "two"], draw)
+    one, two = (_reduced(torch.from_numpy(found[side])) for side in ("one", "two"))
+    return one, two
+
+
+def _shuffled(n: int) -> Tensor:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(0))
+
+
+def _reduced(images: Tensor) -> Tensor:
+    """Return images ``(N, h, w)`` uint8 as vectors of KEPT x KEPT values."""
+    return F.adaptive_avg_pool2d(images[:, None].float() / 255, KEPT).flatten(1)
+
+
+def _counted(lines: list[str]) -> Tensor:
+    """Return texts as normalised counts of hashed parts of three letters, ``(N, BUCKETS)``."""
+    from sklearn.feature_extraction.text import HashingVectorizer
+
+    counts = HashingVectorizer(n_features=BUCKETS, analyzer="char_wb", ngram_range=(3, 3)).transform(lines)
+    return torch.from_numpy(counts.toarray()).float()
+
+
+DATA: dict[str, Callable[[], Sides]] = {
+    "digits": digits,
+    "glyphs": named_glyphs,
+    "docstrings": docstrings,
+    "icons": designs,
+}
+SIZES = {"digits": (1000, 700), "glyphs": (1500, 1000), "docstrings": (1000, 600), "icons": (1000, 1000)}
+
+
+@cache
+def load(name: str, fold: int | None = None) -> Pairs:
+    """Return the pairs of the final runs, or a fold of those of the tuning, which has none of their held-out pairs.
+
+    The settings of ``digits`` are chosen on 300 of its training pairs, others in each fold, with the rest as training
+    pairs; those of the other data sets on further pairs.
+    """
+    sides, (n, m) = DATA[name](), SIZES[name]
+    if fold is not None:
+        begin, end = (0, n) if name == "digits" else (n + m, 2 * (n + m))
+        n, m = (7 * n // 10, 3 * n // 10) if name == "digits" else (n, m)
+        sides = tuple(side[begin:end].roll(fold * m, 0) for side in sides)
+    one, two = (side[: n + m].split([n, m]) for side in sides)
+    return Pairs((one[0], two[0]), (one[1], two[1]))
