@@ -1,199 +1,166 @@
 """Study of many visits per row: gain of methods with state per sample over InfoNCE and DCL.
 
-    python -m benchmarks.studies.visits tune   [--data digits ...] [--methods ...] [--minutes 60]  # at batch 8
-    python -m benchmarks.studies.visits final  [--data ...] [--methods ...] [--batches ...] [--minutes 60]
-    python -m benchmarks.studies.visits plan     # number of runs, and hours that remain
-    python -m benchmarks.studies.visits report   # results/visits.md
+    python -m benchmarks.studies.visits tune   [--data digits ...] [--methods ...] [--minutes 60]
+    python -m benchmarks.studies.visits final  [--data ...] [--methods ...] [--batches ...] [--visits ...]
+    python -m benchmarks.studies.visits report   # results/visits.md, with the hours that are left
     python -m benchmarks.studies.visits plot     # results/visits.png
 
-``benchmarks.studies.visits.data`` describes the data sets; ``icons`` needs npm. Every epoch visits each row once, so
-that the number of epochs is that of visits. Each length is a run of its own, with a cosine of its own length.
+``benchmarks.studies.visits.data`` describes the data sets; ``icons`` needs npm once. Every epoch visits each row once,
+so that the number of epochs is that of visits. Each length is a run of its own, with a cosine of its own length.
 
 Learning rate, temperature, and gamma, rho, prototypes, length and decay where they exist are chosen one after another,
-for each method and data set, at batch 8 with 20 epochs, by the mean recall of two seeds on other pairs than those of
-the final runs. All batch sizes and lengths use them. ``docstrings`` and ``icons`` come last: they play no part in the
-choice of defaults. Each finished run is a line of ``results/visits.jsonl`` and is not run again; all runs are made by
-one process with one thread, and can be stopped at any moment.
+for each method and data set, at batch 8 with 20 epochs, by the mean recall of two seeds on other pairs than those held
+out for the final runs. All batch sizes and lengths use them. ``docstrings`` and ``icons`` come last: no default is
+chosen with them. Each finished run is a line of ``results/visits.jsonl`` and is not run again; all runs are made by one
+process with one thread, which can be stopped at any moment.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from statistics import mean
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
-import torch
-from tqdm import tqdm
+from benchmarks.report import paired, table
+from benchmarks.studies.search import TUNE_SEED, Results, by_seed, provenance, settings
+from benchmarks.studies.visits.data import DATA, HELD_OUT, SIZES
+from benchmarks.studies.visits.runs import BASES, BATCHES, METHODS, PAPERS, STUDY, VISITS, carry_out, name, plan
 
-from benchmarks.report import RESULTS, append_run
-from benchmarks.studies.search import TUNE_SEED, Arm, Job, Results, Search, stamp
-from benchmarks.studies.visits.data import DATA, SIZES, load
-from benchmarks.studies.visits.training import METHODS, train
+LARGEST, FEWEST = 16, 20  # batch, and visits per row, of the cells in which the papers' methods should gain
+ABOUT = """\
+R@1 among the held-out pairs, mean of both directions, in per cent: mean ± standard error over five seeds, by the number
+of visits of each row, which is that of epochs; each is a run of its own. In parentheses: difference from the better one
+of InfoNCE and DCL in the same column, mean of the differences by seed ± standard error; bold: more than two standard
+errors above both.
 
-BATCHES, VISITS, SEEDS = (8, 16, 4, 64), (20, 40, 80, 10, 5), (0, 1, 2, 3, 4)  # in the order of the runs
-TUNED_AT, TUNE_SEEDS = (8, 20), (TUNE_SEED, TUNE_SEED + 1)
-HELD_OUT = ("docstrings", "icons")  # no default is chosen with these data sets
-GRIDS: dict[str, tuple[float, ...]] = {
-    "lr": (1e-3, 3e-3, 1e-2),
-    "tau": (0.05, 0.1, 0.2),
-    "gamma": (0.1, 0.3, 0.5, 0.8),
-    "rho": (0.5, 1.0, 2.0),
-    "tau_lr": (2e-3, 1e-2),
-    "prototypes": (64, 256, 1024),
-    "length": (64, 256),
-    "decay": (0.9, 0.97, 0.99),
-}
-START = {
-    "lr": 3e-3, "tau": 0.1, "gamma": 0.3, "rho": 1.0, "tau_lr": 2e-3, "prototypes": 256, "length": 64, "decay": 0.97
-}  # fmt: skip
-WIDEN = {"lr": 3.0, "tau": 2.0, "rho": 2.0}
-FURTHER: dict[str, tuple[str, ...]] = {  # settings beside the learning rate and the temperature
-    "recommended, momentum": ("decay",),
-    "MoCo with DCL": ("decay", "length"),
-    "SogCLR": ("gamma",),
-    "SogCLR, positive": ("gamma",),
-    "iSogCLR": ("gamma", "rho", "tau_lr"),
-    "FastCLIP v3": ("gamma", "rho"),
-    "NeuCLIP, Algorithm 1": ("rho", "prototypes"),
-}
+Learning rate, temperature and the other settings of a method are chosen one after another on each data set, at batch 8
+with 20 visits, by the mean recall of two other seeds on pairs that are not among those of the final runs; on digits, on
+300 of the training pairs, others with each seed. All cells use these settings."""
+CHOSEN = "R@1 in per cent, mean of the two seeds of the tuning. The chosen settings are bold."
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell(Arm):
-    """A method on a data set, with a batch size and a number of visits per row."""
+class Column:
+    """Recall by method and seed at one number of visits, of the methods with at least two finished seeds."""
 
-    data: str
-    method: str
-    batch: int
-    visits: int
+    def __init__(self, finals: Mapping[str, Any], data: str, batch: int, visits: int) -> None:
+        found = {m: by_seed(finals.get(name(data, m, batch, visits), []), "test/recall") for m in METHODS}
+        self.visits, self.recall = visits, {method: seeds for method, seeds in found.items() if len(seeds) > 1}
+        bases = [base for base in BASES if base in self.recall]
+        # the better one of InfoNCE and DCL, once both have finished
+        self.base = max(bases, key=lambda base: mean(self.recall[base].values())) if len(bases) == 2 else None
 
+    def gaps(self, method: str, base: str | None = None) -> list[float]:
+        """Return the differences from ``base``, by default the better one; empty for fewer than two common seeds."""
+        ours, theirs = self.recall.get(method, {}), self.recall.get(base or self.base or "", {})
+        gaps = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+        return gaps if len(gaps) > 1 else []
 
-def name(data: str, method: str, batch: int, visits: int) -> str:
-    return f"{data}: {method}, {batch}, {visits}"
+    def above(self, method: str) -> bool:
+        """Return whether a method is more than two standard errors above both InfoNCE and DCL."""
+        return all((gaps := self.gaps(method, base)) and mean(gaps) > 2 * error(gaps) for base in BASES)
 
-
-def _cell(data: str, method: str, batch: int, visits: int) -> Cell:
-    where: dict[str, Any] = {"data": data, "method": method, "batch": batch, "visits": visits}
-    if (batch, visits) != TUNED_AT:
-        return Cell(**where, after=name(data, method, *TUNED_AT))
-    grids = {key: GRIDS[key] for key in ("lr", "tau", *FURTHER.get(method, ()))}
-    return Cell(**where, first={key: START[key] for key in grids}, grids=grids, widen=WIDEN)
-
-
-ARMS = {name(*cell): _cell(*cell) for cell in itertools.product(DATA, METHODS, BATCHES, VISITS)}
-PART = {False: "validation", True: "test"}
-
-
-def score(result: dict[str, Any]) -> float:
-    """Return recall on the pairs of the tuning."""
-    return result["metrics"]["validation/recall"]
+    def cell(self, method: str) -> str:
+        if method not in self.recall:
+            return ""
+        values = [*self.recall[method].values()]
+        shown, gaps = f"{mean(values):.1f} ± {error(values):.1f}", self.gaps(method)
+        gain = f" ({paired(gaps)})" if gaps and method not in BASES else ""
+        return f"**{shown}{gain}**" if gain and self.above(method) else shown + gain
 
 
-STUDY = Search(ARMS, RESULTS / "visits.jsonl", score, SEEDS)
+def error(values: Sequence[float]) -> float:
+    return stdev(values) / sqrt(len(values))
 
 
-def run_one(job: Job) -> dict[str, Any]:
-    """Train and evaluate; a run of the tuning has the means of its seeds."""
-    cell, seconds, steps, found = ARMS[job.arm], 0.0, 0, []
-    for fold, seed in enumerate((job.seed,) if job.final else TUNE_SEEDS):
-        pairs = load(cell.data, None if job.final else fold)
-        model, took = train(cell.method, job.options, pairs, cell.batch, cell.visits, seed)
-        seconds, steps = seconds + took, steps + cell.visits * (pairs.n // cell.batch)
-        found.append(pairs.recall(model))
-    metrics = {f"{PART[job.final]}/{key}": round(mean(run[key] for run in found), 6) for key in found[0]}
-    return {"job": asdict(job), "metrics": metrics, "seconds": round(seconds, 2), "steps": steps, **STAMP}
+def page(results: Results) -> str:
+    """Return the page of the finished runs."""
+    finals, (count, left) = STUDY.finals(results), plan(results)
+    tuned = sum(run["job"]["seed"] == TUNE_SEED for run in results.values())
+    parts = [
+        "# Many visits per row",
+        provenance([*results.values()], "benchmarks/studies/visits/__main__.py"),
+        f"{tuned} of the runs, with two seeds each, choose settings; the others are final. {count:,} final runs are "
+        f"missing, about {left:.1f} hours.",
+        ABOUT,
+        goal(finals),
+        "![Gain over the better one of InfoNCE and DCL against visits per row](visits.png)",
+    ]
+    for data, batch in itertools.product(DATA, sorted(BATCHES)):
+        columns = [column for visits in sorted(VISITS) if (column := Column(finals, data, batch, visits)).recall]
+        if columns:
+            kept = "; no default was chosen with this data set" if data in HELD_OUT else ""
+            n, m = SIZES[data]
+            rows = [[method, *(column.cell(method) for column in columns)] for method in METHODS]
+            head = ["visits per row", *(str(column.visits) for column in columns)]
+            parts += [f"## {data.capitalize()}, batch {batch}", f"{n:,} training pairs, {m:,} held-out pairs{kept}."]
+            parts += [table(head, rows)]
+    return "\n\n".join([*parts, settings(STUDY, results, CHOSEN, "validation", 1)])
 
 
-STAMP = stamp()
+def goal(finals: Mapping[str, Any]) -> str:
+    """Return the number of cells with small batches and many visits in which methods are above both baselines."""
+    cells = itertools.product(DATA, (b for b in BATCHES if b <= LARGEST), (v for v in VISITS if v >= FEWEST))
+    columns = [column for cell in cells if any((column := Column(finals, *cell)).gaps(method) for method in PAPERS)]
+    won, body = sum(any(map(column.above, PAPERS)) for column in columns), []
+    for method in METHODS:
+        own = [column for column in columns if column.gaps(method)]
+        if own and method not in BASES:
+            gain = f"{mean(mean(column.gaps(method)) for column in own):+.1f}"
+            body.append([method, f"{sum(column.above(method) for column in own)} of {len(own)}", gain])
+    return (
+        f"In {won} of {len(columns)} finished cells with batch {LARGEST} or less and {FEWEST} visits or more, at least "
+        f"one of the papers' {len(PAPERS)} methods is more than two standard errors above both InfoNCE and DCL. By "
+        "method, with the mean difference from the better one of the two:\n\n"
+        + table(["", "cells above both", "mean difference"], body)
+    )
 
 
-def waiting(arms: Sequence[str], final: bool, results: Results) -> Iterator[Job]:
-    """Yield the runs that are missing, of the tuning before the final ones; ``results`` must grow meanwhile."""
-    for arm in dict.fromkeys(ARMS[arm].after or arm for arm in arms):
-        while missing := STUDY.next_jobs(arm, results):
-            yield from missing
-    for arm in arms if final else ():
-        yield from STUDY.next_jobs(arm, results, final=True)
+def plot(results: Results, target: Path) -> None:
+    """Draw the gain over the better one of InfoNCE and DCL against visits, a panel per data set and batch size."""
+    import matplotlib.pyplot as plt
 
-
-def carry_out(arms: Sequence[str], final: bool, minutes: float) -> None:
-    """Make the missing runs in this process, until the time is over."""
-    results, end = STUDY.finished(), time.monotonic() + 60 * minutes
-    with tqdm(unit="run") as bar:
-        for job in waiting(arms, final, results):
-            if time.monotonic() > end:
-                return
-            results[job.key] = run = run_one(job)
-            append_run(STUDY.path, run)
-            bar.set_postfix_str(job.arm + ("" if job.final else f" {score(run):.4f}"))
-            bar.update()
-
-
-# -- the plan ------------------------------------------------------------------------------------------------------
-
-
-def hours(results: Results) -> tuple[int, float, float]:
-    """Return the number of missing final runs, their estimated hours, and the hours so far.
-
-    A run takes the time per step of finished runs of the same method, at the nearest batch size.
-    """
-    pace: dict[tuple[str, int], list[float]] = {}
-    for run in results.values():
-        cell = ARMS[run["job"]["arm"]]
-        pace.setdefault((cell.method, cell.batch), []).append(run["seconds"] / run["steps"])
-    count, seconds = 0, 0.0
-    for cell in ARMS.values():
-        known = [batch for batch in BATCHES if (cell.method, batch) in pace]
-        arm = name(cell.data, cell.method, cell.batch, cell.visits)
-        best = STUDY.best(ARMS[arm].after or arm, results)
-        done = 0 if best is None else sum(Job(arm, best, seed).key in results for seed in SEEDS)
-        count += len(SEEDS) - done
-        if known:
-            near = min(known, key=lambda batch: abs(batch - cell.batch))
-            seconds += (len(SEEDS) - done) * _steps(cell) * mean(pace[cell.method, near])
-    return count, seconds / 3600, sum(run["seconds"] for run in results.values()) / 3600
-
-
-def _steps(cell: Cell) -> int:
-    return cell.visits * (SIZES[cell.data][0] // cell.batch)
+    finals, ticks = STUDY.finals(results), sorted(VISITS)
+    options: dict[str, Any] = {"sharex": True, "sharey": "row", "layout": "constrained"}
+    figure, axes = plt.subplots(len(DATA), len(BATCHES), figsize=(13, 11), **options)
+    for panel, (data, batch) in zip(axes.flat, itertools.product(DATA, sorted(BATCHES)), strict=True):
+        columns = [Column(finals, data, batch, visits) for visits in ticks]
+        panel.axhline(0, color="black", linewidth=0.8)
+        for number, method in enumerate(method for method in METHODS if method not in BASES):
+            points = [(c.visits, mean(gaps), error(gaps)) for c in columns if (gaps := c.gaps(method))]
+            style = {"color": f"C{number}", "linestyle": "-" if method in PAPERS else ":", "label": method}
+            panel.errorbar(*zip(*points, strict=True) if points else ([], []), marker=".", linewidth=1, **style)
+        panel.set_title(f"{data}, batch {batch}", fontsize=9)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(ticks, [str(visits) for visits in ticks])
+    figure.supxlabel("visits per row")
+    figure.supylabel("R@1 minus that of the better one of InfoNCE and DCL, points")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=5, fontsize=8)
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    root = argparse.ArgumentParser(
-        "python -m benchmarks.studies.visits",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    root.add_argument("command", choices=("tune", "final", "plan", "report", "plot"))
-    root.add_argument("--data", nargs="+", choices=DATA, default=[*DATA])
-    root.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
-    root.add_argument("--batches", nargs="+", type=int, choices=BATCHES, default=[*BATCHES])
-    root.add_argument("--visits", nargs="+", type=int, choices=VISITS, default=[*VISITS])
+    describe: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    root = argparse.ArgumentParser("python -m benchmarks.studies.visits", **describe)
+    root.add_argument("command", choices=("tune", "final", "report", "plot"))
+    for option, values, kind in (
+        ("--data", DATA, str), ("--methods", METHODS, str), ("--batches", BATCHES, int), ("--visits", VISITS, int)
+    ):  # fmt: skip
+        root.add_argument(option, nargs="+", type=kind, choices=values, default=[*values])
     root.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after this time")
     args = root.parse_args(argv)
     if args.command in ("tune", "final"):
-        torch.set_num_threads(1)
-        cells: Iterable[tuple[str, int, int, str]] = itertools.product(
-            args.data, args.batches, args.visits, args.methods
-        )
+        cells = itertools.product(args.data, args.batches, args.visits, args.methods)
         arms = [name(data, method, batch, visits) for data, batch, visits, method in cells]
         carry_out(arms, args.command == "final", args.minutes)
-    elif args.command == "plan":
-        count, left, spent = hours(STUDY.finished())
-        print(f"{count} final runs left, about {left:.1f} hours; {spent:.1f} hours so far")
+    elif args.command == "report":
+        STUDY.path.with_suffix(".md").write_text(page(STUDY.finished()).rstrip() + "\n")
     else:
-        from benchmarks.studies.visits import report
-
-        target = STUDY.path.with_suffix(".md" if args.command == "report" else ".png")
-        if args.command == "report":
-            target.write_text(report.page(STUDY.finished()).rstrip() + "\n")
-        else:
-            report.plot(STUDY.finished(), target)
-        print(f"wrote {target}")
+        plot(STUDY.finished(), STUDY.path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

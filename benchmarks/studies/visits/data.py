@@ -13,7 +13,7 @@ at most 16 x 16 pixels. No default was chosen with ``docstrings`` and ``icons``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from benchmarks.studies.default.tasks import between
 from recipes import cache as cached
 from recipes import glyphs, icon_sets, icons, text
 
+HELD_OUT = ("docstrings", "icons")
 HIDDEN, DIM = 64, 32
 BUCKETS, KEPT = 512, 16  # buckets of the parts of texts; pixels per side
 Sides = tuple[Tensor, ...]
@@ -34,10 +35,10 @@ Sides = tuple[Tensor, ...]
 class Towers(nn.Module):
     """One perceptron for each side."""
 
-    def __init__(self, widths: tuple[int, int], hidden: int) -> None:
+    def __init__(self, *widths: int) -> None:
         super().__init__()
         self.one, self.two = (
-            nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, DIM)) for width in widths
+            nn.Sequential(nn.Linear(width, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, DIM)) for width in widths
         )
 
     def forward(self, x1: Tensor, x2: Tensor) -> Sides:
@@ -55,8 +56,7 @@ class Pairs(NamedTuple):
         return len(self.train[0])
 
     def model(self) -> Towers:
-        one, two = (side.shape[1] for side in self.train)
-        return Towers((one, two), HIDDEN)
+        return Towers(*(side.shape[1] for side in self.train))
 
     @torch.no_grad()
     def recall(self, model: nn.Module) -> dict[str, float]:
@@ -69,8 +69,7 @@ def digits() -> Sides:
 
     images = torch.from_numpy(load_digits().images).float() / 16
     images = images[torch.from_numpy(np.random.RandomState(1).permutation(len(images)))]
-    left, right = images.chunk(2, 2)
-    return left.flatten(1), right.flatten(1)
+    return tuple(half.flatten(1) for half in images.chunk(2, 2))
 
 
 def named_glyphs() -> Sides:
@@ -78,41 +77,32 @@ def named_glyphs() -> Sides:
     order = _shuffled(len(data))
     first = np.unique(data.caption[order].numpy(), return_index=True)[1]  # a random face of each character
     at = order[torch.from_numpy(first)][_shuffled(len(first))]
-    return _reduced(data.images[at]), _counted([data.names[name].lower() for name in data.caption[at].tolist()])
+    return _reduced(data.images[at]), _counted([data.names[name] for name in data.caption[at].tolist()])
 
 
 def docstrings() -> Sides:
     found = text.docstrings()
-    once = {name: told for told, name in {told: name for name, told in zip(*found, strict=True)}.items()}
-    order = _shuffled(len(once)).tolist()
-    names, texts = [*once], [*once.values()]
-    return _counted([names[at] for at in order]), _counted([texts[at].lower() for at in order])
+    once = [*{name: told for told, name in {told: name for name, told in zip(*found, strict=True)}.items()}.items()]
+    names, texts = zip(*(once[at] for at in _shuffled(len(once)).tolist()), strict=True)
+    return _counted(names), _counted(texts)
 
 
 def designs() -> Sides:
     """Return two icons of each name that icons of several families have, drawn by two of them."""
 
     def draw() -> dict[str, np.ndarray]:
-        data = icons.load(progress=False)
+        data, found = icons.load(progress=False), dict[int, list[int]]()
         order = _shuffled(len(data))
-        order = order[(data.kind == icons.KINDS.index("interface"))[order]]
-        first: dict[int, int] = {}
-        second: dict[int, int] = {}
-        for at in order.tolist():
-            name = int(data.caption[at])
-            other = first.setdefault(name, at)
-            if data.family[other] != data.family[at]:
-                second.setdefault(name, at)
-        chosen = [*second][: 2 * sum(SIZES["icons"])]
-        return {
-            "one": data.images[[first[name] for name in chosen]].numpy(),
-            "two": data.images[[second[name] for name in chosen]].numpy(),
-        }
+        for at in order[(data.kind == icons.KINDS.index("interface"))[order]].tolist():
+            own = found.setdefault(int(data.caption[at]), [])
+            if len(own) < 2 and all(data.family[other] != data.family[at] for other in own):
+                own.append(at)
+        chosen = torch.tensor([own for own in found.values() if len(own) == 2][: 2 * sum(SIZES["icons"])])
+        return {"one": data.images[chosen[:, 0]].numpy(), "two": data.images[chosen[:, 1]].numpy()}
 
     key = f"{icons.cache_key(icon_sets.DIGEST)} {SIZES['icons']}"
     found = cached.read_or_make(cached.file(None, "visits_icons.npz"), key, ["one", "two"], draw)
-    one, two = (_reduced(torch.from_numpy(found[side])) for side in ("one", "two"))
-    return one, two
+    return tuple(_reduced(torch.from_numpy(found[side])) for side in ("one", "two"))
 
 
 def _shuffled(n: int) -> Tensor:
@@ -124,7 +114,7 @@ def _reduced(images: Tensor) -> Tensor:
     return F.adaptive_avg_pool2d(images[:, None].float() / 255, KEPT).flatten(1)
 
 
-def _counted(lines: list[str]) -> Tensor:
+def _counted(lines: Sequence[str]) -> Tensor:
     """Return texts as normalised counts of hashed parts of three letters, ``(N, BUCKETS)``."""
     from sklearn.feature_extraction.text import HashingVectorizer
 
