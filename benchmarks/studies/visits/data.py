@@ -1,18 +1,19 @@
-"""Data sets of 1,000 or 1,500 pairs, with fixed inputs that two small perceptrons encode.
+"""Data sets of 1,000 or 1,500 pairs with fixed inputs, and the perceptrons that encode them.
 
-==========  ===============================================  ======  ========
-digits      left and right halves of written digits           1,000       700
-glyphs      characters in a random face, and their names      1,500     1,000
-docstrings  names and descriptions of Python's functions      1,000       600
-icons       one concept in two designs                        1,000     1,000
-==========  ===============================================  ======  ========
+==========  ==============================================  =====  =====
+digits      left and right halves of written digits         1,000    700
+glyphs      characters in a random face, and their names    1,500  1,000
+docstrings  names and descriptions of Python's functions    1,000    600
+icons       one concept in two designs                      1,000  1,000
+==========  ==============================================  =====  =====
 
-The columns are training pairs and held-out pairs. Texts are counts of hashed three-letter parts; images are reduced to
-at most 16 x 16 pixels. No default was chosen with ``docstrings`` and ``icons``.
+The columns are training pairs and held-out pairs. Digits and glyphs are pixels, texts counts of hashed parts of three
+letters, and icons strengths of edges, which one encoder takes for both sides. No default is chosen with ``HELD_OUT``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -28,35 +29,38 @@ from recipes import glyphs, icon_sets, icons, text
 
 HELD_OUT = ("docstrings", "icons")
 HIDDEN, DIM = 64, 32
-BUCKETS, KEPT = 512, 16  # buckets of the parts of texts; pixels per side
+BUCKETS, KEPT = 512, 16  # buckets of the parts of texts; pixels per side of glyphs
 Sides = tuple[Tensor, ...]
 
 
 class Towers(nn.Module):
-    """One perceptron for each side."""
+    """One perceptron for each side, or one for both."""
 
-    def __init__(self, *widths: int) -> None:
+    def __init__(self, *widths: int, shared: bool) -> None:
         super().__init__()
         self.one, self.two = (
             nn.Sequential(nn.Linear(width, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, DIM)) for width in widths
         )
+        if shared:
+            self.two = self.one
 
     def forward(self, x1: Tensor, x2: Tensor) -> Sides:
         return self.one(x1), self.two(x2)
 
 
 class Pairs(NamedTuple):
-    """Inputs of both sides of the training pairs, and of the held-out pairs."""
+    """Inputs of both sides of the training pairs and of the held-out pairs; ``shared``: one encoder for both sides."""
 
     train: Sides
     held_out: Sides
+    shared: bool
 
     @property
     def n(self) -> int:
         return len(self.train[0])
 
     def model(self) -> Towers:
-        return Towers(*(side.shape[1] for side in self.train))
+        return Towers(*(side.shape[1] for side in self.train), shared=self.shared)
 
     @torch.no_grad()
     def recall(self, model: nn.Module) -> dict[str, float]:
@@ -102,7 +106,7 @@ def designs() -> Sides:
 
     key = f"{icons.cache_key(icon_sets.DIGEST)} {SIZES['icons']}"
     found = cached.read_or_make(cached.file(None, "visits_icons.npz"), key, ["one", "two"], draw)
-    return tuple(_reduced(torch.from_numpy(found[side])) for side in ("one", "two"))
+    return tuple(_edges(torch.from_numpy(found[side])) for side in ("one", "two"))
 
 
 def _shuffled(n: int) -> Tensor:
@@ -112,6 +116,15 @@ def _shuffled(n: int) -> Tensor:
 def _reduced(images: Tensor) -> Tensor:
     """Return images ``(N, h, w)`` uint8 as vectors of KEPT x KEPT values."""
     return F.adaptive_avg_pool2d(images[:, None].float() / 255, KEPT).flatten(1)
+
+
+def _edges(images: Tensor) -> Tensor:
+    """Return the strength of edges in four directions and 8 x 8 places, ``(N, 256)``."""
+    padded = F.pad(images[:, None].float() / 255, (1, 1, 1, 1))
+    across, down = padded[..., 1:-1, 2:] - padded[..., 1:-1, :-2], padded[..., 2:, 1:-1] - padded[..., :-2, 1:-1]
+    angles = [math.pi * part / 4 for part in range(4)]
+    strength = torch.cat([(math.cos(angle) * across + math.sin(angle) * down).abs() for angle in angles], 1)
+    return F.adaptive_avg_pool2d(strength, 8).flatten(1)
 
 
 def _counted(lines: Sequence[str]) -> Tensor:
@@ -144,4 +157,4 @@ def load(name: str, fold: int | None = None) -> Pairs:
         n, m = (7 * n // 10, 3 * n // 10) if name == "digits" else (n, m)
         sides = tuple(side[begin:end].roll(fold * m, 0) for side in sides)
     one, two = (side[: n + m].split([n, m]) for side in sides)
-    return Pairs((one[0], two[0]), (one[1], two[1]))
+    return Pairs((one[0], two[0]), (one[1], two[1]), shared=name == "icons")
