@@ -38,8 +38,8 @@ of InfoNCE and DCL in the same column, mean of the differences by seed ± standa
 errors above both.
 
 Learning rate, temperature and the other settings of a method are chosen one after another on each data set, at batch 8
-with 20 visits, by the mean recall of two other seeds on pairs that are not among those of the final runs; on digits, on
-300 of the training pairs, others with each seed. All cells use these settings."""
+with 20 visits, by the mean recall of two other seeds on other pairs, which on digits differ only in those held out. All
+cells use these settings."""
 CHOSEN = "R@1 in per cent, mean of the two seeds of the tuning. The chosen settings are bold."
 
 

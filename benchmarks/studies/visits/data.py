@@ -1,7 +1,7 @@
 """Data sets of 1,000 or 1,500 pairs with fixed inputs, and the perceptrons that encode them.
 
 ==========  ==============================================  =====  =====
-digits      left and right halves of written digits         1,000    700
+digits      left and right halves of written digits         1,000    398
 glyphs      characters in a random face, and their names    1,500  1,000
 docstrings  names and descriptions of Python's functions    1,000    600
 icons       one concept in two designs                      1,000  1,000
@@ -141,20 +141,17 @@ DATA: dict[str, Callable[[], Sides]] = {
     "docstrings": docstrings,
     "icons": designs,
 }
-SIZES = {"digits": (1000, 700), "glyphs": (1500, 1000), "docstrings": (1000, 600), "icons": (1000, 1000)}
+SIZES = {"digits": (1000, 398), "glyphs": (1500, 1000), "docstrings": (1000, 600), "icons": (1000, 1000)}
 
 
 @cache
-def load(name: str, fold: int | None = None) -> Pairs:
-    """Return the pairs of the final runs, or a fold of those of the tuning, which has none of their held-out pairs.
+def load(name: str, final: bool) -> Pairs:
+    """Return the pairs of the final runs, or those of the tuning, which has none of their held-out pairs.
 
-    The settings of ``digits`` are chosen on 300 of its training pairs, others in each fold, with the rest as training
-    pairs; those of the other data sets on further pairs.
+    All pairs of the tuning are others, except for the training pairs of ``digits``, which has too few.
     """
-    sides, (n, m) = DATA[name](), SIZES[name]
-    if fold is not None:
-        begin, end = (0, n) if name == "digits" else (n + m, 2 * (n + m))
-        n, m = (7 * n // 10, 3 * n // 10) if name == "digits" else (n, m)
-        sides = tuple(side[begin:end].roll(fold * m, 0) for side in sides)
-    one, two = (side[: n + m].split([n, m]) for side in sides)
+    n, m = SIZES[name]
+    begin = 0 if final or name == "digits" else n + m
+    held_out = begin + n + (m if final and name == "digits" else 0)
+    one, two = ((side[begin:][:n], side[held_out:][:m]) for side in DATA[name]())
     return Pairs((one[0], two[0]), (one[1], two[1]), shared=name == "icons")

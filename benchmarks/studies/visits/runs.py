@@ -143,12 +143,10 @@ def train(cell: Cell, options: Mapping[str, float], pairs: Pairs, seed: int) -> 
 
 def run_one(job: Job) -> dict[str, Any]:
     """Train and evaluate; a run of the tuning has the means of its seeds."""
-    cell, part, found, steps = ARMS[job.arm], "test" if job.final else "validation", [], 0
-    began = time.process_time()
-    for fold, seed in enumerate((job.seed,) if job.final else TUNE_SEEDS):
-        pairs = load(cell.data, None if job.final else fold)
-        found.append(pairs.recall(train(cell, job.options, pairs, seed)))
-        steps += cell.visits * (pairs.n // cell.batch)
+    cell, part, seeds = ARMS[job.arm], "test" if job.final else "validation", (job.seed,) if job.final else TUNE_SEEDS
+    pairs, began = load(cell.data, job.final), time.process_time()
+    found = [pairs.recall(train(cell, job.options, pairs, seed)) for seed in seeds]
+    steps = len(seeds) * cell.visits * (pairs.n // cell.batch)
     metrics = {f"{part}/{key}": round(mean(run[key] for run in found), 6) for key in found[0]}
     return {"job": asdict(job), "metrics": metrics, "seconds": round(time.process_time() - began, 2), "steps": steps}
 
