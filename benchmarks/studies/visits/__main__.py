@@ -33,9 +33,9 @@ from benchmarks.studies.visits.runs import BASES, BATCHES, METHODS, PAPERS, STUD
 LARGEST, FEWEST = 16, 20  # batch, and visits per row, of the cells in which the papers' methods should gain
 ABOUT = """\
 R@1 among the held-out pairs, mean of both directions, in per cent: mean ± standard error over five seeds, by the number
-of visits of each row, which is that of epochs; each is a run of its own. In parentheses: difference from the better one
-of InfoNCE and DCL in the same column, mean of the differences by seed ± standard error; bold: more than two standard
-errors above both.
+of visits of each row, which is that of epochs; each is a run of its own. The incomplete batch of an epoch is left out.
+In parentheses: difference from the better one of InfoNCE and DCL in the same column, mean of the differences by seed ±
+standard error; bold: more than two standard errors above both.
 
 Learning rate, temperature and the other settings of a method are chosen one after another on each data set, at batch 8
 with 20 visits, by the mean recall of two other seeds on other pairs, which on digits differ only in those held out. All

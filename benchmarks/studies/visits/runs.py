@@ -35,7 +35,7 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "length": (64, 256),
     "decay": (0.9, 0.97, 0.99),
 }
-WIDEN = {"lr": 3.0, "tau": 2.0, "rho": 2.0}
+WIDEN, MOST = {"lr": 3.0, "tau": 2.0, "rho": 2.0}, {"tau": 0.4}  # iSogCLR's temperatures stay below 0.5
 
 
 # -- methods -------------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def _cell(data: str, method: str, batch: int, visits: int) -> Cell:
     if (batch, visits) != TUNED_AT:
         return Cell(**where, after=name(data, method, *TUNED_AT))
     grids = {key: GRIDS[key] for key in ("lr", "tau", *FURTHER.get(method, ()))}
-    return Cell(**where, first={key: START[key] for key in grids}, grids=grids, widen=WIDEN)
+    return Cell(**where, first={key: START[key] for key in grids}, grids=grids, widen=WIDEN, most=MOST)
 
 
 CELLS = itertools.product(DATA, METHODS, BATCHES, VISITS)
