@@ -153,6 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         root.add_argument(option, nargs="+", type=kind, choices=values, default=[*values])
     root.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after this time")
     args = root.parse_args(argv)
+    print("{:,} final runs are missing, about {:.1f} hours".format(*plan(STUDY.finished())))
     if args.command in ("tune", "final"):
         cells = itertools.product(args.data, args.batches, args.visits, args.methods)
         arms = [name(data, method, batch, visits) for data, batch, visits, method in cells]
