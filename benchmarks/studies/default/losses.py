@@ -215,13 +215,13 @@ class MovedQueue(MomentumQueue):
 class Followed(nn.Module):
     """Estimator of the library with features of a momentum copy of the model."""
 
-    def __init__(self, est: compopt.ContrastiveEstimator) -> None:
+    def __init__(self, est: compopt.ContrastiveEstimator, decay: float = 0.99) -> None:
         super().__init__()
-        self.est = est
+        self.est, self.decay = est, decay
 
     def watch(self, model: nn.Module) -> None:
         """Observe the inputs of the model from now on, and create its momentum copy."""
-        self.encoder = compopt.MomentumEncoder(model)
+        self.encoder = compopt.MomentumEncoder(model, self.decay)
         self.encoder.attach(self.est)
         model.register_forward_hook(self._encode)
 

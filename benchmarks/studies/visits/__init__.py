@@ -1,0 +1,1 @@
+"""Study of methods with state per sample at many visits per row."""

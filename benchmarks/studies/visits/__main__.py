@@ -1,0 +1,168 @@
+"""Study of many visits per row: gain of methods with state per sample over InfoNCE and DCL.
+
+    python -m benchmarks.studies.visits tune   [--data digits ...] [--methods ...] [--minutes 60]
+    python -m benchmarks.studies.visits final  [--data ...] [--methods ...] [--batches ...] [--visits ...]
+    python -m benchmarks.studies.visits report   # results/visits.md, with the hours that are left
+    python -m benchmarks.studies.visits plot     # results/visits.png
+
+``benchmarks.studies.visits.data`` describes the data sets; ``icons`` needs npm once. Every epoch visits each row once,
+so that the number of epochs is that of visits. Each length is a run of its own, with a cosine of its own length.
+
+Learning rate, temperature, and gamma, rho, prototypes, length and decay where they exist are chosen one after another,
+for each method and data set, at batch 8 with 20 epochs, by the mean recall of two seeds on other pairs than those held
+out for the final runs. All batch sizes and lengths use them. ``docstrings`` and ``icons`` come last: no default is
+chosen with them. Each finished run is a line of ``results/visits.jsonl`` and is not run again; all runs are made by one
+process with one thread, which can be stopped at any moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from benchmarks.report import paired, table
+from benchmarks.studies.search import TUNE_SEED, Results, by_seed, provenance, settings
+from benchmarks.studies.visits.data import DATA, HELD_OUT, SIZES
+from benchmarks.studies.visits.runs import BASES, BATCHES, METHODS, PAPERS, STUDY, VISITS, carry_out, name, plan
+
+LARGEST, FEWEST = 16, 20  # batch, and visits per row, of the cells in which the papers' methods should gain
+ABOUT = """\
+R@1 among the held-out pairs, mean of both directions, in per cent: mean ± standard error over five seeds, by the number
+of visits of each row, which is that of epochs; each is a run of its own. The incomplete batch of an epoch is left out.
+In parentheses: difference from the better one of InfoNCE and DCL in the same column, mean of the differences by seed ±
+standard error; bold: more than two standard errors above both.
+
+Learning rate, temperature and the other settings of a method are chosen one after another on each data set, at batch 8
+with 20 visits, by the mean recall of two other seeds on other pairs, which on digits differ only in those held out. All
+cells use these settings."""
+CHOSEN = "R@1 in per cent, mean of the two seeds of the tuning. The chosen settings are bold."
+
+
+class Column:
+    """Recall by method and seed at one number of visits, of the methods with at least two finished seeds."""
+
+    def __init__(self, finals: Mapping[str, Any], data: str, batch: int, visits: int) -> None:
+        found = {m: by_seed(finals.get(name(data, m, batch, visits), []), "test/recall") for m in METHODS}
+        self.visits, self.recall = visits, {method: seeds for method, seeds in found.items() if len(seeds) > 1}
+        bases = [base for base in BASES if base in self.recall]
+        # the better one of InfoNCE and DCL, once both have finished
+        self.base = max(bases, key=lambda base: mean(self.recall[base].values())) if len(bases) == 2 else None
+
+    def gaps(self, method: str, base: str | None = None) -> list[float]:
+        """Return the differences from ``base``, by default the better one; empty for fewer than two common seeds."""
+        ours, theirs = self.recall.get(method, {}), self.recall.get(base or self.base or "", {})
+        gaps = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+        return gaps if len(gaps) > 1 else []
+
+    def above(self, method: str) -> bool:
+        """Return whether a method is more than two standard errors above both InfoNCE and DCL."""
+        return all((gaps := self.gaps(method, base)) and mean(gaps) > 2 * error(gaps) for base in BASES)
+
+    def cell(self, method: str) -> str:
+        if method not in self.recall:
+            return ""
+        values = [*self.recall[method].values()]
+        shown, gaps = f"{mean(values):.1f} ± {error(values):.1f}", self.gaps(method)
+        gain = f" ({paired(gaps)})" if gaps and method not in BASES else ""
+        return f"**{shown}{gain}**" if gain and self.above(method) else shown + gain
+
+
+def error(values: Sequence[float]) -> float:
+    return stdev(values) / sqrt(len(values))
+
+
+def page(results: Results) -> str:
+    """Return the page of the finished runs."""
+    finals, (count, left) = STUDY.finals(results), plan(results)
+    tuned = sum(run["job"]["seed"] == TUNE_SEED for run in results.values())
+    parts = [
+        "# Many visits per row",
+        provenance([*results.values()], "benchmarks/studies/visits/__main__.py"),
+        f"{tuned} of the runs, with two seeds each, choose settings; the others are final. {count:,} final runs are "
+        f"missing, about {left:.1f} hours.",
+        ABOUT,
+        goal(finals),
+        "![Gain over the better one of InfoNCE and DCL against visits per row](visits.png)",
+    ]
+    for data, batch in itertools.product(DATA, sorted(BATCHES)):
+        columns = [column for visits in sorted(VISITS) if (column := Column(finals, data, batch, visits)).recall]
+        if columns:
+            kept = "; no default was chosen with this data set" if data in HELD_OUT else ""
+            n, m = SIZES[data]
+            rows = [[method, *(column.cell(method) for column in columns)] for method in METHODS]
+            head = ["visits per row", *(str(column.visits) for column in columns)]
+            parts += [f"## {data.capitalize()}, batch {batch}", f"{n:,} training pairs, {m:,} held-out pairs{kept}."]
+            parts += [table(head, rows)]
+    return "\n\n".join([*parts, settings(STUDY, results, CHOSEN, "validation", 1)])
+
+
+def goal(finals: Mapping[str, Any]) -> str:
+    """Return the number of cells with small batches and many visits in which methods are above both baselines."""
+    cells = itertools.product(DATA, (b for b in BATCHES if b <= LARGEST), (v for v in VISITS if v >= FEWEST))
+    columns = [column for cell in cells if any((column := Column(finals, *cell)).gaps(method) for method in PAPERS)]
+    won, body = sum(any(map(column.above, PAPERS)) for column in columns), []
+    for method in METHODS:
+        own = [column for column in columns if column.gaps(method)]
+        if own and method not in BASES:
+            gain = f"{mean(mean(column.gaps(method)) for column in own):+.1f}"
+            body.append([method, f"{sum(column.above(method) for column in own)} of {len(own)}", gain])
+    return (
+        f"In {won} of {len(columns)} finished cells with batch {LARGEST} or less and {FEWEST} visits or more, at least "
+        f"one of the papers' {len(PAPERS)} methods is more than two standard errors above both InfoNCE and DCL. By "
+        "method, with the mean difference from the better one of the two:\n\n"
+        + table(["", "cells above both", "mean difference"], body)
+    )
+
+
+def plot(results: Results, target: Path) -> None:
+    """Draw the gain over the better one of InfoNCE and DCL against visits, a panel per data set and batch size."""
+    import matplotlib.pyplot as plt
+
+    finals, ticks = STUDY.finals(results), sorted(VISITS)
+    options: dict[str, Any] = {"sharex": True, "sharey": "row", "layout": "constrained"}
+    figure, axes = plt.subplots(len(DATA), len(BATCHES), figsize=(13, 11), **options)
+    for panel, (data, batch) in zip(axes.flat, itertools.product(DATA, sorted(BATCHES)), strict=True):
+        columns = [Column(finals, data, batch, visits) for visits in ticks]
+        panel.axhline(0, color="black", linewidth=0.8)
+        for number, method in enumerate(method for method in METHODS if method not in BASES):
+            points = [(c.visits, mean(gaps), error(gaps)) for c in columns if (gaps := c.gaps(method))]
+            style = {"color": f"C{number}", "linestyle": "-" if method in PAPERS else ":", "label": method}
+            panel.errorbar(*zip(*points, strict=True) if points else ([], []), marker=".", linewidth=1, **style)
+        panel.set_title(f"{data}, batch {batch}", fontsize=9)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(ticks, [str(visits) for visits in ticks])
+    figure.supxlabel("visits per row")
+    figure.supylabel("R@1 minus that of the better one of InfoNCE and DCL, points")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=5, fontsize=8)
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    describe: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    root = argparse.ArgumentParser("python -m benchmarks.studies.visits", **describe)
+    root.add_argument("command", choices=("tune", "final", "report", "plot"))
+    for option, values, kind in (
+        ("--data", DATA, str), ("--methods", METHODS, str), ("--batches", BATCHES, int), ("--visits", VISITS, int)
+    ):  # fmt: skip
+        root.add_argument(option, nargs="+", type=kind, choices=values, default=[*values])
+    root.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after this time")
+    args = root.parse_args(argv)
+    print("{:,} final runs are missing, about {:.1f} hours".format(*plan(STUDY.finished())))
+    if args.command in ("tune", "final"):
+        cells = itertools.product(args.data, args.batches, args.visits, args.methods)
+        arms = [name(data, method, batch, visits) for data, batch, visits, method in cells]
+        carry_out(arms, args.command == "final", args.minutes)
+    elif args.command == "report":
+        STUDY.path.with_suffix(".md").write_text(page(STUDY.finished()).rstrip() + "\n")
+    else:
+        plot(STUDY.finished(), STUDY.path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
