@@ -27,13 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import compopt
-from benchmarks.report import ROOT, environment, finish, table
+from benchmarks.report import ROOT, environment, finish, stored, table
 from tests.launching import environment as launching
 
 RANKS, BATCH, MICRO, LENGTH, WIDTH, LAYERS = 2, 128, 8, 64, 128, 4
 TAU, LR, UPDATES = 0.05, 10.0, 2
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmn" for b in "aeiou" for c in "prst"]
-CACHE, OWN, WHOLE = "gradient cache", "own way", "whole batch"
+CACHE, OWN, WHOLE = FORMS = "gradient cache", "own way", "whole batch"
 ABOUT = f"""{RANKS} processes with gloo, one thread each. A DistilBERT of {LAYERS} layers and width {WIDTH} with random
 weights, texts of {LENGTH} tokens, {BATCH} pairs per update, InfoNCE in one direction with temperature {TAU}, SGD,
 float32. *Error*: norm of the difference of the gradient from that of one process with the whole batch, divided by the
@@ -191,17 +191,17 @@ def own_columns(model: Any) -> tuple[Any, Any]:
 
 
 class Pairs(torch.utils.data.Dataset):
-    """Tokens of one pair per item, the batch of one rank after that of another."""
+    """Tokens of one pair per item; an epoch is one batch of all ranks."""
 
     def __init__(self, model: Any) -> None:
         self.columns = [model.preprocess(column) for column in texts()]
 
     def __len__(self) -> int:
-        return BATCH * UPDATES
+        return BATCH
 
     def __getitem__(self, at: int) -> dict[str, Tensor]:
         names = ("input_ids", "attention_mask")
-        return {f"{name}_{k}": column[name][at % BATCH] for k, column in enumerate(self.columns) for name in names}
+        return {f"{name}_{k}": column[name][at] for k, column in enumerate(self.columns) for name in names}
 
 
 def columns_of(inputs: dict[str, Tensor]) -> tuple[Any, Any]:
@@ -349,7 +349,7 @@ def lightning_trained(form: str, folder: str) -> dict[str, Any]:
     each, measured, module = BATCH // RANKS // MICRO if form == OWN else 1, Measured(), Module()
     loader = torch.utils.data.DataLoader(Pairs(module.model), BATCH // RANKS // each, shuffle=False)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=RANKS, strategy="ddp", accumulate_grad_batches=each, max_epochs=1,
+        accelerator="cpu", devices=RANKS, strategy="ddp", accumulate_grad_batches=each, max_epochs=UPDATES,
         callbacks=[measured], logger=False, enable_checkpointing=False, enable_progress_bar=False,
         default_root_dir=folder,
     )  # fmt: skip
@@ -400,8 +400,8 @@ def run(kind: str, form: str) -> dict[str, Any]:
             return {"error": "no end within ten minutes"}
         file = Path(folder) / "result.pt"
         if done.returncode or not file.is_file():
-            lines = [line for line in done.stderr.splitlines() if "Error: " in line] or done.stderr.splitlines()[-1:]
-            return {"error": lines[0].split("]:")[-1].strip()}
+            lines = [line.strip() for line in done.stderr.splitlines() if line.startswith("[rank0]:")]
+            return {"error": " ".join(line.removeprefix("[rank0]:").strip() for line in lines[-3:])}
         return torch.load(file)
 
 
@@ -475,6 +475,8 @@ def measured(kind: str, form: str, whole: Tensor) -> dict[str, Any]:
     found = run(kind, form)
     if "error" not in found:
         gradient = found.pop("gradient")
+        if form == OWN and kind.startswith("Sentence"):
+            gradient *= TAU  # its loss is not multiplied by the temperature
         found["difference"] = float((gradient - whole).norm() / whole.norm())
     print(kind, form, found, flush=True)
     return found
@@ -489,7 +491,9 @@ def cells(found: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--process", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--only", choices=KINDS, action="append", help="a row; may be repeated")
+    parser.add_argument(
+        "--only", choices=KINDS, action="append", help="a row, in place of the stored one; may be repeated"
+    )
     parser.add_argument("--lengths", action="store_true", help="compare fixed micro-batches with budgets of tokens")
     args = parser.parse_args()
     if args.lengths:
@@ -498,17 +502,18 @@ def main() -> None:
     if args.process:
         process(args.process[0], args.process[1], Path(args.process[2]))
         return
-    env, results, body, failures = environment(), [], [], []
+    env, failures = environment(), []
     whole = run("one process", WHOLE)["gradient"]
+    results = {each["framework"]: each for each in (stored("small_memory")["results"] if args.only else ())}
     for kind in args.only or KINDS:
-        forms = {form: measured(kind, form, whole) for form in (CACHE, OWN, WHOLE)}
-        results.append({"framework": kind, **forms})
-        body.append([kind, *(cell for found in forms.values() for cell in cells(found))])
-        failures += [f"- {kind}, {form}: `{found['error']}`" for form, found in forms.items() if "error" in found]
+        results[kind] = {"framework": kind, **{form: measured(kind, form, whole) for form in FORMS}}
+    for kind, forms in results.items():
+        failures += [f"- {kind}, {form}: `{forms[form]['error']}`" for form in FORMS if "error" in forms[form]]
+    body = [[kind, *(cell for form in FORMS for cell in cells(forms[form]))] for kind, forms in results.items()]
     head = ["framework", "compopt: error", "peak", "time", "own way: error", "peak", "time"]
     head += ["whole batch: error", "peak", "time"]
     parts = [ABOUT, table(head, body), *(["What failed:\n\n" + "\n".join(failures)] if failures else [])]
-    finish("small_memory", "Large batches in small memory", env, parts, results)
+    finish("small_memory", "Large batches in small memory", env, parts, list(results.values()))
 
 
 if __name__ == "__main__":
