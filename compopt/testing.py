@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from compopt.contrastive import ContrastiveEstimator
+from compopt.distributed.collectives import HANDOVER
 from compopt.estimator.parts import Normalizer
 from compopt.temperatures import FixedTemperature
 
@@ -329,6 +331,7 @@ def _on_rank(
     torch.save({**found, "state": state, "slope": slope, "direction": direction}, Path(folder) / f"{rank}.pt")
     if grouped:
         dist.destroy_process_group()
+        time.sleep(HANDOVER)  # a thread that still releases a tensor of the loss would abort the exit
 
 
 def _compared(size: int, whole: dict[str, Any], ranks: list[dict[str, Any]], tolerance: float) -> DistributedResult:

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import compopt
-from benchmarks.peers import losses, packages
+from benchmarks.peers import losses, packages, ranks
+from benchmarks.peers.gradients import TAU
 from benchmarks.report import environment, finish, table
 from compopt.testing import DistributedResult, check_distributed
 
-SIZES, SAMPLES, TAU, TOLERANCE = (1, 2, 3), 12, 0.2, 1e-5
+SIZES, SAMPLES, TOLERANCE = (1, 2, 3), 12, 1e-5
 
 
 def place() -> tuple[int, int]:
@@ -29,15 +30,9 @@ def place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def open_clip(name: str, **options: Any) -> losses.Loss:
-    rank, ranks = place()
-    return getattr(losses, name)(TAU, rank=rank, world_size=ranks, **(options if ranks > 1 else {}))
-
-
-def libauc(name: str, **options: Any) -> losses.Loss:
-    rank, ranks = place()
-    where = {"rank": rank, "world_size": ranks} if name == "gcl_bimodal" else {}
-    return getattr(losses, name)(SAMPLES, TAU, distributed=ranks > 1, **where, **options)
+def on_ranks(build: Callable[..., ranks.Build], *args: Any, **options: Any) -> losses.Loss:
+    """Build a loss of the comparison on ranks on this one."""
+    return build(*args, **options)(*place())
 
 
 def lightly(name: str, **options: Any) -> losses.Loss:
@@ -69,16 +64,18 @@ def in_float32(loss: losses.Loss, z1: Tensor, z2: Tensor, index: Tensor) -> Tens
 
 # package, loss with its options -> how it is built
 CASES: dict[tuple[str, str], Callable[[], Any]] = {
-    ("open_clip_torch", "ClipLoss()"): partial(open_clip, "clip"),
-    ("open_clip_torch", "ClipLoss(gather_with_grad=True)"): partial(open_clip, "clip", gather_with_grad=True),
-    ("open_clip_torch", "ClipLoss(local_loss=True)"): partial(open_clip, "clip", local_loss=True),
-    ("open_clip_torch", "ClipLoss(local_loss=True, gather_with_grad=True)"): partial(
-        open_clip, "clip", local_loss=True, gather_with_grad=True
+    ("open_clip_torch", "ClipLoss()"): partial(on_ranks, ranks.open_clip, "clip"),
+    ("open_clip_torch", "ClipLoss(gather_with_grad=True)"): partial(
+        on_ranks, ranks.open_clip, "clip", gather_with_grad=True
     ),
-    ("open_clip_torch", "SigLipLoss()"): partial(open_clip, "siglip"),
-    ("libauc", "GCLoss_v2"): partial(libauc, "gcl_bimodal"),
-    ("libauc", "GCLoss_v2, individual temperatures"): partial(libauc, "gcl_bimodal", individual=True),
-    ("libauc", "GCLoss_v1"): partial(libauc, "gcl_unimodal"),
+    ("open_clip_torch", "ClipLoss(local_loss=True)"): partial(on_ranks, ranks.open_clip, "clip", local_loss=True),
+    ("open_clip_torch", "ClipLoss(local_loss=True, gather_with_grad=True)"): partial(
+        on_ranks, ranks.open_clip, "clip", local_loss=True, gather_with_grad=True
+    ),
+    ("open_clip_torch", "SigLipLoss()"): partial(on_ranks, ranks.open_clip, "siglip"),
+    ("libauc", "GCLoss_v2"): partial(on_ranks, ranks.libauc, "gcl_bimodal"),
+    ("libauc", "GCLoss_v2, individual temperatures"): partial(on_ranks, ranks.libauc, "gcl_bimodal", individual=True),
+    ("libauc", "GCLoss_v1"): partial(on_ranks, ranks.libauc, "gcl_unimodal"),
     ("lightly", "NTXentLoss(gather_distributed=True)"): partial(lightly, "NTXentLoss", temperature=TAU),
     ("lightly", "DCLLoss(gather_distributed=True)"): partial(lightly, "DCLLoss", temperature=TAU),
     ("lightly", "BarlowTwinsLoss(gather_distributed=True)"): partial(lightly, "BarlowTwinsLoss"),

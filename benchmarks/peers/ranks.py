@@ -72,11 +72,11 @@ def _estimator(make: Callable[[], compopt.ContrastiveEstimator]) -> Build:
     return build
 
 
-def _open_clip(name: str, **options: Any) -> Build:
+def open_clip(name: str, **options: Any) -> Build:
     return lambda rank, ranks: getattr(losses, name)(TAU, rank=rank, world_size=ranks, **(options if ranks > 1 else {}))
 
 
-def _libauc(name: str, **options: Any) -> Build:
+def libauc(name: str, **options: Any) -> Build:
     def build(rank: int, ranks: int) -> losses.Loss:
         place = {"rank": rank, "world_size": ranks} if name == "gcl_bimodal" else {}
         return getattr(losses, name)(N, TAU, GAMMA, distributed=ranks > 1, **place, **options)
@@ -92,13 +92,13 @@ CONTENDERS: dict[str, Build] = {
     "compopt iSogCLR": _estimator(
         lambda: compopt.ISogCLREstimator(N, GAMMA, rho=1.0, tau_init=TAU, tau_min=0.01, tau_max=0.5)
     ),
-    "open_clip ClipLoss": _open_clip("clip"),
-    "open_clip ClipLoss, local_loss": _open_clip("clip", local_loss=True),
-    "open_clip ClipLoss, local_loss, gather_with_grad": _open_clip("clip", local_loss=True, gather_with_grad=True),
-    "open_clip SigLipLoss": _open_clip("siglip"),
-    "LibAUC GCLoss_v2": _libauc("gcl_bimodal"),
-    "LibAUC GCLoss_v2, individual": _libauc("gcl_bimodal", individual=True),
-    "LibAUC GCLoss_v1": _libauc("gcl_unimodal"),
+    "open_clip ClipLoss": open_clip("clip"),
+    "open_clip ClipLoss, local_loss": open_clip("clip", local_loss=True),
+    "open_clip ClipLoss, local_loss, gather_with_grad": open_clip("clip", local_loss=True, gather_with_grad=True),
+    "open_clip SigLipLoss": open_clip("siglip"),
+    "LibAUC GCLoss_v2": libauc("gcl_bimodal"),
+    "LibAUC GCLoss_v2, individual": libauc("gcl_bimodal", individual=True),
+    "LibAUC GCLoss_v1": libauc("gcl_unimodal"),
     "sentence-transformers Cached...Loss": lambda rank, ranks: losses.cached_ranking(TAU, gather=ranks > 1),
     "metric-learning NTXentLoss": lambda rank, ranks: losses.nt_xent(TAU, distributed=ranks > 1),
 }
