@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from torch import Tensor, nn
 
 import compopt
 from benchmarks.report import ROOT, environment, finish, stored, table
+from recipes.launch import whole
 from tests.launching import environment as launching
+from tests.trainers import PLAIN_SGD, placed
 
 RANKS, BATCH, MICRO, LENGTH, WIDTH, LAYERS = 2, 128, 8, 64, 128, 4
 TAU, LR, UPDATES = 0.05, 10.0, 2
@@ -40,7 +43,8 @@ float32. *Error*: norm of the difference of the gradient from that of one proces
 norm of the latter. *Peak*: additional memory of a rank during the first update, in MiB. *Time*: seconds of the second
 update. The gradient cache and the framework's own way use micro-batches of {MICRO} pairs per rank. The own way is
 gradient accumulation, so that each loss sees the negatives of a micro-batch; that of sentence-transformers is
-`CachedMultipleNegativesRankingLoss(gather_across_devices=True)`. Whole batch: the estimator without a cache."""
+`CachedMultipleNegativesRankingLoss(gather_across_devices=True)`, whose gradient is multiplied by the temperature before
+the comparison, as that of compopt is. Whole batch: the estimator without a cache."""
 
 
 def texts() -> tuple[list[str], list[str]]:
@@ -86,9 +90,8 @@ class Meter:
 
     def result(self) -> dict[str, Any]:
         """Return the figures, with the gradient as the change of parameters divided by the rate."""
-        return {
-            "gradient": (self.before - self.after) / LR, "peak": self.peak, "seconds": min(self.times[1:]),
-        }  # fmt: skip
+        gradient = (self.before - self.after) / LR
+        return {"gradient": gradient, "peak": self.peak, "seconds": min(self.times[1:])}
 
 
 def _status(name: str) -> float:
@@ -97,18 +100,10 @@ def _status(name: str) -> float:
 
 
 def parameters(model: nn.Module) -> Tensor:
-    """Return all parameters in one vector, those of other ranks included."""
-    found = []
-    for parameter in model.parameters():
-        if hasattr(parameter, "ds_id"):  # ZeRO 3
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([parameter]):
-                found.append(parameter.detach().double().flatten().clone())
-        else:
-            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            found.append(whole.detach().double().flatten().clone())
-    return torch.cat(found)
+    """Return all parameters in one float64 vector, those of other ranks included."""
+    with whole(model):
+        found = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+        return torch.cat([p.detach().double().flatten() for p in found])
 
 
 # -- own loops -------------------------------------------------------------------------------------------------------
@@ -209,41 +204,28 @@ def columns_of(inputs: dict[str, Tensor]) -> tuple[Any, Any]:
     return tuple({name: inputs[f"{name}_{k}"] for name in ("input_ids", "attention_mask")} for k in range(2))
 
 
-def trainer_options(kind: str, form: str) -> dict[str, Any]:
-    """Return the arguments of a Trainer of transformers."""
-    from accelerate import PartialState
-    from transformers import training_args
-
-    training_args.is_torch_bf16_gpu_available = lambda: True  # asked for FSDP and DeepSpeed on a CPU
-    state = {"accelerator_config": {"use_configured_state": True}}
+def shared_options(kind: str, form: str) -> dict[str, Any]:
+    """Return the arguments of a Trainer of transformers that do not depend on its strategy."""
     each = BATCH // RANKS
     size = {"per_device_train_batch_size": each}
     if form == OWN and kind.startswith("Trainer"):
         size = {"per_device_train_batch_size": MICRO, "gradient_accumulation_steps": each // MICRO}
-    shared = {
+    return {
         **size, "max_steps": UPDATES, "optim": "sgd", "learning_rate": LR, "lr_scheduler_type": "constant", "seed": 1,
         "max_grad_norm": 0.0, "weight_decay": 0.0, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
         "remove_unused_columns": False, "dataloader_drop_last": True, "dataloader_pin_memory": False,
         "train_sampling_strategy": "sequential",
     }  # fmt: skip
+
+
+def strategy_of(kind: str) -> AbstractContextManager[dict[str, Any]]:
+    """Return a context with the arguments of the strategy in the name of a row."""
     if "FSDP2" in kind:
-        os.environ["ACCELERATE_USE_FSDP"] = "true"
-        PartialState(cpu=True)
-        wrap = {"transformer_layer_cls_to_wrap": ["TransformerBlock"]}
-        fsdp = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, **wrap}, "use_cpu": False}
-        return {**shared, **state, **fsdp}
-    if "ZeRO" not in kind:
-        return {**shared, "use_cpu": True}
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    config = {
-        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "steps_per_print": 10**9,
-        "zero_optimization": {"stage": int(kind[-1])}, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
-    return {**shared, **state, "use_cpu": False, "deepspeed": config}
+        return placed("fsdp2", transformer_layer_cls_to_wrap=["TransformerBlock"])
+    return placed(f"zero{kind[-1]}", **PLAIN_SGD) if "ZeRO" in kind else placed("ddp")
 
 
-def trained(kind: str, form: str, folder: str) -> dict[str, Any]:
+def trained(kind: str, form: str, folder: str, place: dict[str, Any]) -> dict[str, Any]:
     """Train with the Trainer of transformers, or that of sentence-transformers."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -267,8 +249,8 @@ def trained(kind: str, form: str, folder: str) -> dict[str, Any]:
                 return compopt.gradient_cache(self.est, (model, model), columns, **given)
             return self.est(*(encode(model, column) for column in columns))
 
-    options = trainer_options(kind, form)
     measured = Measured()
+    options = {**shared_options(kind, form), **place, **({"fsdp": "full_shard auto_wrap"} if "fsdp" in place else {})}
     if kind.startswith("Trainer"):
         model = encoder()
         trainer = Contrastive(model, TrainingArguments(folder, **options), train_dataset=Pairs(model))
@@ -380,7 +362,8 @@ def process(kind: str, form: str, folder: Path) -> None:
         dist.init_process_group("gloo")
         found = loop(kind, form)
     else:
-        found = trained(kind, form, str(folder))
+        with strategy_of(kind) as place:
+            found = trained(kind, form, str(folder), place)
     if int(os.environ.get("RANK", 0)) == 0:
         torch.save(found, folder / "result.pt")
     if dist.is_initialized():

@@ -66,7 +66,7 @@ def parser(module: str, description: str, mode: str, epochs: int, output_dir: st
     )
     group = root.add_argument_group("hyper-parameters of the method", "Each method has defaults of its own.")
     for name, (kind, meaning) in HYPERPARAMETERS.items():
-        known = {method: method_of(method).options(mode) for method in METHODS}
+        known = {name: method.options(mode) for name, method in METHODS.items()}
         takers = ", ".join(f"{method} ({options[name]})" for method, options in known.items() if name in options)
         if takers:
             group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=f"{meaning}: {takers}")
@@ -159,21 +159,21 @@ def _defaults(name: str) -> dict[str, Any]:
     """Return the arguments for a paper's experiment, which those of the command line override."""
     training = _settings(name).training
     names = ("optimizer", "batch_size", "lr", "weight_decay", "epochs")
-    found: dict[str, Any] = {"warmup": 0.0, "warmup_steps": 0, "warmup_fraction": 0.0}
-    found |= {name: training[name] for name in names if name in training}
-    if "samples" in training:  # of larger data: the same fraction of this run
-        found["warmup_fraction"] = training["warmup_steps"] * training["batch_size"] / training["samples"]
-    elif training:
-        found["warmup"] = training.get("warmup_epochs", 0.0)
-        found["warmup_steps"] = training.get("warmup_steps", 0)
+    found = {name: training[name] for name in names if name in training}
     return {**found, "estimator": name, "schedule": "cosine" if training else "one-cycle"}
 
 
 def _warmup(args: argparse.Namespace, n: int) -> float:
-    """Return the epochs of the warm-up, at most all."""
-    epochs = args.warmup or args.epochs * getattr(args, "warmup_fraction", 0.0)
-    steps = getattr(args, "warmup_steps", 0)
-    return min(epochs or steps * args.batch_size * args.accumulate / n, args.epochs)
+    """Return the epochs of the warm-up: those of the command line, or those of a paper's experiment, at most all."""
+    training = _settings(args.settings).training if args.settings else {}
+    if args.warmup or not training:
+        return args.warmup
+    epochs = training.get("warmup_epochs", 0.0)
+    if "samples" in training:  # of larger data: the same fraction of this run
+        epochs = args.epochs * training["warmup_steps"] * training["batch_size"] / training["samples"]
+    elif "warmup_steps" in training:
+        epochs = training["warmup_steps"] * args.batch_size * args.accumulate / n
+    return min(epochs, args.epochs)
 
 
 def _fill_optimizer(args: argparse.Namespace) -> None:

@@ -1,6 +1,5 @@
 """Trainers with the gradient cache: every strategy on two ranks ends as one process with the whole batch."""
 
-import contextlib
 import os
 from functools import partial
 from importlib.util import find_spec
@@ -11,10 +10,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import compopt
+from benchmarks.small_memory import parameters
 from compopt.distributed.wrappers import current_step
 from tests.pool import the_pool
 from tests.sentences import encoder, loss_of, texts
-from tests.trainers import KEYS, UPDATES, Items, estimator, fresh_accelerate
+from tests.trainers import KEYS, PLAIN_SGD, UPDATES, Items, estimator, fresh_accelerate, placed
 from tests.training import DIM, MICRO, WINDOW, N, micro_batches, rows
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
@@ -45,22 +45,6 @@ class Encoder(nn.Module):
         return self.layers(x)
 
 
-def values(module):
-    """Return all parameters of all ranks in one float64 vector."""
-    found = []
-    for parameter in module.parameters():
-        if hasattr(parameter, "full_tensor"):
-            parameter = parameter.full_tensor()
-        if hasattr(parameter, "ds_id"):  # ZeRO 3
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([parameter]):
-                found.append(parameter.detach().double().flatten().clone())
-        else:
-            found.append(parameter.detach().double().flatten().clone())
-    return torch.cat(found)
-
-
 def whole_batches(dtype, updates=UPDATES):
     """Train in one process without a trainer and without a cache; return weights and rows."""
     model, est = Encoder(dtype), estimator(dtype)
@@ -71,37 +55,12 @@ def whole_batches(dtype, updates=UPDATES):
             optimizer.step()
             est.step()
             optimizer.zero_grad()
-    return values(model), rows(est)
+    return parameters(model), rows(est)
 
 
-@contextlib.contextmanager
-def placed(strategy):
-    """Yield the options with which the Trainer uses a strategy on CPUs."""
-    from accelerate import PartialState
-    from transformers import training_args
-
-    if strategy == "ddp":
-        yield {"use_cpu": True}
-        return
-    PartialState._reset_state()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
-        state = {"use_configured_state": True}
-        if strategy == "fsdp2":
-            patch.setenv("ACCELERATE_USE_FSDP", "true")
-            PartialState(cpu=True)
-            config = {"version": 2, "reshard_after_forward": True}
-            yield {"fsdp": "full_shard", "fsdp_config": config, "accelerator_config": state, "use_cpu": False}
-            return
-        for key, value in {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}.items():
-            patch.setenv(key, value)
-        PartialState(backend="gloo")
-        config = {
-            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "steps_per_print": 10**9,
-            "zero_optimization": {"stage": int(strategy[-1])}, "gradient_clipping": 0.0,
-            "zero_allow_untested_optimizer": True,
-        }  # fmt: skip
-        yield {"use_cpu": False, "deepspeed": config, "accelerator_config": state}
+def strategy_of(name):
+    """Return the options of a strategy, without clipping."""
+    return placed(name, **(PLAIN_SGD if name.startswith("zero") else {}))
 
 
 def by_cache(est, model, columns, **given):
@@ -131,11 +90,11 @@ def cached(folder, dtype, method=by_cache, prepared=None, **options):
         trainer.add_callback(EstimatorCallback(est, trainer))
         trainer.add_callback(Prepared())
         trainer.train()
-        return values(trainer.model_wrapped), rows(est), est.t, trainer.state.log_history
+        return parameters(trainer.model_wrapped), rows(est), est.t, trainer.state.log_history
 
 
 def on_ranks(group, folder, strategy, dtype):
-    with placed(strategy) as options:
+    with strategy_of(strategy) as options:
         return cached(folder, dtype, **options)
 
 
@@ -165,11 +124,15 @@ def sentences(folder, dtype, kind="CachedEstimatorLoss", mixin=True, dims=None, 
         trainer = Cached(model, args, train_dataset=add_index(data, positives="positive"), loss=wrapped)
         trainer.add_callback(EstimatorCallback(ests if dims else ests[None], trainer))
         trainer.train()
-        return values(trainer.model_wrapped), torch.cat([rows(est) for est in ests.values()]), ests.popitem()[1].t
+        return (
+            parameters(trainer.model_wrapped),
+            torch.cat([rows(est) for est in ests.values()]),
+            ests.popitem()[1].t,
+        )
 
 
 def sentences_on_ranks(group, folder, strategy, dtype, options):
-    with placed(strategy) as place:
+    with strategy_of(strategy) as place:
         return sentences(folder, dtype, **place, **options)
 
 
@@ -184,7 +147,7 @@ def test_one_process(tmp_path, dtype, rtol):
     found, own, t, log = cached(tmp_path, dtype, use_cpu=True, bf16=bf16)
     expected, own_expected = whole_batches(dtype)
     assert t == UPDATES
-    start = values(Encoder(dtype))
+    start = parameters(Encoder(dtype))
     near(found - start, expected - start, rtol)
     near(own, own_expected, rtol)
     losses = [entry["loss"] for entry in log if "loss" in entry]
@@ -216,7 +179,7 @@ def reductions(group, folder):
         calls.append(bucket.index())
         return default_hooks.allreduce_hook(state, bucket)
 
-    with placed("ddp") as options:
+    with strategy_of("ddp") as options:
         found = cached(folder, torch.float64, prepared=lambda model: model.register_comm_hook(None, hook), **options)
     return calls.count(0), found[2]
 

@@ -13,7 +13,7 @@ import torch
 
 import compopt
 from tests.pool import the_pool
-from tests.trainers import SKIPPED, UPDATES, Items, estimator, fresh_accelerate, plain_loop, same, spoil
+from tests.trainers import SKIPPED, UPDATES, Items, estimator, fresh_accelerate, placed, plain_loop, same, spoil
 from tests.training import MICRO, WINDOW, Encoders, rows, weights
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
@@ -381,26 +381,6 @@ def test_rows_travel_with_the_optimizer_on_two_ranks(tmp_path):
 # DeepSpeed ----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def deepspeed_on_the_cpu(bf16):
-    """Yield options with which the Trainer uses DeepSpeed on the CPU: it requires accelerate to be set up for it."""
-    from accelerate import PartialState
-    from transformers import training_args
-
-    PartialState._reset_state()
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}.items():
-            patch.setenv(key, value)
-        patch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
-        PartialState(backend="gloo")
-        config = {
-            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
-            "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}, "steps_per_print": 10**9,
-        }  # fmt: skip
-        state = {"use_configured_state": True}
-        yield {"use_cpu": False, "deepspeed": config, "accelerator_config": state, "bf16": bf16, "dtype": torch.float32}
-
-
 def infinite(args, state, control, model=None, **kwargs):
     """Make the loss of one update infinite on one rank."""
     model.scale = torch.inf if state.global_step in SKIPPED and torch.distributed.get_rank() == 0 else 1.0
@@ -410,7 +390,8 @@ def zero_two(group, folder, bf16):
     """Train without interruption, and from each checkpoint; with bf16 the second update overflows."""
     runs = []
     for step in (None, 1, 2, 3):
-        with deepspeed_on_the_cpu(bf16) as options:
+        with placed("zero2", bf16={"enabled": "auto"}) as options:
+            options |= {"bf16": bf16, "dtype": torch.float32}
             options["events"] = {"on_step_begin": infinite} if bf16 else {}
             runs.append(train(folder, resume=step, **options)[:2])
     return runs

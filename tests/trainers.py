@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -84,3 +85,38 @@ def fresh_accelerate():
     finally:
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
+
+
+@contextlib.contextmanager
+def placed(strategy, **config):
+    """Yield the options with which the Trainer of transformers uses a strategy on CPUs; accelerate is set up for it.
+
+    ``strategy``: "ddp", "fsdp2", or "zero1" to "zero3"; ``config`` goes into the configuration of FSDP or DeepSpeed.
+    """
+    from accelerate import PartialState
+    from transformers import training_args
+
+    if strategy == "ddp":
+        yield {"use_cpu": True}
+        return
+    PartialState._reset_state()
+    shared = {"use_cpu": False, "accelerator_config": {"use_configured_state": True}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
+        if strategy == "fsdp2":
+            patch.setenv("ACCELERATE_USE_FSDP", "true")
+            PartialState(cpu=True)
+            yield {**shared, "fsdp": "full_shard", "fsdp_config": {"version": 2, **config}}
+            return
+        for key, value in {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}.items():
+            patch.setenv(key, value)
+        PartialState(backend="gloo")
+        defaults = {
+            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "steps_per_print": 10**9,
+            "zero_optimization": {"stage": int(strategy[-1])},
+        }  # fmt: skip
+        yield {**shared, "deepspeed": {**defaults, **config}}
+
+
+# for the Trainer's own optimizer "sgd", without clipping
+PLAIN_SGD = {"gradient_clipping": 0.0, "zero_allow_untested_optimizer": True}
