@@ -179,7 +179,7 @@ def test_under_accelerate(stage, tmp_path):
 
 
 def page_configuration():
-    page = Path(__file__).parents[1] / "docs" / "guides" / "deepspeed.md"
+    page = Path(__file__).parents[1] / "docs" / "guides" / "accelerate.md"
     return ast.literal_eval(re.search(r"^config = (\{.*?^\})", page.read_text(), re.M | re.S)[1])
 
 
