@@ -28,12 +28,13 @@ from typing import Any
 from benchmarks.report import paired, table
 from benchmarks.studies.search import TUNE_SEED, Results, by_seed, provenance, settings
 from benchmarks.studies.visits.data import DATA, HELD_OUT, SIZES
-from benchmarks.studies.visits.runs import BASES, BATCHES, METHODS, PAPERS, STUDY, VISITS, carry_out, name, plan
+from benchmarks.studies.visits.runs import BASES, BATCHES, METHODS, PAPERS, STUDY, VISITS, carry_out, exists, name, plan
 
 LARGEST, FEWEST = 16, 20  # batch, and visits per row, of the cells in which the papers' methods should gain
 ABOUT = """\
 R@1 among the held-out pairs, mean of both directions, in per cent: mean ± standard error over five seeds, by the number
-of visits of each row, which is that of epochs; each is a run of its own. The incomplete batch of an epoch is left out.
+of visits of each row, which is that of epochs; each is a run of its own (80 visits: batch 16 and 64 only). The
+incomplete batch of an epoch is left out.
 In parentheses: difference from the better one of InfoNCE and DCL in the same column, mean of the differences by seed ±
 standard error; bold: more than two standard errors above both.
 
@@ -156,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("{:,} final runs are missing, about {:.1f} hours".format(*plan(STUDY.finished())))
     if args.command in ("tune", "final"):
         cells = itertools.product(args.data, args.batches, args.visits, args.methods)
-        arms = [name(data, method, batch, visits) for data, batch, visits, method in cells]
+        arms = [name(data, method, batch, visits) for data, batch, visits, method in cells if exists(batch, visits)]
         carry_out(arms, args.command == "final", args.minutes)
     elif args.command == "report":
         STUDY.path.with_suffix(".md").write_text(page(STUDY.finished()).rstrip() + "\n")
