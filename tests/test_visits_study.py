@@ -94,6 +94,7 @@ def test_the_page_compares_with_the_better_baseline() -> None:
     assert "| InfoNCE | 18.0 ± 0.7 |" in page and "| DCL | 20.0 ± 0.7 |" in page
     assert "| SogCLR | **22.0 ± 0.7 (+2.0 ± 0.0)** |" in page
     assert "In 1 of 1 finished cells" in page and "| SogCLR | 1 of 1 | +2.0 |" in page
+    assert "| digits | SogCLR | 10.0 | 50.0 | 10.0 | 10.0 |" in page  # by gamma
     assert "In 0 of 1 finished cells" in visits.page(results_of({INFONCE: 0.21, DCL: 0.18, SOGCLR: 0.2}))
 
 

@@ -26,9 +26,25 @@ from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.report import paired, table
-from benchmarks.studies.search import TUNE_SEED, Results, by_seed, provenance, settings
+from benchmarks.studies.search import TUNE_SEED, Job, Results, by_seed, provenance, settings
 from benchmarks.studies.visits.data import DATA, HELD_OUT, SIZES
-from benchmarks.studies.visits.runs import BASES, BATCHES, METHODS, PAPERS, STUDY, VISITS, carry_out, exists, name, plan
+from benchmarks.studies.visits.runs import (
+    ARMS,
+    BASES,
+    BATCHES,
+    FURTHER,
+    GRIDS,
+    METHODS,
+    PAPERS,
+    STUDY,
+    TUNED_AT,
+    VISITS,
+    carry_out,
+    exists,
+    name,
+    plan,
+    score,
+)
 
 LARGEST, FEWEST = 16, 20  # batch, and visits per row, of the cells in which the papers' methods should gain
 ABOUT = """\
@@ -41,6 +57,7 @@ standard error; bold: more than two standard errors above both.
 Learning rate, temperature and the other settings of a method are chosen one after another on each data set, at batch 8
 with 20 visits, by the mean recall of two other seeds on other pairs, which on digits differ only in those held out. All
 cells use these settings."""
+WEIGHTS = "R@1 in per cent at batch 8 with 20 visits, mean of the two seeds of the tuning (FastCLIP: the final gamma)."
 CHOSEN = "R@1 in per cent, mean of the two seeds of the tuning. The chosen settings are bold."
 
 
@@ -99,6 +116,7 @@ def page(results: Results) -> str:
             head = ["visits per row", *(str(column.visits) for column in columns)]
             parts += [f"## {data.capitalize()}, batch {batch}", f"{n:,} training pairs, {m:,} held-out pairs{kept}."]
             parts += [table(head, rows)]
+    parts += ["## Weight of the newest value", WEIGHTS, gammas(results)]
     return "\n\n".join([*parts, settings(STUDY, results, CHOSEN, "validation", 1)])
 
 
@@ -118,6 +136,19 @@ def goal(finals: Mapping[str, Any]) -> str:
         "method, with the mean difference from the better one of the two:\n\n"
         + table(["", "cells above both", "mean difference"], body)
     )
+
+
+def gammas(results: Results) -> str:
+    """Return a table of the weights of the newest value that were tried, at the chosen rate and temperature."""
+    body, grid = [], GRIDS["gamma"]
+    for data, method in itertools.product(DATA, (m for m, more in FURTHER.items() if "gamma" in more)):
+        arm = name(data, method, *TUNED_AT)
+        if chosen := STUDY.best(arm, results):
+            at = {**ARMS[arm].first, "lr": chosen["lr"], "tau": chosen["tau"]}
+            jobs = [Job(arm, {**at, "gamma": gamma}, TUNE_SEED) for gamma in grid]
+            body.append([data, method, *(f"{100 * score(results[job.key]):.1f}" for job in jobs)])
+    means = [f"{mean(float(row[column]) for row in body):.1f}" for column in range(2, 2 + len(grid))] if body else []
+    return table(["", "gamma", *map(str, grid)], [*body, ["mean", "", *means]])
 
 
 def plot(results: Results, target: Path) -> None:
