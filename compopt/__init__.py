@@ -45,7 +45,7 @@ from compopt.presets import (
 )
 from compopt.temperatures import FixedTemperature, TemperatureDual
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "BatchNormalizer",

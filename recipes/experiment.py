@@ -64,10 +64,9 @@ def parser(module: str, description: str, mode: str, epochs: int, output_dir: st
         help="a paper's experiment, such as neuclip:cc3m (compopt.presets.settings): estimator, and defaults of the "
         "options below; what is used is printed",
     )
-    group = root.add_argument_group("hyper-parameters of the method", "Each method has defaults of its own.")
+    group = root.add_argument_group("hyper-parameters of the method", "The defaults are those of the preset.")
     for name, (kind, meaning) in HYPERPARAMETERS.items():
-        known = {name: method.options(mode) for name, method in METHODS.items()}
-        takers = ", ".join(f"{method} ({options[name]})" for method, options in known.items() if name in options)
+        takers = ", ".join(label for label, method in METHODS.items() if name in method.known(mode))
         if takers:
             group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=f"{meaning}: {takers}")
 
@@ -190,11 +189,14 @@ def _methods(args: argparse.Namespace, mode: str) -> dict[str, dict[str, Any]]:
     """Return the options of each chosen method; raise ValueError for a given option that none of them has."""
     given = {name: getattr(args, name, None) for name in HYPERPARAMETERS}
     given = {name: value for name, value in given.items() if value is not None}
-    own = {method: method_of(method).options(mode) for method in args.compare or [args.estimator]}
-    known = {name for options in own.values() for name in options}
+    own = {name: method_of(name) for name in args.compare or [args.estimator]}
+    known = {name for method in own.values() for name in method.known(mode)}
     if unknown := sorted(set(given) - known):
         raise ValueError(f"{', '.join(own)}: none takes {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    return {method: options | {k: v for k, v in given.items() if k in options} for method, options in own.items()}
+    return {
+        name: method.options(mode, {key: value for key, value in given.items() if key in method.known(mode)})
+        for name, method in own.items()
+    }
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Methods that the experiments compare, with their hyper-parameters and defaults."""
+"""Methods that the experiments compare: presets of the library, with the hyper-parameters of the command line."""
 
 from __future__ import annotations
 
@@ -45,97 +45,83 @@ IN_THE_LOOP = ("group", "encode", "gamma_min", "gamma_decay")  # read by the tra
 
 @dataclass(frozen=True)
 class Method:
-    """Preset of the library with default hyper-parameters.
+    """Preset of the library, with the hyper-parameters that the command line can change.
+
+    Defaults are those of the preset, also by mode.
 
     Attributes:
         title: name for tables and pictures.
         preset: function that builds the estimator.
-        defaults: hyper-parameters in bimodal mode.
-        unimodal: values that differ in unimodal mode.
+        takes: hyper-parameters of the preset.
+        defaults: values that are used without being given: those of the training loop, or of a paper's experiment.
         sizes: arguments of the preset among ``n`` and ``dim``.
         renamed: hyper-parameter -> the preset's name for it.
     """
 
     title: str
     preset: Callable[..., compopt.ContrastiveEstimator]
-    defaults: Mapping[str, Any]
-    unimodal: Mapping[str, Any] = field(default_factory=dict)
+    takes: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     sizes: tuple[str, ...] = ("n",)
     renamed: Mapping[str, str] = field(default_factory=dict)
 
+    def known(self, mode: str) -> list[str]:
+        """Return the names of all hyper-parameters in ``mode``."""
+        return [*dict.fromkeys((*self.options(mode), *self.takes))]
+
     def options(self, mode: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the defaults for ``mode``, updated by ``given``; raise ValueError for an unknown name."""
-        common = {"group": 0} if mode == BIMODAL else {}
-        values = {**common, **self.defaults, **(self.unimodal if mode == UNIMODAL else {})}
-        if unknown := [name for name in given or {} if name not in values]:
-            raise ValueError(f"{self.title} has no {unknown[0]!r}; it takes {', '.join(values)}")
-        return values | dict(given or {})
+        """Return the values that are not left to the preset: those of ``defaults``, updated by ``given``."""
+        return {**({"group": 0} if mode == BIMODAL else {}), **self.defaults, **(given or {})}
 
 
-def _fastclip(version: str, **learned: Any) -> Method:
+DECAY = {"gamma_min": 0.2, "gamma_decay": 0.5}  # FastCLIP's gamma falls over half of the run
+_TAU = ("tau",)
+_DUAL = ("tau", "rho", "tau_lr", "tau_min", "tau_max")
+
+
+def _fastclip(version: str, *takes: str) -> Method:
     """Return a version of FastCLIP; v0 to v3 differ only in the temperature, and all decay gamma along a cosine."""
-    defaults = {"tau": 0.05, "gamma_min": 0.2, "gamma_decay": 0.5, **learned}
     preset = partial(compopt.FastCLIPEstimator, version=version)
-    unimodal = {"tau_min": 0.05, "tau_max": 1.0} if learned else {}
-    return Method(f"FastCLIP {version}", preset, defaults, unimodal, renamed={"tau_lr": "lr"})
+    return Method(f"FastCLIP {version}", preset, takes or _TAU, DECAY, renamed={"tau_lr": "lr"})
 
 
-# Values with which the results were recorded; the preset's defaults are those of FastCLIP.
-_BOUNDS = {"tau_min": 0.005, "tau_max": 0.5}
-_GLOBAL = {**_BOUNDS, "parametrization": "linear"}
-
-
-# Bimodal values of infonce, infonce-no-positive, clip, sogclr, isogclr and fastclip-v3: the best of their grids on
-# glyphs at batch 64 (benchmarks/results/glyphs.md). Unimodal values were not tuned.
 METHODS: dict[str, Method] = {
-    "recommended": Method("recommended", compopt.recommended, {}, sizes=("n", "dim")),
-    "infonce": Method("InfoNCE", compopt.InfoNCEEstimator, {"tau": 0.12}, {"tau": 0.1}, sizes=()),
+    "recommended": Method("recommended", compopt.recommended, _TAU, sizes=("n", "dim")),
+    "infonce": Method("InfoNCE", compopt.InfoNCEEstimator, _TAU, sizes=()),
     # decoupled contrastive learning (Yeh et al., ECCV 2022): the positive is not in the denominator
-    "infonce-no-positive": Method("DCL", compopt.DCLEstimator, {"tau": 0.05}, {"tau": 0.1}, sizes=()),
+    "infonce-no-positive": Method("DCL", compopt.DCLEstimator, _TAU, sizes=()),
     "clip": Method(
         "CLIP (learned temperature)",
         partial(compopt.InfoNCEEstimator, learn_tau=True, multiply_tau=False),
-        {"tau": 0.18},
-        {"tau": 0.1},
+        _TAU,
         sizes=(),
     ),
-    "sogclr": Method("SogCLR", compopt.SogCLREstimator, {"tau": 0.08, "gamma": 0.5, "reference": "none"}, {"tau": 0.1}),
+    "sogclr": Method("SogCLR", compopt.SogCLREstimator, ("tau", "gamma", "reference")),
     "isogclr": Method(
         "iSogCLR",
-        partial(compopt.ISogCLREstimator, beta=0.9),
-        {
-            **{"tau": 0.08, "gamma": 0.8, "reference": "none"},
-            **{"rho": 2.5, "tau_lr": 0.01, "tau_min": 0.01, "tau_max": 0.5},
-        },
-        {"tau": 0.2, "rho": 0.3, "tau_min": 0.05, "tau_max": 1.0},
+        compopt.ISogCLREstimator,
+        ("gamma", "reference", *_DUAL),
         renamed={"tau": "tau_init", "tau_lr": "lr"},
     ),
-    "fastclip-v0": _fastclip("v0", tau_lr=0.001, **_GLOBAL),
+    "fastclip-v0": _fastclip("v0", "parametrization", *(name for name in _DUAL if name != "rho")),
     "fastclip-v1": _fastclip("v1"),
-    "fastclip-v2": _fastclip("v2", rho=2.0, tau_lr=0.01, **_BOUNDS),
-    "fastclip-v3": _fastclip("v3", rho=1.0, tau_lr=0.0001, **_GLOBAL),
+    "fastclip-v2": _fastclip("v2", *_DUAL),
+    "fastclip-v3": _fastclip("v3", "parametrization", *_DUAL),
     "neuclip": Method(
         "NeuCLIP",
-        partial(compopt.NeuCLIPEstimator, learn_tau=False),
-        {
-            "tau": 0.07,
-            "prototypes": 1024,
-            "network_lr": 1.0,
-            "updates": 10,
-            "restart_every": 100,
-            "through_alpha": False,
-        },
+        compopt.NeuCLIPEstimator,
+        ("tau", "prototypes", "network_lr", "updates", "restart_every", "through_alpha"),
         sizes=("dim",),
         renamed={"network_lr": "lr"},
     ),
-    "memory": Method("Memory", compopt.MemoryEstimator, {"tau": 0.07, "length": 128}, sizes=("dim",)),
-    "emc2": Method("EMC2", compopt.EMC2Estimator, {"tau": 0.1, "burn_in": 0.5, "encode": 0}, {"tau": 0.2}),
-    # encodes up to B (draws + 1) samples per direction and step; draws and burn-in are those of the paper's Figure 7
+    "memory": Method("Memory", compopt.MemoryEstimator, ("tau", "length"), sizes=("dim",)),
+    "emc2": Method("EMC2", compopt.EMC2Estimator, ("tau", "burn_in"), {"encode": 0}),
+    # encodes up to B (draws + 1) samples per direction and step
     "emc2-dataset": Method(
         "EMC2, Algorithm 1",
         partial(compopt.EMC2Estimator, proposals="dataset"),
-        {"tau": 0.1, "burn_in": 0.5, "draws": 6, "encode": 1},
-        {"tau": 0.2},
+        ("tau", "burn_in", "draws"),
+        {"encode": 1},
     ),
 }
 
@@ -147,9 +133,9 @@ def _published(name: str, scale: str) -> Method:
     """Return a preset with the settings of a paper's experiment, which take effect in both modes."""
     found, kind = compopt.presets.settings(name, scale), name.partition("-")[0]
     options = {key: value for key, value in found.items() if key != "mode"}
-    decays = {"gamma_decay": 0.5, **found.schedule} if found.schedule else {}  # FastCLIP: over half of the run
+    decays = {**DECAY, **found.schedule} if found.schedule else {}
     preset = getattr(compopt, f"{_KINDS[kind]}Estimator")
-    return Method(f"{name}:{scale}", preset, options | decays, sizes=("dim",) if kind == "neuclip" else ("n",))
+    return Method(f"{name}:{scale}", preset, (), options | decays, sizes=("dim",) if kind == "neuclip" else ("n",))
 
 
 # the experiments of the papers, as NAME:SCALE of compopt.presets.settings; osgd and spectral choose batches
