@@ -48,6 +48,16 @@ CHANCE = 0.5  # mean rank of a positive that is unrelated to its anchor
 class ScoreKeeper(Estimator):
     r"""Rows that record per sample, beside any loss, how the positive compares with the negatives.
 
+    Example:
+        >>> import torch, compopt
+        >>> est, keeper = compopt.DCLEstimator(), compopt.ScoreKeeper(n=100)
+        >>> handle = keeper.attach(est)
+        >>> z1, z2 = torch.randn(2, 8, 4, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(8)).backward()
+        >>> est.step()
+        >>> keeper.read(torch.tensor([0, 50]))["count"].tolist()
+        [1, 0]
+
     The recorded values do not enter any gradient. With ``x_i`` one of the three observations below, at the ``c``-th
     visit of a sample:
 
@@ -84,16 +94,6 @@ class ScoreKeeper(Estimator):
         ValueError: ``rate`` is outside (0, 1], or ``n`` < 1.
         TypeError: ``n`` is neither an integer nor a list of sample groups. At a call: it has no ``index``.
         IndexError: at a call, an index is outside the data set.
-
-    Example:
-        >>> import torch, compopt
-        >>> est, keeper = compopt.DCLEstimator(), compopt.ScoreKeeper(n=100)
-        >>> handle = keeper.attach(est)
-        >>> z1, z2 = torch.randn(2, 8, 4, requires_grad=True).unbind()
-        >>> est(z1, z2, torch.arange(8)).backward()
-        >>> est.step()
-        >>> keeper.read(torch.tensor([0, 50]))["count"].tolist()
-        [1, 0]
     """
 
     _handle: RemovableHandle | None = None
@@ -237,12 +237,18 @@ def _share_above(
 
 @dataclass(frozen=True)
 class Scores:
-    r"""Scores and statistics of all samples, ``(n,)`` each on the CPU; NaN (``visits``: 0) for unvisited samples.
+    r"""Scores and statistics of all samples, ``(n,)`` each on the CPU; NaN for samples without a visit.
+
+    Example:
+        >>> import torch, compopt
+        >>> found = compopt.curation.Scores(score=torch.tensor([0.5, -3.0]), visits=torch.tensor([2, 1]))
+        >>> sorted(found.columns())
+        ['score', 'visits']
 
     Attributes:
         score: :math:`-\log \hat g_i` in nats, alignment minus log-normalizer, mean over the directions. A low score
             indicates a wrong pair.
-        visits: int64, the maximum over the directions.
+        visits: int64, the maximum over the directions; 0 for a sample without a visit.
         uncertainty: standard error of ``score``, with the directions assumed to be independent; NaN after one visit;
             ``None`` if the rows contain no variance.
         similarity: running mean of :math:`s_{ii}`; ``None`` without a :class:`~compopt.ScoreKeeper`.
@@ -265,6 +271,15 @@ class Scores:
 def scores(est: Estimator, since: Scores | None = None) -> Scores:
     """Return the score of every sample from committed rows.
 
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.ISogCLREstimator(n=16, mode="unimodal")
+        >>> z1, z2 = torch.randn(2, 8, 4)
+        >>> est(z1.requires_grad_(), z2, torch.arange(8)).backward()
+        >>> est.step()
+        >>> int(compopt.curation.scores(est).score.isfinite().sum())
+        8
+
     Args:
         est: a :class:`~compopt.ScoreKeeper`, or an estimator with rows of ``reference="positive"`` (iSogCLR, FastCLIP).
         since: earlier scores of the same estimator, subtracted to obtain ``trend``; the trend of samples that were
@@ -280,15 +295,6 @@ def scores(est: Estimator, since: Scores | None = None) -> Scores:
             more samples than the estimator.
 
     Communicates: collective with ``shard=True``, see :meth:`~compopt.Estimator.read`.
-
-    Example:
-        >>> import torch, compopt
-        >>> est = compopt.ISogCLREstimator(n=16, mode="unimodal")
-        >>> z1, z2 = torch.randn(2, 8, 4)
-        >>> est(z1.requires_grad_(), z2, torch.arange(8)).backward()
-        >>> est.step()
-        >>> int(compopt.curation.scores(est).score.isfinite().sum())
-        8
     """
     check_rows(est)
     if since is not None and not isinstance(since, Scores):
@@ -352,6 +358,13 @@ def _change(score: Tensor, since: Scores | None) -> Tensor | None:
 def wrong_share(found: Scores) -> float:
     r"""Estimate the share of wrong pairs, in which anchor and partner are unrelated.
 
+    Example:
+        >>> import torch, compopt
+        >>> rank = torch.cat([torch.zeros(80), torch.linspace(0, 1, 20)])
+        >>> found = compopt.curation.Scores(-rank, torch.ones(100, dtype=torch.int64), rank=rank)
+        >>> compopt.curation.wrong_share(found)
+        0.2
+
     The positive of a wrong pair is distributed as any other candidate, so that its rank is uniform in [0, 1]. The rank
     of a right pair is near 0. Half of the wrong pairs, and nearly no right pairs, are thus expected above 1/2:
 
@@ -373,13 +386,6 @@ def wrong_share(found: Scores) -> float:
 
     References:
         Storey, A direct approach to false discovery rates, JRSS B 2002.
-
-    Example:
-        >>> import torch, compopt
-        >>> rank = torch.cat([torch.zeros(80), torch.linspace(0, 1, 20)])
-        >>> found = compopt.curation.Scores(-rank, torch.ones(100, dtype=torch.int64), rank=rank)
-        >>> compopt.curation.wrong_share(found)
-        0.2
     """
     _check_found(found)
     if found.rank is None:
@@ -400,25 +406,25 @@ def _check_found(found: Any) -> None:
 
 
 def suspects(est: Estimator | Scores, share: float | None = None) -> Tensor:
-    """Return the samples with the lowest scores, the most likely wrong pairs, in ascending order of the score.
+    """Return the samples with the lowest scores, which are the most likely wrong pairs.
+
+    Example:
+        >>> import torch, compopt
+        >>> found = compopt.curation.Scores(torch.tensor([0.5, -3.0, 1.0, 0.0]), torch.ones(4).long())
+        >>> compopt.curation.suspects(found, share=0.5).tolist()
+        [1, 3]
 
     Args:
         est: an estimator as in :func:`scores`, or the result of :func:`scores`.
         share: share of the visited samples to return, in [0, 1]; ``None``: :func:`wrong_share`.
 
     Returns:
-        Data-set positions of visited samples, int64, on the CPU.
+        Data-set positions of visited samples, in ascending order of the score, int64, on the CPU.
 
     Raises:
         ValueError: ``share`` is outside [0, 1], or is ``None`` and ranks are not recorded; or raised by :func:`scores`.
 
     Communicates: as :func:`scores`.
-
-    Example:
-        >>> import torch, compopt
-        >>> found = compopt.curation.Scores(torch.tensor([0.5, -3.0, 1.0, 0.0]), torch.ones(4, dtype=torch.int64))
-        >>> compopt.curation.suspects(found, share=0.5).tolist()
-        [1, 3]
     """
     found = est if isinstance(est, Scores) else scores(est)
     count = round(_share(found, share) * int((found.visits > 0).sum()))
@@ -437,6 +443,12 @@ def _share(found: Scores, share: float | None) -> float:
 
 def duplicates(features: Tensor, least: float = 0.95, chunk_size: int = 1024) -> Tensor:
     r"""Return a label per sample; near-duplicates have the same label.
+
+    Example:
+        >>> import torch, compopt
+        >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.01], [0.0, 3.0]])
+        >>> compopt.curation.duplicates(z).tolist()
+        [0, 1, 0, 1]
 
     .. math:: l_i = l_j \quad\text{with the first } j \le i \text{ for which}\quad \cos(z_i, z_j) \ge \text{least}
 
@@ -457,12 +469,6 @@ def duplicates(features: Tensor, least: float = 0.95, chunk_size: int = 1024) ->
 
     Raises:
         TypeError, ValueError: ``features`` is not a finite floating-point matrix; ``least`` is out of range.
-
-    Example:
-        >>> import torch, compopt
-        >>> z = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.01], [0.0, 3.0]])
-        >>> compopt.curation.duplicates(z).tolist()
-        [0, 1, 0, 1]
     """
     z = _unit(features)
     if not -1 < checks.number("least", least) <= 1:
@@ -479,7 +485,13 @@ def duplicates(features: Tensor, least: float = 0.95, chunk_size: int = 1024) ->
 
 
 def rare(features: Tensor, share: float = 0.01, neighbours: int = 10, chunk_size: int = 1024) -> Tensor:
-    """Return the most isolated samples, those with the least similar nearest neighbours, the most isolated first.
+    """Return the samples with the least similar nearest neighbours, the most isolated first.
+
+    Example:
+        >>> import torch, compopt
+        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.1], [-1.0, 0.3], [1.0, -0.1]])
+        >>> compopt.curation.rare(z, share=0.25, neighbours=2).tolist()
+        [2]
 
     Isolation is measured by the mean cosine similarity of a sample with its nearest neighbours. Rows contain this
     information only if temperatures are learned per sample: iSogCLR learns a small temperature,
@@ -498,12 +510,6 @@ def rare(features: Tensor, share: float = 0.01, neighbours: int = 10, chunk_size
     Raises:
         TypeError, ValueError: ``features`` is not a finite floating-point matrix; ``share`` is outside [0, 1];
             ``neighbours`` is not smaller than the number of samples.
-
-    Example:
-        >>> import torch, compopt
-        >>> z = torch.tensor([[1.0, 0.0], [1.0, 0.1], [-1.0, 0.3], [1.0, -0.1]])
-        >>> compopt.curation.rare(z, share=0.25, neighbours=2).tolist()
-        [2]
     """
     z = _unit(features)
     if not 0 <= checks.number("share", share) <= 1:

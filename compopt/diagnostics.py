@@ -41,7 +41,13 @@ def log_normalizers(
     chunk_size: int = CHUNK_SIZE,
     directions: Directions = "both",
 ) -> Tensor:
-    """Compute the exact ``log g_i`` of all samples (NeuCLIP, eq. 9).
+    """Compute the exact log-normalizers of all samples (NeuCLIP, eq. 9).
+
+    Example:
+        >>> import torch, compopt
+        >>> z1, z2 = torch.randn(2, 50, 8)
+        >>> compopt.diagnostics.log_normalizers(z1, z2, tau=0.1).shape
+        torch.Size([50, 2])
 
     Args:
         z1, z2: features, ``(n, d)`` each.
@@ -59,12 +65,6 @@ def log_normalizers(
         ValueError: wrong shapes or devices, fewer than two samples, tau <= 0, or an unknown option.
         TypeError: ``z1`` and ``z2`` are not floating-point tensors of one dtype, or another argument has the wrong
             type.
-
-    Example:
-        >>> import torch, compopt
-        >>> z1, z2 = torch.randn(2, 50, 8)
-        >>> compopt.diagnostics.log_normalizers(z1, z2, tau=0.1).shape
-        torch.Size([50, 2])
     """
     tau = _check(z1, z2, tau, mode, views, chunk_size, directions)
     with torch.no_grad():
@@ -82,7 +82,13 @@ def global_loss(
     chunk_size: int = CHUNK_SIZE,
     directions: Directions = "both",
 ) -> Tensor:
-    """Compute the exact objective, the mean of ``tau_i log g_i`` over samples and directions.
+    """Compute the exact objective over a complete data set.
+
+    Example:
+        >>> import torch, compopt
+        >>> z1, z2 = torch.randn(2, 50, 8)
+        >>> compopt.diagnostics.global_loss(z1, z2, tau=0.1).shape
+        torch.Size([])
 
     Args:
         z1, z2, tau, mode, views, normalize, chunk_size, directions: as for :func:`log_normalizers`, which raises the
@@ -90,12 +96,6 @@ def global_loss(
 
     Returns:
         A 0-d tensor in nats times ``tau``, without gradients for the features; see :func:`global_gradient`.
-
-    Example:
-        >>> import torch, compopt
-        >>> z1, z2 = torch.randn(2, 50, 8)
-        >>> compopt.diagnostics.global_loss(z1, z2, tau=0.1).shape
-        torch.Size([])
     """
     tau = _check(z1, z2, tau, mode, views, chunk_size, directions)
     return (log_normalizers(z1, z2, tau, mode, views, normalize, chunk_size, directions) * tau).mean()
@@ -114,6 +114,13 @@ def global_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Compute the exact gradient of :func:`global_loss` with respect to ``z1`` and ``z2``.
 
+    Example:
+        >>> import torch, compopt
+        >>> z1, z2 = torch.randn(2, 50, 8)
+        >>> g1, g2 = compopt.diagnostics.global_gradient(z1, z2, tau=0.1)
+        >>> g1.shape, g2.shape
+        (torch.Size([50, 8]), torch.Size([50, 8]))
+
     Args:
         z1, z2, tau, mode, views, normalize, chunk_size, directions: as for :func:`log_normalizers`, which raises the
             same errors.
@@ -122,13 +129,6 @@ def global_gradient(
     Returns:
         ``(g1, g2)``, ``(n, d)`` each, in the features' dtype. With ``normalize`` the gradient is that of the features
         before the normalization.
-
-    Example:
-        >>> import torch, compopt
-        >>> z1, z2 = torch.randn(2, 50, 8)
-        >>> g1, g2 = compopt.diagnostics.global_gradient(z1, z2, tau=0.1)
-        >>> g1.shape, g2.shape
-        (torch.Size([50, 8]), torch.Size([50, 8]))
     """
     tau = _check(z1, z2, tau, mode, views, chunk_size, directions)
     with torch.enable_grad():
@@ -145,7 +145,15 @@ def global_gradient(
 
 
 def view_differences(z1: Tensor, z2: Tensor, normalize: bool = True) -> Tensor:
-    r"""Compute the difference between both views of each sample, ``epsilon_i^2`` of SogCLR (Theorem 2, Figure 2).
+    r"""Compute the difference between both views of each sample (SogCLR, Theorem 2, Figure 2).
+
+    Example:
+        >>> import torch, compopt
+        >>> z1, z2 = torch.randn(2, 50, 8)
+        >>> compopt.diagnostics.view_differences(z1, z1).max().item()  # views that are alike
+        0.0
+        >>> compopt.diagnostics.view_differences(z1, z2).shape
+        torch.Size([50])
 
     .. math::
         \epsilon_i^2 = \frac1{|N_i|} \sum_{z \in N_i} \langle z^1_i - z^2_i, z \rangle^2
@@ -160,14 +168,6 @@ def view_differences(z1: Tensor, z2: Tensor, normalize: bool = True) -> Tensor:
 
     Returns:
         ``(n,)``, mean squared differences of similarities.
-
-    Example:
-        >>> import torch, compopt
-        >>> z1, z2 = torch.randn(2, 50, 8)
-        >>> compopt.diagnostics.view_differences(z1, z1).max().item()  # views that are alike
-        0.0
-        >>> compopt.diagnostics.view_differences(z1, z2).shape
-        torch.Size([50])
     """
     check_features(z1, z2)
     with torch.no_grad():
@@ -190,6 +190,13 @@ def normalizer_error(
 ) -> Tensor:
     """Compute the mean squared error of the estimator's log-normalizers (NeuCLIP, appendix B.6).
 
+    Example:
+        >>> import torch, compopt
+        >>> z1, z2 = torch.randn(2, 50, 8)
+        >>> est = compopt.DCLEstimator(tau=0.1)
+        >>> compopt.diagnostics.normalizer_error(est, z1, z2, batch_size=50).item() < 1e-8
+        True
+
     For a stateful normalizer, the error is that of the stored values, over all visited rows, each at its own
     temperature. For a stateless normalizer, it is that of the estimates on random batches.
 
@@ -210,13 +217,6 @@ def normalizer_error(
         IndexError: more samples than the estimator has rows for.
 
     Communicates: collective on shards and with a network that is split across ranks.
-
-    Example:
-        >>> import torch, compopt
-        >>> z1, z2 = torch.randn(2, 50, 8)
-        >>> est = compopt.DCLEstimator(tau=0.1)
-        >>> compopt.diagnostics.normalizer_error(est, z1, z2, batch_size=50).item() < 1e-8  # the batch is the data set
-        True
     """
     checks.count("chunk_size", chunk_size)
     seen, tau, views = _about(est, z1, z2)
@@ -264,6 +264,14 @@ def gradient_error(
 ) -> dict[str, Tensor]:
     """Compare the mean of the estimator's batch gradients with the exact global gradient.
 
+    Example:
+        >>> import torch, compopt
+        >>> z1, z2 = torch.randn(2, 50, 8)
+        >>> est = compopt.DCLEstimator(tau=0.1)
+        >>> error = compopt.diagnostics.gradient_error(est, z1, z2, batch_size=50)
+        >>> sorted(error), error["relative"].item() < 1e-4
+        (['cosine', 'relative'], True)
+
     The data set is divided into random batches ``repeats`` times. The batch gradients are added to the gradients of
     their samples and divided by the number of batches. With exact normalizers this mean is unbiased. The error that
     remains for large ``repeats`` is therefore the bias of the estimates in the current state. Nothing is deposited: a
@@ -286,14 +294,6 @@ def gradient_error(
         ValueError, TypeError, IndexError: as a call and :func:`log_normalizers`; ``batch_size`` or ``repeats`` < 1.
 
     Communicates: as ``est.feature_gradients``, once per batch.
-
-    Example:
-        >>> import torch, compopt
-        >>> z1, z2 = torch.randn(2, 50, 8)
-        >>> est = compopt.DCLEstimator(tau=0.1)
-        >>> error = compopt.diagnostics.gradient_error(est, z1, z2, batch_size=50)
-        >>> sorted(error), error["relative"].item() < 1e-4
-        (['cosine', 'relative'], True)
     """
     checks.count("batch_size", batch_size)
     checks.count("repeats", repeats)

@@ -29,14 +29,14 @@ Scalar = float | Tensor
 
 
 def log(x: Any) -> Any:
-    """Return the natural logarithm of a Python number or of a tensor ``x`` of any shape; ``log 0 = -inf``.
-
-    The result is ``-inf`` for a number <= 0, and NaN for a negative entry of a tensor.
+    """Return the natural logarithm of ``x``, a number or a tensor of any shape.
 
     Example:
         >>> from compopt import functional as F
         >>> F.log(1.0), F.log(0.0)
         (0.0, -inf)
+
+    The result is ``-inf`` for a number <= 0, and NaN for a negative entry of a tensor.
     """
     if isinstance(x, Tensor):
         return x.log()
@@ -44,11 +44,16 @@ def log(x: Any) -> Any:
 
 
 def add_positive(log_sum: Tensor, log_count: Scalar, candidates: float) -> Tensor:
-    r"""Return ``log(c + sum_j exp(h_ij / tau))``: the positive's term in a softmax over ``candidates`` negatives.
+    r"""Add the positive to a log-normalizer, as one of ``candidates`` candidates.
 
-    The ``|N|`` negatives of an anchor are taken as a sample of ``K = candidates`` ones. Weights of the sum of all ``K``
-    with the positive, whose own exponential is 1, are those of the sum over the sample with ``c = |N| / K`` for the
-    positive. With ``K <= |N|`` it is 1, the usual softmax.
+    Example:
+        >>> import torch, compopt.functional as F
+        >>> F.add_positive(torch.zeros(2), 0.0, 4).exp().tolist()  # 1 + 1 / 4
+        [1.25, 1.25]
+
+    The result is ``log(c + sum_j exp(h_ij / tau))``. The ``|N|`` negatives of an anchor are taken as a sample of ``K``
+    ones. Weights of the sum of all ``K`` with the positive, whose own exponential is 1, are those of the sum over the
+    sample with ``c = |N| / K`` for the positive. With ``K <= |N|`` it is 1, the usual softmax.
 
     Args:
         log_sum: log-sum-exp over the negatives of each anchor.
@@ -57,12 +62,6 @@ def add_positive(log_sum: Tensor, log_count: Scalar, candidates: float) -> Tenso
 
     References:
         Jean et al., On Using Very Large Target Vocabulary for Neural Machine Translation, ACL 2015: sampled softmax.
-
-    Example:
-        >>> import torch
-        >>> from compopt import functional as F
-        >>> F.add_positive(torch.zeros(2), 0.0, 4).exp().tolist()  # 1 + 1 / 4
-        [1.25, 1.25]
     """
     log_c = log_count - math.log(candidates)
     log_c = log_c.clamp(max=0.0) if isinstance(log_c, Tensor) else torch.full_like(log_sum, min(0.0, log_c))
@@ -70,20 +69,19 @@ def add_positive(log_sum: Tensor, log_count: Scalar, candidates: float) -> Tenso
 
 
 def add_eps(log_g: Tensor, eps: Scalar) -> Tensor:
-    """Return ``log(eps + g)`` from ``log g``; exact for ``eps = 0``.
+    """Add a constant to a value that is given as a logarithm.
+
+    Example:
+        >>> import torch, compopt.functional as F
+        >>> F.add_eps(torch.zeros(2), 1.0).exp().tolist()  # 1 + exp(0)
+        [2.0, 2.0]
 
     Args:
         log_g: logarithms in nats, any shape.
         eps: >= 0; a number, or a tensor broadcastable to ``log_g``.
 
     Returns:
-        A tensor like ``log_g``; ``log_g`` itself if ``eps`` is the number 0.
-
-    Example:
-        >>> import torch
-        >>> from compopt import functional as F
-        >>> F.add_eps(torch.zeros(2), 1.0).exp().tolist()  # 1 + exp(0)
-        [2.0, 2.0]
+        ``log(eps + g)``, a tensor like ``log_g``; ``log_g`` itself if ``eps`` is the number 0.
     """
     if isinstance(eps, Tensor):
         return torch.logaddexp(log_g, eps.log())
@@ -91,17 +89,16 @@ def add_eps(log_g: Tensor, eps: Scalar) -> Tensor:
 
 
 def clip(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
-    """Return ``min(max(x, low), high)`` with bounds that are numbers or tensors.
+    """Limit values to bounds, numbers or tensors: ``min(max(x, low), high)``.
+
+    Example:
+        >>> import torch, compopt.functional as F
+        >>> F.clip(torch.tensor([0.0, 0.5, 2.0]), 0.1, torch.tensor(1.0)).tolist()
+        [0.10000000149011612, 0.5, 1.0]
 
     Args:
         x: any shape.
         low, high: numbers, or broadcastable to ``x``.
-
-    Example:
-        >>> import torch
-        >>> from compopt import functional as F
-        >>> F.clip(torch.tensor([0.0, 0.5, 2.0]), 0.1, torch.tensor(1.0)).tolist()
-        [0.10000000149011612, 0.5, 1.0]
     """
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         return x.clamp(min=low).clamp(max=high)
@@ -109,17 +106,16 @@ def clip(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
 
 
 def minus_product(x: Tensor, y: Tensor, factor: Scalar, out: Tensor | None = None) -> Tensor:
-    """Return ``x - factor y`` with a factor that is a number or a tensor.
+    """Subtract a product, ``x - factor y``; the factor is a number or a tensor.
+
+    Example:
+        >>> import torch, compopt.functional as F
+        >>> F.minus_product(torch.tensor([3.0]), torch.tensor([2.0]), 0.5).item()
+        2.0
 
     Args:
         x, y, factor: broadcastable to one shape.
         out: tensor to which the result is written, optional.
-
-    Example:
-        >>> import torch
-        >>> from compopt import functional as F
-        >>> F.minus_product(torch.tensor([3.0]), torch.tensor([2.0]), 0.5).item()
-        2.0
     """
     if isinstance(factor, Tensor):
         return torch.addcmul(x, factor, y, value=-1, out=out)
@@ -127,11 +123,10 @@ def minus_product(x: Tensor, y: Tensor, factor: Scalar, out: Tensor | None = Non
 
 
 def minus_quotient(x: Tensor, y: Tensor, z: Tensor, factor: Scalar) -> Tensor:
-    """Return ``x - factor y / z`` with a factor that is a number or a tensor; all broadcastable to one shape.
+    """Subtract a quotient, ``x - factor y / z``; the factor is a number or a tensor.
 
     Example:
-        >>> import torch
-        >>> from compopt import functional as F
+        >>> import torch, compopt.functional as F
         >>> F.minus_quotient(torch.ones(2), torch.ones(2), torch.tensor([2.0, 4.0]), 1.0).tolist()
         [0.5, 0.75]
     """
@@ -141,7 +136,12 @@ def minus_quotient(x: Tensor, y: Tensor, z: Tensor, factor: Scalar) -> Tensor:
 
 
 def all_finite(x: Tensor, dim: int | None = None) -> Tensor:
-    """Return whether all values, or all values along an axis, are finite, by a test of the largest magnitude.
+    """Return whether all values, or all values along an axis, are finite.
+
+    Example:
+        >>> import torch, compopt.functional as F
+        >>> F.all_finite(torch.tensor([[1.0, 2.0], [float('nan'), 0.0]]), dim=1).tolist()
+        [True, False]
 
     Args:
         x: floating point, any shape.
@@ -149,33 +149,32 @@ def all_finite(x: Tensor, dim: int | None = None) -> Tensor:
 
     Returns:
         A bool tensor with the shape of ``x`` without ``dim``, or 0-d, on the same device.
-
-    Example:
-        >>> import torch
-        >>> from compopt import functional as F
-        >>> F.all_finite(torch.tensor([[1.0, 2.0], [float('nan'), 0.0]]), dim=1).tolist()
-        [True, False]
     """
     return torch.linalg.vector_norm(x, math.inf, dim=dim) < math.inf
 
 
 def mean_of_views(log_g: Tensor) -> Tensor:
-    """Return ``log((g_1 + g_2) / 2)`` over the last axis, which is kept: ``(B, 2) -> (B, 1)`` (SogCLR, eq. 9).
-
-    Args:
-        log_g: logarithms in nats, ``(..., V)``, for ``V`` views (usually 2).
+    """Average the normalizers of views, which are given as logarithms (SogCLR, eq. 9).
 
     Example:
-        >>> import torch
-        >>> from compopt import functional as F
+        >>> import torch, compopt.functional as F
         >>> round(F.mean_of_views(torch.tensor([[1.0, 3.0]]).log()).exp().item(), 4)
         2.0
+
+    Args:
+        log_g: logarithms in nats, ``(..., V)``, for ``V`` views (usually 2); the result is ``(..., 1)``.
     """
     return torch.logsumexp(log_g, dim=-1, keepdim=True) - math.log(log_g.shape[-1])
 
 
 def moving_average(log_u: Tensor, log_g: Tensor, gamma: Scalar, first: Tensor | None) -> Tensor:
-    r"""Return the update ``u_i <- (1 - gamma) u_i + gamma g_i`` in the log domain (SogCLR, eq. 9; NeuCLIP, eq. 3).
+    r"""Update moving averages that are stored as logarithms (SogCLR, eq. 9; NeuCLIP, eq. 3).
+
+    Example:
+        >>> import torch, compopt.functional as F
+        >>> log_u, log_g = torch.tensor([1.0, 1.0]).log(), torch.tensor([3.0, 3.0]).log()
+        >>> F.moving_average(log_u, log_g, 0.5, torch.tensor([False, True])).exp().round(decimals=4).tolist()
+        [2.0, 3.0]
 
     Args:
         log_u: stored values in nats, any shape.
@@ -184,14 +183,7 @@ def moving_average(log_u: Tensor, log_g: Tensor, gamma: Scalar, first: Tensor | 
         first: True where the row was never visited; the result is then ``log g`` itself. ``None``: no such row.
 
     Returns:
-        The new ``log u``, in the common shape.
-
-    Example:
-        >>> import torch
-        >>> from compopt import functional as F
-        >>> log_u, log_g = torch.tensor([1.0, 1.0]).log(), torch.tensor([3.0, 3.0]).log()
-        >>> F.moving_average(log_u, log_g, 0.5, first=torch.tensor([False, True])).exp().round(decimals=4).tolist()
-        [2.0, 3.0]
+        The logarithm of ``(1 - gamma) u + gamma (eps + g)``, in the common shape.
     """
     if isinstance(gamma, Tensor):
         log_keep, log_take = torch.log1p(-gamma), gamma.log()
@@ -202,20 +194,20 @@ def moving_average(log_u: Tensor, log_g: Tensor, gamma: Scalar, first: Tensor | 
 
 
 def linear_average(u: Tensor, g: Tensor, gamma: Scalar, first: Tensor, change: Scalar = 0.0) -> Tensor:
-    r"""Return the update ``u_i <- (1 - gamma) u_i + gamma g_i + change_i`` for values of any sign.
+    r"""Update moving averages of values of any sign.
+
+    Example:
+        >>> import torch, compopt.functional as F
+        >>> F.linear_average(torch.ones(2), torch.full((2,), -3.0), 0.5, torch.tensor([False, True])).tolist()
+        [-1.0, -3.0]
 
     Args:
         u: stored values, any shape.
         g: values of this batch, of the same shape.
         gamma: in (0, 1]; a number, or broadcastable to ``u``.
         first: True where the row was never visited, broadcastable to ``u``; the result is then ``g`` itself.
-        change: correction, ``beta (g_i(w_t) - g_i(w_{t-1}))`` in MSVR (Jiang et al., NeurIPS 2022).
-
-    Example:
-        >>> import torch
-        >>> from compopt import functional as F
-        >>> F.linear_average(torch.ones(2), torch.tensor([-3.0, -3.0]), 0.5, torch.tensor([False, True])).tolist()
-        [-1.0, -3.0]
+        change: correction, added to ``(1 - gamma) u + gamma g``; ``beta (g_i(w_t) - g_i(w_{t-1}))`` in MSVR (Jiang et
+            al., NeurIPS 2022).
     """
     average = torch.lerp(u, g, gamma)
     if isinstance(change, Tensor):
@@ -224,7 +216,12 @@ def linear_average(u: Tensor, g: Tensor, gamma: Scalar, first: Tensor, change: S
 
 
 def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar, multiply_tau: bool = True) -> Tensor:
-    r"""Return the derivative ``G`` of each anchor's term of the objective with respect to its ``tau``.
+    r"""Return the derivative of each anchor's term of the objective by its temperature.
+
+    Example:
+        >>> import torch, compopt.functional as F
+        >>> F.temperature_gradient(torch.tensor(0.5), 1.0, torch.tensor(-0.2), 0.1).item()  # 0.5 + 1 + 0.2 / 0.1
+        3.5
 
     With ``multiply_tau`` the term is ``tau (alpha + rho)`` and ``G = alpha + rho - sum_j w_ij h_ij / tau`` (iSogCLR,
     eq. 13, without its factor 1/n). Otherwise the term is ``alpha`` and ``G = -sum_j w_ij h_ij / tau^2``.
@@ -238,12 +235,6 @@ def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar
 
     Returns:
         ``G``, ``(B, D)``, not clipped; in nats with ``multiply_tau``.
-
-    Example:
-        >>> import torch
-        >>> from compopt import functional as F
-        >>> F.temperature_gradient(torch.tensor(0.5), 1.0, torch.tensor(-0.2), 0.1).item()  # 0.5 + 1 + 0.2 / 0.1
-        3.5
     """
     if multiply_tau:
         value = alpha if isinstance(rho, float) and rho == 0 else alpha + rho
@@ -254,18 +245,17 @@ def temperature_gradient(alpha: Tensor, rho: Scalar, sum_wh: Tensor, tau: Scalar
 
 
 def momentum(m: Tensor, grad: Tensor, beta: Scalar) -> Tensor:
-    """Return the update ``m <- (1 - beta) m + beta G`` (iSogCLR, Algorithm 1, step 8).
-
-    Args:
-        m: the average so far, any shape.
-        grad: ``G``, of the same shape.
-        beta: in (0, 1], a number or one per row; weight of the newest gradient.
+    """Update the momentum of a gradient (iSogCLR, Algorithm 1, step 8).
 
     Example:
-        >>> import torch
-        >>> from compopt import functional as F
+        >>> import torch, compopt.functional as F
         >>> F.momentum(torch.tensor(0.0), torch.tensor(2.0), 0.5).item()
         1.0
+
+    Args:
+        m: the average so far, any shape; the new one is ``(1 - beta) m + beta G``.
+        grad: ``G``, of the same shape.
+        beta: in (0, 1], a number or one per row; weight of the newest gradient.
     """
     return torch.lerp(m, grad, beta)
 
@@ -280,7 +270,14 @@ def adam(
     betas: tuple[Scalar, Scalar],
     eps: float = 1e-8,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Take one step of Adam, with the bias corrected by each row's own number of visits, including this one.
+    r"""Take one step of Adam, with the bias corrected by each row's own number of visits.
+
+    Example:
+        >>> import torch, compopt.functional as F
+        >>> zero, grad = torch.zeros(1), torch.full((1,), 2.0)
+        >>> x, m, v = F.adam(zero, zero, zero, grad, torch.ones(1), 0.1, (0.9, 0.999))
+        >>> round(x.item(), 4)  # a first step has length lr
+        -0.1
 
     .. math::
         m &\leftarrow \beta_1 m + (1 - \beta_1) G, \qquad v \leftarrow \beta_2 v + (1 - \beta_2) G^2 \\
@@ -288,7 +285,7 @@ def adam(
 
     Args:
         x, m, v, grad: value, moments and gradient ``G``, of one shape.
-        visits: ``k``, broadcastable to that shape, floating point, >= 1.
+        visits: ``k``, with this visit, broadcastable to that shape, floating point, >= 1.
         lr: step size, a number or one per row.
         betas: ``beta_1`` and ``beta_2``, numbers or one per row.
         eps: added to the root.
@@ -298,14 +295,6 @@ def adam(
 
     References:
         Kingma and Ba, Adam, ICLR 2015, Algorithm 1, with a separate ``k`` per row.
-
-    Example:
-        >>> import torch
-        >>> from compopt import functional as F
-        >>> zero, grad = torch.zeros(1), torch.full((1,), 2.0)
-        >>> x, m, v = F.adam(zero, zero, zero, grad, torch.ones(1), 0.1, (0.9, 0.999))
-        >>> round(x.item(), 4)  # a first step has length lr
-        -0.1
     """
     beta1, beta2 = betas
     m, v = torch.lerp(m, grad, 1.0 - beta1), torch.lerp(v, grad.square(), 1.0 - beta2)
@@ -318,6 +307,14 @@ def pair_weights(
     s: Tensor, positive: Tensor, negative: Tensor, tau: Tensor, alpha: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     r"""Return dense weights and log-normalizers of one direction, the reference for :mod:`compopt.kernel`.
+
+    Example:
+        >>> import torch, compopt.functional as F
+        >>> s = torch.tensor([[0.9, 0.1, 0.1], [0.2, 0.8, 0.2]])
+        >>> negative = torch.tensor([[False, True, True], [True, False, True]])
+        >>> w, log_ghat = F.pair_weights(s, torch.tensor([0.9, 0.8]), negative, torch.tensor([0.1, 0.1]))
+        >>> w.tolist()  # the batch's own normalizer: each row sums to one
+        [[0.0, 0.5, 0.5], [0.5, 0.0, 0.5]]
 
     ``log ghat_i = logsumexp_{j in N_i} h_ij / tau_i - log |N_i|`` and
     ``w_ij = exp(h_ij / tau_i - alpha_i) / |N_i|``. The methods of the library differ in ``alpha`` or ``w``.
@@ -332,15 +329,6 @@ def pair_weights(
 
     Returns:
         ``w`` (P, Q), zero outside ``negative``, and ``log ghat`` (P,) in nats; NaN for an anchor without negatives.
-
-    Example:
-        >>> import torch
-        >>> from compopt import functional as F
-        >>> s = torch.tensor([[0.9, 0.1, 0.1], [0.2, 0.8, 0.2]])
-        >>> negative = torch.tensor([[False, True, True], [True, False, True]])
-        >>> w, log_ghat = F.pair_weights(s, torch.tensor([0.9, 0.8]), negative, torch.tensor([0.1, 0.1]))
-        >>> w.tolist()  # the batch's own normalizer: each row sums to one
-        [[0.0, 0.5, 0.5], [0.5, 0.0, 0.5]]
     """
     count = negative.sum(1, dtype=s.dtype)
     logits = ((s - positive[:, None]) / tau[:, None]).masked_fill(~negative, -math.inf)
@@ -359,7 +347,16 @@ def contrastive_sums(
     precision: Precision | None = None,
     wave: int | None = None,
 ) -> Tensor:
-    r"""Return ``log sum_{j in N_i} exp(s_ij / tau_i)`` for both directions without a ``B x B`` matrix, with gradients.
+    r"""Return the log-sums over all negatives for both directions, without a matrix of all pairs.
+
+    Example:
+        >>> import torch, compopt.functional as F
+        >>> z1, z2 = torch.nn.functional.normalize(torch.randn(2, 8, 4), dim=2).requires_grad_().unbind()
+        >>> sums = F.contrastive_sums(z1, z2, tau=0.1)
+        >>> positive = (z1 * z2).sum(1, keepdim=True) / 0.1
+        >>> (torch.logaddexp(sums, positive) - positive).mean().backward()
+        >>> tuple(sums.shape)
+        (8, 2)
 
     .. math::
         L_i^1 = \log \sum_{j:\, k_j \ne k_i} e^{\langle z^1_i, z^2_j \rangle / \tau_i^1}, \qquad
@@ -392,16 +389,6 @@ def contrastive_sums(
             that are not integers or have another shape; temperatures of another shape; a number ``tau`` that is not
             greater than 0; ``wave`` below 1.
         RuntimeError: in the backward pass, with ``create_graph=True``.
-
-    Example:
-        >>> import torch
-        >>> from compopt import functional as F
-        >>> z1, z2 = torch.nn.functional.normalize(torch.randn(2, 8, 4), dim=2).requires_grad_().unbind()
-        >>> sums = F.contrastive_sums(z1, z2, tau=0.1)
-        >>> positive = (z1 * z2).sum(1, keepdim=True) / 0.1
-        >>> (torch.logaddexp(sums, positive) - positive).mean().backward()
-        >>> tuple(sums.shape)
-        (8, 2)
     """
     if z1.dim() != 2 or z1.shape != z2.shape or z1.dtype != z2.dtype:
         shapes = f"{tuple(z1.shape)} and {tuple(z2.shape)} of {z1.dtype} and {z2.dtype}"
@@ -429,7 +416,15 @@ def info_nce_loss(
     temperature: float | Tensor = 0.1,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
-    r"""Compute the InfoNCE loss of queries, in one direction, without a ``B x B`` matrix in the graph.
+    r"""Compute the InfoNCE loss of queries, in one direction, without a stored matrix of all pairs.
+
+    Example:
+        >>> import torch
+        >>> from compopt.functional import info_nce_loss
+        >>> query, key = torch.randn(2, 8, 4, requires_grad=True).unbind()
+        >>> info_nce_loss(query, key).backward()
+        >>> info_nce_loss(query, key, torch.randn(5, 4), temperature=0.05, reduction="none").shape
+        torch.Size([8])
 
     .. math::
         L_i = \log\left(e^{s_{ii} / \tau} + \sum_{j \in N_i} e^{s_{ij} / \tau}\right) - s_{ii} / \tau, \qquad
@@ -455,14 +450,6 @@ def info_nce_loss(
             is not greater than 0.
 
     References: van den Oord et al., Representation Learning with Contrastive Predictive Coding, 2018, eq. 4.
-
-    Example:
-        >>> import torch
-        >>> from compopt.functional import info_nce_loss
-        >>> query, key = torch.randn(2, 8, 4, requires_grad=True).unbind()
-        >>> info_nce_loss(query, key).backward()
-        >>> info_nce_loss(query, key, torch.randn(5, 4), temperature=0.05, reduction="none").shape
-        torch.Size([8])
     """
     features = [query, positive_key, *([] if negative_keys is None else [negative_keys])]
     _check_queries(*features)

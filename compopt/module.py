@@ -134,7 +134,17 @@ class StatefulEstimatorModule(EstimatorModule):
 
 
 def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
-    """Wrap an estimator in a module: ``self.loss = compopt.as_module(est)``, then ``self.loss(z1, z2, index)``.
+    """Wrap an estimator in a module that can be called, moved and saved with a model.
+
+    Example:
+        >>> import torch, compopt
+        >>> model = torch.nn.Module()
+        >>> est = compopt.InfoNCEEstimator(tau=0.1, learn_tau=True, multiply_tau=False)
+        >>> model.loss = compopt.as_module(est)  # then self.loss(z1, z2, index)
+        >>> [name for name, _ in model.named_parameters()]
+        ['loss.temperature.log_inverse']
+        >>> model.eval().loss.est.training
+        False
 
     A learned temperature of the estimator is among ``model.parameters()`` (as ``loss.temperature.log_inverse``; exclude
     it from weight decay), the state of the estimator is in ``model.state_dict()``, and ``model.train()``,
@@ -172,15 +182,6 @@ def as_module(est: Estimator, state: bool = True) -> EstimatorModule:
         TypeError: ``est`` is not an estimator, or ``state`` is not a bool.
         ValueError: ``state=True`` and the ranks store different parts of the state, while ``state_dict()`` of a module
             is usually called on one rank.
-
-    Example:
-        >>> import torch, compopt
-        >>> model = torch.nn.Module()
-        >>> model.loss = compopt.as_module(compopt.InfoNCEEstimator(tau=0.1, learn_tau=True, multiply_tau=False))
-        >>> [name for name, _ in model.named_parameters()]
-        ['loss.temperature.log_inverse']
-        >>> model.eval().loss.est.training
-        False
     """
     if not isinstance(est, Estimator):
         raise TypeError(f"est must be an estimator, got {type(est).__name__}")

@@ -29,6 +29,20 @@ FORGOTTEN = 256  # calls without an update
 class MomentumEncoder:
     r"""Moving average of a model's weights; its features are the ``keys=`` of a call.
 
+    Example:
+        >>> import torch, compopt
+        >>> model = torch.nn.Linear(8, 4)
+        >>> encoder = compopt.MomentumEncoder(model)
+        >>> est = compopt.recommended(dim=4, batch_size=16, momentum=True)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> handles = est.attach(optimizer), encoder.attach(est)
+        >>> x1, x2 = torch.randn(2, 16, 8)
+        >>> loss = est(model(x1), model(x2), torch.arange(16), keys=(encoder(x1), encoder(x2)))
+        >>> loss.backward()
+        >>> optimizer.step()  # commits, and updates the copy
+        >>> torch.equal(encoder.module.weight, model.weight)
+        False
+
     .. math:: \theta_k \leftarrow m\, \theta_k + (1 - m)\, \theta
 
     The copy starts from the weights that the model has at construction. Parameters that do not require a gradient then,
@@ -68,20 +82,6 @@ class MomentumEncoder:
 
     References:
         He et al., MoCo, CVPR 2020, eq. 2.
-
-    Example:
-        >>> import torch, compopt
-        >>> model = torch.nn.Linear(8, 4)
-        >>> encoder = compopt.MomentumEncoder(model)
-        >>> est = compopt.recommended(dim=4, batch_size=16, momentum=True)
-        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        >>> handles = est.attach(optimizer), encoder.attach(est)
-        >>> x1, x2 = torch.randn(2, 16, 8)
-        >>> loss = est(model(x1), model(x2), torch.arange(16), keys=(encoder(x1), encoder(x2)))
-        >>> loss.backward()
-        >>> optimizer.step()  # commits, and updates the copy
-        >>> torch.equal(encoder.module.weight, model.weight)
-        False
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.99) -> None:

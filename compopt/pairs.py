@@ -18,7 +18,15 @@ FalseNegatives = float | tuple[Literal["relative"], float]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PairPolicy:
-    r"""Selection of the pairs that an estimator contrasts, with log-weights ``b_ij``; passed as ``pairs=``.
+    r"""Selection and weights of the pairs that an estimator contrasts; passed as ``pairs=``.
+
+    Example:
+        >>> import torch, compopt
+        >>> policy = compopt.PairPolicy(false_negatives=-0.05, hardness=5.0)
+        >>> policy
+        PairPolicy(false_negatives=-0.05, hardness=5.0)
+        >>> est = compopt.DCLEstimator(tau=0.1, pairs=policy)
+        >>> est(*torch.randn(2, 8, 4, requires_grad=True)).backward()
 
     .. math::
         \log \hat g_i = \log \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{h_{ij}/\tau_i + b_{ij}}, \qquad
@@ -63,14 +71,6 @@ class PairPolicy:
     References:
         Solatorio, GISTEmbed, 2024 (thresholds by a guide); Moreira et al., NV-Retriever, 2024 (relative thresholds);
         Lan et al., LLaVE, 2025, eq. 5 (detached weights ``exp(beta s_ij)``).
-
-    Example:
-        >>> import torch, compopt
-        >>> policy = compopt.PairPolicy(false_negatives=-0.05, hardness=5.0)
-        >>> policy
-        PairPolicy(false_negatives=-0.05, hardness=5.0)
-        >>> est = compopt.DCLEstimator(tau=0.1, pairs=policy)
-        >>> est(*torch.randn(2, 8, 4, requires_grad=True)).backward()
     """
 
     false_negatives: FalseNegatives | None = None

@@ -13,7 +13,14 @@ from compopt.estimator.groups import plain_value
 
 
 class Schedule:
-    """Set ``group[key] = fn(t)`` in every sample group, at construction (``t = 0``) and at each :meth:`step`.
+    """Schedule that sets a hyper-parameter of every sample group at each :meth:`step`.
+
+    Example:
+        >>> import compopt
+        >>> est = compopt.SogCLREstimator(n=10)
+        >>> schedule = compopt.schedules.Schedule(est, "gamma", lambda t: 1 / (1 + t))
+        >>> schedule.step(); est.sample_groups[0]["gamma"]
+        0.5
 
     Args:
         est: the estimator.
@@ -28,13 +35,6 @@ class Schedule:
     Raises:
         TypeError: ``est`` is not an estimator, ``fn`` is not callable, or its result cannot be a hyper-parameter.
         ValueError: the estimator has no such key, or refuses a value.
-
-    Example:
-        >>> import compopt
-        >>> est = compopt.SogCLREstimator(n=10)
-        >>> schedule = compopt.schedules.Schedule(est, "gamma", lambda t: 1 / (1 + t))
-        >>> schedule.step(); est.sample_groups[0]["gamma"]
-        0.5
     """
 
     def __init__(self, est: Estimator, key: str, fn: Callable[[int], Any]) -> None:
@@ -74,6 +74,17 @@ class Schedule:
 class CosineGamma(Schedule):
     r"""Cosine schedule of ``gamma`` from 1 to ``gamma_min``.
 
+    Example:
+        >>> import compopt
+        >>> est = compopt.SogCLREstimator(n=10)
+        >>> schedule = compopt.schedules.CosineGamma(est, decay_steps=2, gamma_min=0.2)
+        >>> gammas = [est.sample_groups[0]["gamma"]]
+        >>> for _ in range(3):
+        ...     schedule.step()  # beside optimizer.step()
+        ...     gammas.append(round(est.sample_groups[0]["gamma"], 3))
+        >>> gammas
+        [1.0, 0.6, 0.2, 0.2]
+
     ``gamma = gamma_min + (1 - gamma_min) (1 + cos(pi min(1, t / decay_steps))) / 2``. FastCLIP's authors call
     :meth:`step` once per epoch, with ``decay_steps`` in epochs.
 
@@ -88,17 +99,6 @@ class CosineGamma(Schedule):
 
     References:
         Wei et al., FastCLIP, 2024 (used by all its versions).
-
-    Example:
-        >>> import compopt
-        >>> est = compopt.SogCLREstimator(n=10)
-        >>> schedule = compopt.schedules.CosineGamma(est, decay_steps=2, gamma_min=0.2)
-        >>> gammas = [est.sample_groups[0]["gamma"]]
-        >>> for _ in range(3):
-        ...     schedule.step()  # beside optimizer.step()
-        ...     gammas.append(round(est.sample_groups[0]["gamma"], 3))
-        >>> gammas
-        [1.0, 0.6, 0.2, 0.2]
     """
 
     def __init__(self, est: Estimator, decay_steps: int, gamma_min: float = 0.2) -> None:

@@ -31,6 +31,10 @@ Mode = Literal["bimodal", "unimodal"]
 def check_normalizer(make: Callable[[], Normalizer], *, dim: int = 8, n: int = 32, mode: Mode = "bimodal") -> None:
     """Run the generic tests of a normalizer on small random batches, in one process.
 
+    Example:
+        >>> import compopt
+        >>> compopt.testing.check_normalizer(lambda: compopt.MovingAverageEstimator(n=32, gamma=0.5))
+
     ===========  ==================================================================================================
     proposals    calls and steps raise no error: the ``Estimate`` has values of the right shapes for all columns
     gradients    loss, gradients and state are finite, also in float32 at the temperature 0.005
@@ -55,10 +59,6 @@ def check_normalizer(make: Callable[[], Normalizer], *, dim: int = 8, n: int = 3
 
     Raises:
         AssertionError: a rule is broken; the message begins with the class and the name of the rule.
-
-    Example:
-        >>> import compopt
-        >>> compopt.testing.check_normalizer(lambda: compopt.MovingAverageEstimator(n=32, gamma=0.5))
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of bad batches, and of calls without a commit
@@ -196,6 +196,11 @@ STEP = 1e-5  # of the difference quotient, in float64
 class DistributedResult:
     """Comparison of a loss on several ranks with the same loss on one process with the whole batch.
 
+    Example:
+        >>> from compopt.testing import DistributedResult
+        >>> print(DistributedResult(2, 0.0, 0.5, 0.5, 0.0, 0.1, 0.0, "the gradient differs"))
+        2 ranks: the gradient differs; errors: value 0.0e+00, gradient 5.0e-01, state 0.0e+00
+
     Errors are relative to the largest value of the one process.
 
     Attributes:
@@ -207,11 +212,6 @@ class DistributedResult:
         derivative: error of the gradient against difference quotients of the loss on these ranks.
         state: error of ``state_dict()``; NaN without one.
         message: explanation of the errors; ``""`` if there are none.
-
-    Example:
-        >>> from compopt.testing import DistributedResult
-        >>> print(DistributedResult(2, 0.0, 0.5, 0.5, 0.0, 0.1, 0.0, "the gradient differs"))
-        2 ranks: the gradient differs; errors: value 0.0e+00, gradient 5.0e-01, state 0.0e+00
     """
 
     world_size: int
@@ -240,6 +240,11 @@ def check_distributed(
 ) -> list[DistributedResult]:
     r"""Compare any loss of two sets of features on several ranks with one process that has the whole batch.
 
+    Example:
+        >>> import compopt
+        >>> compopt.testing.check_distributed(compopt.DCLEstimator, (2,))[0].message  # doctest: +SKIP
+        ''
+
     Two linear encoders with shared parameters and random inputs, in float64, produce the features. Each rank computes
     the loss of its part of the batch. The gradients of the parameters are averaged over the ranks, as
     ``DistributedDataParallel`` does. The loss is called twice, with ``step()`` after each call if it has that method.
@@ -267,11 +272,6 @@ def check_distributed(
     Raises:
         Exception: the error of a rank, raised by ``torch.multiprocessing``.
         ValueError: a world size does not divide ``samples``.
-
-    Example:
-        >>> import compopt
-        >>> compopt.testing.check_distributed(compopt.DCLEstimator, (2,))[0].message  # doctest: +SKIP
-        ''
     """
     odd = [size for size in world_sizes if size < 1 or samples % size]
     if odd:

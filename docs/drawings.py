@@ -219,15 +219,15 @@ def recalls() -> dict[str, dict[str, list[float]]]:
 
 
 def panel(left: float, title: str, losses: dict[str, list[float]]) -> str:
-    """Recall by batch size of the losses on one data set; the axis ends at the least and the largest value."""
+    """Recall by batch size of the losses on one data set; the axis begins at zero and ends at the largest value."""
     values = [value for line in losses.values() for value in line]
-    low, high = min(values), max(values)
-    y = {value: 230 - 150 * (value - low) / (high - low) for value in values}
+    high = max(values)
+    y = {value: 280 - 200 * value / high for value in (0.0, *values)}
     drawn = [text(left + 80, 64, title, "title")]
-    drawn += [text(left - 6, y[value] + 5, f"{value:.0f}", "small", "end") for value in (low, high)]
-    drawn.append(f'<path class="soft" d="M{left} 70V240H{left + 165}"/>')
+    drawn += [text(left - 6, y[value] + 5, f"{value:.0f}", "small", "end") for value in (0.0, high)]
+    drawn.append(f'<path class="soft" d="M{left} 70V280H{left + 165}"/>')
     places = [left + 10 + 36 * i for i in range(5)]
-    drawn += [text(x, 258, batch, "small") for x, batch in zip(places, ("8", "16", "64", "256", "1k"), strict=True)]
+    drawn += [text(x, 298, batch, "small") for x, batch in zip(places, ("8", "16", "64", "256", "1k"), strict=True)]
     for loss, line in losses.items():
         points = " ".join(f"{x},{y[value]:.1f}" for x, value in zip(places, line, strict=True))
         drawn.append(f'<polyline class="{LOSSES[loss]}" points="{points}" style="fill: none; stroke-width: 2.5"/>')
@@ -241,12 +241,12 @@ def recall_by_batch() -> str:
     names = ("InfoNCE, tuned", "DCL, tuned", "recommended, not tuned")
     for x, kind, words in zip((150, 320, 460), LOSSES.values(), names, strict=True):
         parts += [dot(x, 28, kind, 5), text(x + 12, 33, words, "", "start")]
-    parts.append(text(420, 282, "batch size; recall in per cent", "small"))
+    parts.append(text(420, 322, "batch size; recall in per cent", "small"))
     description = (
         "Four panels, one per data set: recall at batch sizes 8 to 1,024 of InfoNCE, DCL and compopt.recommended. At "
         "batch 8 and 16 recommended is highest in every panel. At 256 and 1,024 it is level with DCL or below it."
     )
-    return svg(840, 296, "Recall by batch size", description, parts)
+    return svg(840, 336, "Recall by batch size", description, parts)
 
 
 SHOWN = {
@@ -331,22 +331,23 @@ def learning_curves() -> str:
 
 
 def methods_on_glyphs() -> str:
-    """The first table of results.md: mean and standard deviation of each method."""
+    """The first table of results.md: mean and standard deviation of each method, from zero."""
     table = (FOLDER.parent / "results.md").read_text().split("| method | R@1 (%) |")[1].split("\n\n")[0]
     rows = [[cell.replace("*", "").strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     bottom = 50 + 26 * len(rows)
     parts = [text(20, 34, "R@1 on held-out glyphs, per cent, mean and standard deviation", "title", "start")]
-    for recall in (46, 48, 50, 52, 54, 56):
-        x = 290 + 38 * (recall - 46)
+    for recall in (0, 10, 20, 30, 40, 50):
+        x = 290 + 6 * recall
         parts += [f'<path class="soft" d="M{x} 50V{bottom}"/>', text(x, bottom + 18, str(recall), "small")]
     for number, (method, recall, *_) in enumerate(rows):
         mean, deviation = (float(part) for part in recall.split(" ± "))
-        x, y = 290 + 38 * (mean - 46), 64 + 26 * number
+        x, y = 290 + 6 * mean, 64 + 26 * number
         kind = {"InfoNCE": "push", "DCL, the stateless control": "pull"}.get(method, "ours")
         parts.append(text(275, y + 5, method.replace("`", "").split(" (")[0], "", "end"))
-        ends = f"M{x - 38 * deviation:.1f} {y}H{x + 38 * deviation:.1f}"
+        parts.append(f'<path class="{kind}" d="M290 {y}H{x:.1f}" style="stroke-width: 6"/>')
+        ends = f"M{x - 6 * deviation:.1f} {y}H{x + 6 * deviation:.1f}"
         parts.append(f'<path class="line" d="{ends}" style="stroke-width: 1.6"/>')
-        parts.append(dot(round(x, 1), y, kind, 5))
+        parts.append(text(640, y + 5, recall, "", "start"))
     description = (
         "Recall by method. SogCLR, iSogCLR without the positive as reference, NeuCLIP and Residual are level with DCL. "
         "InfoNCE, CLIP, FastCLIP and EMC2 are four to five points lower."

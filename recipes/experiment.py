@@ -208,7 +208,7 @@ def train_all(args: argparse.Namespace, task: Any, error_count: int = 0) -> list
     names += ("optimizer", "schedule")
     shared = {**{name: getattr(args, name) for name in names}, "warmup": _warmup(args, task.n)}
     if args.settings and launch.is_main():
-        used = json.dumps({**args.methods[args.settings], **shared})
+        used = json.dumps({"estimator": args.methods[args.settings], **shared})  # both may have an lr
         print(f"{args.settings}, {_settings(args.settings).source}: {used}")
     runs = []
     for method, options in args.methods.items():

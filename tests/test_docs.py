@@ -33,6 +33,21 @@ def test_python_blocks_compile():
             compile(block, name(page), "exec")
 
 
+def test_code_is_not_wider_than_the_page():
+    """The site shows 105 letters at 1,280 pixels, and wraps `text`; definitions of the methods have a smaller font."""
+    wide = {}
+    for page in PAGES:
+        for language, block in re.findall(r"^```([^\n]*)\n(.*?)^```", page.read_text(), re.M | re.S):
+            lines = [line for line in block.splitlines() if len(line) > 105]
+            if lines and language != "text":
+                wide[name(page)] = lines
+    for path in (ROOT / "compopt").rglob("*.py"):
+        code = re.findall(r"^ *((?:>>>|\.\.\.) .+)$", path.read_text(), re.M)
+        if lines := [line for line in code if len(line) > 105]:
+            wide[str(path.relative_to(ROOT))] = lines
+    assert not wide
+
+
 ESTIMATORS = [
     name
     for name, value in vars(compopt).items()

@@ -33,7 +33,15 @@ _DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
 
 
 def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path:
-    """Load a checkpoint, also one of version 0.3, into an estimator of the same configuration; drop pending deposits.
+    """Load a checkpoint, also one of version 0.3, into an estimator of the same configuration.
+
+    Example:
+        >>> import compopt, tempfile
+        >>> est, again = (compopt.SogCLREstimator(n=10) for _ in range(2))  # the same configuration
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = compopt.save(est, folder)
+        ...     compopt.load(again, folder) == path
+        True
 
     The number of ranks, ``shard`` and ``offload`` may differ from those of the writer. Before anything is written, the
     existence, length and checksum of all files and their values are verified. If a run that saves meanwhile removes the
@@ -57,14 +65,6 @@ def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path:
         RuntimeError: with several ranks, another rank failed or runs another operation.
 
     Communicates: collective; a few small messages.
-
-    Example:
-        >>> import compopt, tempfile
-        >>> est, again = (compopt.SogCLREstimator(n=10) for _ in range(2))  # the same configuration
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = compopt.save(est, folder)
-        ...     compopt.load(again, folder) == path
-        True
     """
     if t is not None and (isinstance(t, bool) or not hasattr(t, "__index__")):
         raise TypeError(f"t must be a number of commits, got {t!r} of type {type(t).__name__}")

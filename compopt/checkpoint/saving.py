@@ -46,6 +46,14 @@ def save(est: Estimator, directory: StrPath, keep: int = ..., *, blocking: Liter
 def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = True) -> Path | SaveHandle:
     """Write a new checkpoint of all committed state; pending deposits are not part of it.
 
+    Example:
+        >>> import compopt, tempfile
+        >>> est = compopt.SogCLREstimator(n=10)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = compopt.save(est, folder)
+        ...     path.name.startswith("checkpoint-")
+        True
+
     Every rank writes the visited rows that it holds, in files of at most 2^18 rows, and needs memory for a few copies
     of one file. Every save creates a new directory and writes the manifest last, so that the previous or the new
     checkpoint is complete if the process is killed at any time. ``state_dict`` pre-hooks run.
@@ -95,14 +103,6 @@ def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = Tru
     Communicates: collective; a few small messages. The first background save forms a separate process group, over which
     ranks exchange messages after they have written their files. The save fails if one rank finishes writing later than
     another by more than the timeout of the group (30 minutes).
-
-    Example:
-        >>> import compopt, tempfile
-        >>> est = compopt.SogCLREstimator(n=10)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = compopt.save(est, folder)
-        ...     path.name.startswith("checkpoint-")
-        True
     """
     check_estimator(est)
     checks.count("keep", keep)

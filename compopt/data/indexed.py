@@ -27,6 +27,11 @@ SAMPLED = 4096
 class Indexed(Dataset[tuple[Any, ...]]):
     """Map-style data set that appends its position to each item.
 
+    Example:
+        >>> import compopt
+        >>> compopt.data.Indexed([("a", "b"), ("c", "d")])[1]
+        ('c', 'd', 1)
+
     ``(image, text)`` becomes ``(image, text, position)``. A named tuple becomes an instance of a subclass with a field
     ``index``. A dict gets the key ``"index"``. Any other item, including a dataclass, becomes ``(item, position)``,
     which the ``collate_fn`` must handle. Batched reading (``__getitems__``) is used if the data set supports it.
@@ -43,11 +48,6 @@ class Indexed(Dataset[tuple[Any, ...]]):
         TypeError: the data set is iterable-style; a position is a list; ``first`` is not an integer.
         IndexError: a position is outside the data set; negative positions count from the end.
         ValueError: an item already has a field or key ``index``; ``first`` < 0.
-
-    Example:
-        >>> import compopt
-        >>> compopt.data.Indexed([("a", "b"), ("c", "d")])[1]
-        ('c', 'd', 1)
     """
 
     def __init__(self, dataset: Any, first: int = 0) -> None:
@@ -117,6 +117,11 @@ def _restored(kind: Any, values: Iterable[Any]) -> Any:
 def key_index(keys: Iterable[Hashable]) -> dict[Hashable, int]:
     """Number the keys of streaming data (URLs, file names) 0, 1, ... in the order given.
 
+    Example:
+        >>> import compopt
+        >>> compopt.data.key_index(["b.jpg", "a.jpg"])["a.jpg"]
+        1
+
     Args:
         keys: hashable keys, one per sample, all different.
 
@@ -125,11 +130,6 @@ def key_index(keys: Iterable[Hashable]) -> dict[Hashable, int]:
 
     Raises:
         ValueError: a key occurs twice.
-
-    Example:
-        >>> import compopt
-        >>> compopt.data.key_index(["b.jpg", "a.jpg"])["a.jpg"]
-        1
     """
     index: dict[Hashable, int] = {}
     for key in keys:
@@ -140,10 +140,7 @@ def key_index(keys: Iterable[Hashable]) -> dict[Hashable, int]:
 
 
 class SampleIndex(Protocol):
-    """Protocol that maps samples to rows: :class:`ShardIndex`, :class:`KeyIndex`, :class:`UidIndex`, or your own.
-
-    Attributes:
-        n: number of rows, an upper bound of the results of ``index``.
+    """Protocol of indices, which map samples to rows.
 
     Example:
         >>> import compopt
@@ -153,6 +150,9 @@ class SampleIndex(Protocol):
         ...         return {"cat": 0, "dog": 1}[sample["__key__"]]
         >>> ByName().index({"__key__": "dog"}, 0)
         1
+
+    Attributes:
+        n: number of rows, an upper bound of the results of ``index``.
     """
 
     n: int
@@ -171,6 +171,11 @@ class SampleIndex(Protocol):
 class KeyIndex:
     """Rows by integer key, such as img2dataset's ``__key__``, which combines shard number and row.
 
+    Example:
+        >>> import compopt
+        >>> compopt.data.KeyIndex(n=20_000).index({"__key__": "000010007"})
+        10007
+
     No manifest is needed, and rows do not change when samples are skipped, reordered or downloaded again from the same
     list. The rows of failed downloads are unused: ``n`` is the number of keys, not of samples.
 
@@ -181,11 +186,6 @@ class KeyIndex:
     Raises:
         ValueError: ``n`` < 1 or ``first`` < 0; in :meth:`index`, the key is not an integer, or is out of range.
         TypeError: ``n`` or ``first`` is not an integer.
-
-    Example:
-        >>> import compopt
-        >>> compopt.data.KeyIndex(n=20_000).index({"__key__": "000010007"})
-        10007
     """
 
     def __init__(self, n: int, first: int = 0) -> None:
@@ -213,6 +213,15 @@ class KeyIndex:
 class UidIndex:
     """Rows by 128-bit identifier: the position in a sorted file, such as those of DataComp's subsets.
 
+    Example:
+        >>> import compopt, numpy, os, tempfile
+        >>> uids = numpy.array([(0, 7), (1, 5)], dtype="u8,u8")  # the upper and the lower half, ascending
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     numpy.save(os.path.join(folder, "subset.npy"), uids)
+        ...     index = compopt.data.UidIndex(os.path.join(folder, "subset.npy"))
+        ...     index.index({"__key__": f"{1:016x}{5:016x}"})
+        1
+
     The file is memory-mapped. The identifier of a sample, 32 hexadecimal digits, is its key (``uid`` or ``uid-17``) or
     otherwise the entry ``"uid"`` of its json.
 
@@ -228,15 +237,6 @@ class UidIndex:
         FileNotFoundError: the file does not exist.
         ValueError: the file has another dtype or no rows, is not sorted, or contains an identifier twice (only a sample
             of the rows is checked); in :meth:`index`, a sample has no identifier, or one that is not in the file.
-
-    Example:
-        >>> import compopt, numpy, os, tempfile
-        >>> uids = numpy.array([(0, 7), (1, 5)], dtype="u8,u8")  # the upper and the lower half, ascending
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     numpy.save(os.path.join(folder, "subset.npy"), uids)
-        ...     index = compopt.data.UidIndex(os.path.join(folder, "subset.npy"))
-        ...     index.index({"__key__": f"{1:016x}{5:016x}"})
-        1
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -15,6 +15,16 @@ T = TypeVar("T")
 class PrefetchLoader(Generic[T]):
     """Iterate over the batches of a loader; announce each batch before yielding the previous one.
 
+    Example:
+        >>> import torch, compopt
+        >>> announced = []
+        >>> batches = [("a", torch.tensor([0, 1])), ("b", torch.tensor([2, 3]))]
+        >>> loader = compopt.data.PrefetchLoader(batches, announce=announced.append)
+        >>> for name, index in loader:  # est.prefetch(loader) makes such a loader
+        ...     print(name, announced)
+        a [tensor([0, 1]), tensor([2, 3])]
+        b [tensor([0, 1]), tensor([2, 3])]
+
     While the loop trains on batch k, batch k + 1 has been fetched from the loader and its rows are being read. Batch
     k + 2 is fetched only when the loop requests batch k + 1: the loader is at most one batch ahead. This has two
     visible consequences within an epoch. If ``loader`` is an iterator, ``break`` loses one batch. A stateful loader
@@ -44,16 +54,6 @@ class PrefetchLoader(Generic[T]):
             not a tensor of integers.
         ValueError: ``loader`` is an accelerate loader with batches from the main process; a batch has no such entry, or
             the entry is not ``(B,)``.
-
-    Example:
-        >>> import torch, compopt
-        >>> announced = []
-        >>> batches = [("a", torch.tensor([0, 1])), ("b", torch.tensor([2, 3]))]
-        >>> loader = compopt.data.PrefetchLoader(batches, announce=lambda index: announced.append(index.tolist()))
-        >>> for name, index in loader:  # est.prefetch(loader) makes such a loader
-        ...     print(name, announced)
-        a [[0, 1], [2, 3]]
-        b [[0, 1], [2, 3]]
     """
 
     def __init__(

@@ -30,7 +30,13 @@ END = 2 * tarfile.BLOCKSIZE  # zeros at the end of a tar file, at least
 
 
 class ShardIndex:
-    """Rows of shards: rows ``0 .. count - 1`` for the first shard in the order of its tar, then those of the next.
+    """Rows by shard: the samples of each shard in the order of its tar, shard after shard.
+
+    Example:
+        >>> import compopt
+        >>> index = compopt.data.ShardIndex({"00000.tar": 3, "00001.tar": 2})
+        >>> index.n, index.index({"__url__": "/data/00001.tar"}, 1)
+        (5, 4)
 
     The row of a sample depends only on its shard and its position in the shard, not on the order in which shards are
     read, workers, ranks, shuffling or skipped samples. The position must be counted when the tar is read, before any
@@ -54,12 +60,6 @@ class ShardIndex:
     Raises:
         ValueError: a shard occurs twice, or has no samples.
         TypeError: a size is not an integer.
-
-    Example:
-        >>> import compopt
-        >>> index = compopt.data.ShardIndex({"00000.tar": 3, "00001.tar": 2})
-        >>> index.n, index.index({"__url__": "/data/00001.tar"}, 1)
-        (5, 4)
     """
 
     def __init__(self, shards: Mapping[str, int]) -> None:
@@ -237,6 +237,16 @@ class ShardIndex:
 class indexed_reader:
     """Reader stage of a webdataset pipeline that sets ``sample["index"]``.
 
+    Example:
+        >>> import compopt
+        >>> def read(sources):  # webdataset.tarfile_to_samples() in a pipeline
+        ...     for source in sources:
+        ...         yield from ({"__url__": source["url"], "__key__": key} for key in "ab")
+        >>> index = compopt.data.ShardIndex({"0.tar": 2, "1.tar": 2})
+        >>> stage = compopt.data.indexed_reader(read, index)
+        >>> [sample["index"] for sample in stage([{"url": "1.tar"}, {"url": "0.tar"}])]
+        [2, 3, 0, 1]
+
     The stage calls the reader that it wraps with one shard at a time, and counts the samples. Use it in place of that
     reader: after splitting by node and worker, before shuffling, selecting, renaming and decoding. Later stages may
     then drop, reorder and repeat samples; ``rename`` and ``to_tuple`` must include ``index``.
@@ -255,16 +265,6 @@ class indexed_reader:
     Warns:
         UserWarning: a shard has fewer samples than the index says, because samples could not be read; the rows of the
             samples after them in this shard are shifted.
-
-    Example:
-        >>> import compopt
-        >>> def read(sources):  # webdataset.tarfile_to_samples() in a pipeline
-        ...     for source in sources:
-        ...         yield from ({"__url__": source["url"], "__key__": key} for key in "ab")
-        >>> index = compopt.data.ShardIndex({"0.tar": 2, "1.tar": 2})
-        >>> stage = compopt.data.indexed_reader(read, index)
-        >>> [sample["index"] for sample in stage([{"url": "1.tar"}, {"url": "0.tar"}])]
-        [2, 3, 0, 1]
     """
 
     def __init__(self, read: Callable[[Iterable[Any]], Iterable[dict[str, Any]]], index: SampleIndex) -> None:
@@ -321,6 +321,11 @@ class indexed_reader:
 def shard_list(shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
     """Expand a folder, a pattern or a list to paths or URLs of shards.
 
+    Example:
+        >>> import compopt
+        >>> compopt.data.shard_list("s3://bucket/{00000..00002}.tar")
+        ['s3://bucket/00000.tar', 's3://bucket/00001.tar', 's3://bucket/00002.tar']
+
     Args:
         shards: a folder, a pattern with braces (``"s3://bucket/{00000..00099}.tar"``) or, on local disks, wildcards; or
             a list of these. Files named by braces need not exist.
@@ -330,11 +335,6 @@ def shard_list(shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
     Raises:
         ValueError: braces contain neither a list nor an ascending range of numbers; a URL contains wildcards.
-
-    Example:
-        >>> import compopt
-        >>> compopt.data.shard_list("s3://bucket/{00000..00002}.tar")
-        ['s3://bucket/00000.tar', 's3://bucket/00001.tar', 's3://bucket/00002.tar']
     """
     if not isinstance(shards, str | os.PathLike):
         return [name for shard in shards for name in shard_list(shard)]

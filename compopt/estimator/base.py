@@ -50,6 +50,12 @@ FIRST_USE = threading.RLock()  # an object that is used alone creates its rows a
 class Form:
     """Facts that the rows and the other state of an object depend on.
 
+    Example:
+        >>> import torch, compopt
+        >>> class Queue(compopt.Normalizer):
+        ...     def setup(self, form):  # part of a normalizer with state of its own
+        ...         self.state["queue"] = torch.zeros(form.width, 64)
+
     Attributes:
         mode: ``"bimodal"``, ``"unimodal"`` or, for an object that is used alone, ``"single"``.
         width: number of values per column and sample, ``D``.
@@ -99,6 +105,15 @@ def is_fixed(est: Any, name: str, value: object) -> AttributeError:
 
 class Estimator:
     r"""Object with state that is updated after each optimizer step; methods as in ``torch.optim``.
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.SogCLREstimator(n=100)  # every preset is an Estimator
+        >>> z1, z2 = torch.randn(2, 8, 4, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(8)).backward()  # reads rows, deposits proposals
+        >>> est.step()  # commits; est.discard() forgets
+        >>> est.t, est.read(torch.tensor([0, 50]))["count"].tolist()
+        (1, [1, 0])
 
     An estimator owns its sample groups, its rows and its other state, as a module owns its parameters. It is used
     alone, or held by a :class:`~compopt.ContrastiveEstimator`, whose methods apply to all objects that it holds.
@@ -158,15 +173,6 @@ class Estimator:
     Warns:
         UserWarning: once each: no commit during three updates of a model, or during many calls; an index that is always
             ``0 .. B - 1``, the position in the batch.
-
-    Example:
-        >>> import torch, compopt
-        >>> est = compopt.SogCLREstimator(n=100)  # every preset is an Estimator
-        >>> z1, z2 = torch.randn(2, 8, 4, requires_grad=True).unbind()
-        >>> est(z1, z2, torch.arange(8)).backward()  # reads rows, deposits proposals
-        >>> est.step()  # commits; est.discard() forgets
-        >>> est.t, est.read(torch.tensor([0, 50]))["count"].tolist()
-        (1, [1, 0])
     """
 
     data_fingerprint: str | None = None

@@ -17,7 +17,12 @@ from compopt.estimator.groups import Groups, GroupView, as_groups, plain
 
 
 class Container(Estimator):
-    """Estimator whose methods apply to its parts, each of which owns its groups, its rows and its other state.
+    """Estimator whose methods apply to its parts, each of which owns its groups and its state.
+
+    Example:
+        >>> import compopt
+        >>> isinstance(compopt.ISogCLREstimator(n=10), compopt.estimator.Container)
+        True
 
     One part may be held by two containers, as a module may be shared; a step of either commits the part.
 

@@ -186,6 +186,12 @@ class GroupView(MutableMapping[str, Any]):
 class Hyper:
     """Hyper-parameters of one object for the rows of one call.
 
+    Example:
+        >>> import torch, compopt
+        >>> hyper = compopt.estimator.Hyper([{"n": 10, "gamma": 0.9}], torch.arange(4)[:, None], torch.float32)
+        >>> hyper("gamma")
+        0.9
+
     ``hyper("gamma")`` returns a Python number if all groups have the same value, and otherwise a tensor with one value
     per row, ``(B, R)``. ``hyper("betas", 0)`` does the same for the first entry of a pair. ``R`` is 1, or 2 if the
     second modality has rows of its own. An unknown name is a ``KeyError``.

@@ -23,6 +23,12 @@ from compopt.pairs import PairPolicy
 class Call:
     """Inputs of a normalizer, or of a temperature, in one forward pass.
 
+    Example:
+        >>> import torch, compopt
+        >>> class Softer(compopt.Normalizer):  # computes its estimate from the call
+        ...     def estimate(self, call):
+        ...         return compopt.estimator.Estimate(alpha=call.pairs.log_ghat + 0.1, proposals={})
+
     Attributes:
         batch: the samples of all ranks with their features, ``(B, d)`` each.
         read: the object's committed rows of these samples.
@@ -77,6 +83,10 @@ class Call:
 class Estimate:
     """Result of a normalizer.
 
+    Example:
+        >>> import torch, compopt
+        >>> estimate = compopt.estimator.Estimate(alpha=torch.zeros(8, 2), proposals={})  # no state
+
     Attributes:
         alpha: log-normalizers, ``(B, A)`` for ``A`` directions of anchors, or ``(B, 1)``.
         proposals: new values of all of the normalizer's columns, by name, in the shape of the columns.
@@ -112,16 +122,12 @@ class Estimate:
 
 
 class Normalizer(Estimator, ABC):
-    """Base class of normalizers, which compute the log-normalizer ``alpha_i`` or the pair weights of each anchor.
-
-    A subclass defines :meth:`estimate`, :meth:`~compopt.Estimator.check` if it has hyper-parameters, and, for state per
-    sample, :meth:`~compopt.Estimator.columns`. Arguments, state, communication and errors: as for
-    :class:`~compopt.Estimator`.
+    """Base class of normalizers, which compute the log-normalizer or the pair weights of each anchor.
 
     Example:
         >>> import torch, compopt
         >>> from compopt.estimator import Estimate
-        >>> class Constant(compopt.Normalizer):  # alpha = 0 for every anchor; docs/extending.md has one with rows
+        >>> class Constant(compopt.Normalizer):  # alpha = 0 for every anchor
         ...     def __init__(self):
         ...         super().__init__(None, {})
         ...     def estimate(self, call):
@@ -129,6 +135,10 @@ class Normalizer(Estimator, ABC):
         >>> est = compopt.ContrastiveEstimator(Constant(), compopt.FixedTemperature(0.1))
         >>> est(*torch.randn(2, 8, 4, requires_grad=True)).item()
         0.0
+
+    A subclass defines :meth:`estimate`, :meth:`~compopt.Estimator.check` if it has hyper-parameters, and, for state per
+    sample, :meth:`~compopt.Estimator.columns` (``docs/extending.md``). Arguments, state, communication and errors: as
+    for :class:`~compopt.Estimator`.
     """
 
     sums = True  # pairs have sums of exponentials; otherwise positives and counts only
@@ -198,11 +208,7 @@ class Normalizer(Estimator, ABC):
 
 
 class Temperature(Estimator, ABC):
-    """Base class of temperatures, which determine ``tau_i`` of each anchor.
-
-    A subclass defines :meth:`temperatures`, and :meth:`~compopt.Estimator.check` if it has hyper-parameters. A subclass
-    that updates its own temperatures also defines :attr:`learns`, :meth:`proposals` and
-    :meth:`~compopt.Estimator.columns`. Arguments, state, communication and errors: as for :class:`~compopt.Estimator`.
+    """Base class of temperatures, which determine the temperature of each anchor.
 
     Example:
         >>> import torch, compopt
@@ -215,6 +221,10 @@ class Temperature(Estimator, ABC):
         >>> est = compopt.ContrastiveEstimator(compopt.BatchNormalizer(), Constant())
         >>> torch.equal(est(z1, z2), compopt.DCLEstimator(tau=0.1)(z1, z2))
         True
+
+    A subclass defines :meth:`temperatures`, and :meth:`~compopt.Estimator.check` if it has hyper-parameters. A subclass
+    that updates its own temperatures also defines :attr:`learns`, :meth:`proposals` and
+    :meth:`~compopt.Estimator.columns`. Arguments, state, communication and errors: as for :class:`~compopt.Estimator`.
     """
 
     learns: bool = False  # whether proposals() must be called with the gradients G; may be a property

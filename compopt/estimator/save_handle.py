@@ -13,6 +13,12 @@ from pathlib import Path
 class SaveHandle:
     """Handle of a checkpoint that a background thread writes, see :func:`compopt.save`.
 
+    Example:
+        >>> import tempfile, compopt
+        >>> handle = compopt.save(compopt.SogCLREstimator(n=10), tempfile.mkdtemp(), blocking=False)
+        >>> handle.wait() == handle.path
+        True
+
     The interpreter waits for the thread before it exits. A forked process has no such thread: the parent completes the
     save.
 

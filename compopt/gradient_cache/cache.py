@@ -51,7 +51,15 @@ def gradient_cache(
     keys: Sequence[Tensor] | None = None,
     pairs: PairPolicy | BoundPolicy | None = None,
 ) -> Tensor:
-    r"""Compute the gradients of ``est(*model(batch), index)`` in micro-batches, with the negatives of the whole batch.
+    r"""Compute the gradients of a large batch in micro-batches, with the negatives of the whole batch.
+
+    Example:
+        >>> import torch, compopt
+        >>> est, model = compopt.DCLEstimator(), torch.nn.Linear(8, 4)
+        >>> texts, images, index = torch.randn(64, 8), torch.randn(64, 8), torch.arange(64)
+        >>> loss = compopt.gradient_cache(est, (model, model), (texts, images), index, micro_batch_size=16)
+        >>> tuple(model.weight.grad.shape)
+        (4, 8)
 
     .. math::
         \frac{\partial L}{\partial \theta} = \sum_{\text{micro-batches } m}
@@ -130,14 +138,6 @@ def gradient_cache(
 
     Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, RepL4NLP 2021, for
     losses without state and one device.
-
-    Example:
-        >>> import torch, compopt
-        >>> est, model = compopt.DCLEstimator(), torch.nn.Linear(8, 4)
-        >>> texts, images, index = torch.randn(64, 8), torch.randn(64, 8), torch.arange(64)
-        >>> loss = compopt.gradient_cache(est, (model, model), (texts, images), index, micro_batch_size=16)
-        >>> tuple(model.weight.grad.shape)
-        (4, 8)
     """
     if not isinstance(est, ContrastiveEstimator):
         raise TypeError(f"est must be a contrastive estimator, got {type(est).__name__}")

@@ -26,6 +26,19 @@ CHANNELS = 3
 class TokenBudget:
     r"""Size of micro-batches in tokens or pixels, for :func:`compopt.gradient_cache`.
 
+    Example:
+        >>> import torch, compopt
+        >>> texts = {"input_ids": torch.tensor([[5, 0, 0], [5, 6, 7], [5, 6, 0]])}
+        >>> texts["attention_mask"] = (texts["input_ids"] > 0).long()
+        >>> table, sizes = torch.nn.Embedding(8, 4), []
+        >>> def encode(table, part):
+        ...     sizes.append(tuple(part["input_ids"].shape))
+        ...     return (table(part["input_ids"]) * part["attention_mask"][..., None]).sum(1)
+        >>> est, towers, budget = compopt.InfoNCEEstimator(), (table, table), compopt.TokenBudget(4)
+        >>> loss = compopt.gradient_cache(est, towers, (texts, texts), encode=encode, micro_batch_size=budget)
+        >>> sizes[:2]
+        [(1, 3), (2, 2)]
+
     The samples of a batch are sorted by their number of tokens :math:`\ell`, and divided into micro-batches :math:`m`
     with
 
@@ -50,19 +63,6 @@ class TokenBudget:
         TypeError, ValueError: neither ``tokens`` nor ``pixels`` is given, or one of them is no positive integer. A
             call also raises if the inputs contain no lengths, or if a tower does not return the same number of features
             for every sample.
-
-    Example:
-        >>> import torch, compopt
-        >>> texts = {"input_ids": torch.tensor([[5, 0, 0], [5, 6, 7], [5, 6, 0]])}
-        >>> texts["attention_mask"] = (texts["input_ids"] > 0).long()
-        >>> table, sizes = torch.nn.Embedding(8, 4), []
-        >>> def encode(table, part):
-        ...     sizes.append(tuple(part["input_ids"].shape))
-        ...     return (table(part["input_ids"]) * part["attention_mask"][..., None]).sum(1)
-        >>> est, towers, budget = compopt.InfoNCEEstimator(), (table, table), compopt.TokenBudget(4)
-        >>> loss = compopt.gradient_cache(est, towers, (texts, texts), encode=encode, micro_batch_size=budget)
-        >>> sizes[:2]
-        [(1, 3), (2, 2)]
     """
 
     tokens: int | None = None

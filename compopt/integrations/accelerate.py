@@ -19,6 +19,18 @@ from compopt.integrations.refusals import warn_alone
 def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle:
     """Commit after each update by accelerate, and discard at a skipped update. Call it after ``prepare``.
 
+    Example:
+        >>> import accelerate, torch, compopt
+        >>> from compopt.integrations.accelerate import attach
+        >>> accelerator, x = accelerate.Accelerator(cpu=True), torch.randn(4, 4)
+        >>> est, weight = compopt.SogCLREstimator(10), torch.nn.Parameter(torch.ones(4, 4))
+        >>> optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.1))
+        >>> handle = attach(est, optimizer, accelerator)
+        >>> accelerator.backward(est(x @ weight, x, torch.arange(4)))
+        >>> optimizer.step()
+        >>> est.t
+        1
+
     The hook is registered with the object that reports skipped updates: the engine of DeepSpeed (the update, and thus
     the commit, is then part of ``accelerator.backward``), or the optimizer and the scaler of
     ``mixed_precision="fp16"``. Micro-batches inside ``accelerator.accumulate`` are committed together.
@@ -39,18 +51,6 @@ def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle:
     Warns:
         UserWarning: a launcher started several processes, but accelerate created no process group: each process
             trains alone; DeepSpeed was asked for, and the accelerator does not use it.
-
-    Example:
-        >>> import accelerate, torch, compopt
-        >>> from compopt.integrations.accelerate import attach
-        >>> accelerator, x = accelerate.Accelerator(cpu=True), torch.randn(4, 4)
-        >>> est, weight = compopt.SogCLREstimator(10), torch.nn.Parameter(torch.ones(4, 4))
-        >>> optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.1))
-        >>> handle = attach(est, optimizer, accelerator)
-        >>> accelerator.backward(est(x @ weight, x, torch.arange(4)))
-        >>> optimizer.step()
-        >>> est.t
-        1
     """
     warn_alone(
         accelerator.num_processes,
@@ -72,7 +72,15 @@ def attach(est: Estimator, optimizer: Any, accelerator: Any) -> RemovableHandle:
 def register_for_checkpointing(
     est: Estimator, accelerator: Any, name: str = "compopt", blocking: bool = True
 ) -> _CheckpointEntry:
-    """Include the estimator, with the rows of every rank, in ``accelerator.save_state`` and ``load_state``.
+    """Include the estimator in ``accelerator.save_state`` and ``load_state``.
+
+    Example:
+        >>> import tempfile, accelerate, compopt
+        >>> from compopt.integrations.accelerate import register_for_checkpointing
+        >>> accelerator, est = accelerate.Accelerator(cpu=True), compopt.SogCLREstimator(10)
+        >>> rows = register_for_checkpointing(est, accelerator)
+        >>> folder = accelerator.save_state(tempfile.mkdtemp())
+        >>> accelerator.load_state(folder)
 
     The method of accelerate with this name writes objects on the main process only, and loads them on every rank. This
     function makes each rank write its own rows with :func:`compopt.save` into ``<output_dir>/<name>``, and registers
@@ -95,14 +103,6 @@ def register_for_checkpointing(
         OSError, RuntimeError: in ``save_state``, see :func:`compopt.save`.
 
     Communicates: collective when saving and loading, see :func:`compopt.save`.
-
-    Example:
-        >>> import tempfile, accelerate, compopt
-        >>> from compopt.integrations.accelerate import register_for_checkpointing
-        >>> accelerator, est = accelerate.Accelerator(cpu=True), compopt.SogCLREstimator(10)
-        >>> rows = register_for_checkpointing(est, accelerator)
-        >>> folder = accelerator.save_state(tempfile.mkdtemp())
-        >>> accelerator.load_state(folder)
     """
     rows = _CheckpointEntry(est, name, blocking)
     accelerator.register_save_state_pre_hook(rows.save)

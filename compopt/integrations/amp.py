@@ -15,7 +15,19 @@ _SKIPS = "_compopt_skips"  # attribute of a scaler: by handle, optimizer and met
 
 
 def attach(est: Estimator, optimizer: Any, scaler: Any = None) -> RemovableHandle:
-    """Call ``est.attach(optimizer)``, and ``est.discard()`` whenever the scaler skips a step of this optimizer.
+    """Commit after each update, and discard whenever the gradient scaler skips one.
+
+    Example:
+        >>> import torch, compopt
+        >>> from compopt.integrations import amp
+        >>> est, weight = compopt.SogCLREstimator(10), torch.nn.Parameter(torch.ones(4, 4))
+        >>> optimizer, scaler = torch.optim.SGD([weight], lr=0.1), torch.amp.GradScaler("cpu")
+        >>> handle = amp.attach(est, optimizer, scaler)
+        >>> x = torch.randn(4, 4)
+        >>> scaler.scale(est(x @ weight, x, torch.arange(4))).backward()
+        >>> scaler.step(optimizer); scaler.update()
+        >>> est.t
+        1
 
     For a skipped step the scaler does not call an unfused optimizer, so that no hook of the optimizer runs.
     ``scaler.step`` of this instance is replaced by a function that checks whether the optimizer's hooks ran, without
@@ -35,18 +47,6 @@ def attach(est: Estimator, optimizer: Any, scaler: Any = None) -> RemovableHandl
         TypeError: ``optimizer`` is not, and does not wrap, a torch optimizer.
 
     Communicates: nothing.
-
-    Example:
-        >>> import torch, compopt
-        >>> from compopt.integrations import amp
-        >>> est, weight = compopt.SogCLREstimator(10), torch.nn.Parameter(torch.ones(4, 4))
-        >>> optimizer, scaler = torch.optim.SGD([weight], lr=0.1), torch.amp.GradScaler("cpu")
-        >>> handle = amp.attach(est, optimizer, scaler)
-        >>> x = torch.randn(4, 4)
-        >>> scaler.scale(est(x @ weight, x, torch.arange(4))).backward()
-        >>> scaler.step(optimizer); scaler.update()
-        >>> est.t
-        1
     """
     handle = est.attach(optimizer)
     if scaler is not None:

@@ -38,6 +38,13 @@ _SPREAD, _MIX = -7046029254386353131, -4658895280553007687
 class Stateful:
     """Adapter of an estimator for ``dcp.save``, ``dcp.async_save`` and ``dcp.load``.
 
+    Example:
+        >>> import compopt
+        >>> from compopt.integrations.dcp import Stateful
+        >>> est = compopt.SogCLREstimator(n=10)
+        >>> sorted(Stateful(est).state_dict())
+        ['rest', 'rows']
+
     Use ``dcp.save({"model": ..., "compopt": Stateful(est)}, checkpoint_id=...)``. The number of ranks, ``shard`` and
     ``offload`` may differ between writer and reader. Rows are saved as DTensors on the CPU, a contiguous part per rank,
     in dcp's own format. The rest is one value of bytes: configuration, groups, state other than rows, checksums.
@@ -53,13 +60,6 @@ class Stateful:
         ValueError: in ``dcp.load``, see :meth:`load_state_dict`.
 
     Communicates: each method is collective.
-
-    Example:
-        >>> import compopt
-        >>> from compopt.integrations.dcp import Stateful
-        >>> est = compopt.SogCLREstimator(n=10)
-        >>> sorted(Stateful(est).state_dict())  # in dcp.save({..., "compopt": Stateful(est)}, checkpoint_id=...)
-        ['rest', 'rows']
     """
 
     def __init__(self, est: Estimator) -> None:

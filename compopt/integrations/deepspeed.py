@@ -22,7 +22,7 @@ def save_checkpoint(
     client_state: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Call ``engine.save_checkpoint(...)``, and save the rows of every rank in ``<save_dir>/<tag>/compopt``.
+    """Save a checkpoint of the engine, and the rows of every rank with it.
 
     DeepSpeed saves the ``client_state`` of one rank, under ZeRO 3 of every rank; only the name of the checkpoint of
     rows is added to it. The rows are written first: a run that is killed in between resumes from the previous tag.
@@ -55,7 +55,7 @@ def save_checkpoint(
 def load_checkpoint(
     engine: Any, est: Estimator, load_dir: str | os.PathLike[str], tag: str | None = None, **options: Any
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Call ``engine.load_checkpoint(...)``, then load the rows that were saved with it, on any number of ranks.
+    """Load a checkpoint of the engine, then the rows saved with it, on any number of ranks.
 
     The rows of a universal checkpoint are those of the tag from which it was converted, see :func:`save_checkpoint`.
 

@@ -23,7 +23,26 @@ KEY = "compopt"
 
 
 class EstimatorCallback(Callback):
-    """Commit after each update of a Lightning ``Trainer``, and save the rows of all ranks in its checkpoints.
+    """Commit after each update of a Lightning ``Trainer``, and save the rows in its checkpoints.
+
+    Example:
+        >>> import torch, lightning, compopt
+        >>> from compopt.integrations.lightning import EstimatorCallback
+        >>> class Encoder(lightning.LightningModule):
+        ...     def setup(self, stage):
+        ...         self.layer, self.est = torch.nn.Linear(4, 4), compopt.SogCLREstimator(n=16)
+        ...     def training_step(self, batch, number):
+        ...         x, index = batch
+        ...         return self.est(self.layer(x), x, index)
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.AdamW(self.parameters())
+        >>> data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.arange(16))
+        >>> quiet = dict.fromkeys(["enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+        >>> quiet |= {"logger": False, "callbacks": [EstimatorCallback()]}
+        >>> trainer = lightning.Trainer("cpu", max_epochs=1, **quiet)
+        >>> trainer.fit(module := Encoder(), torch.utils.data.DataLoader(data, batch_size=8))
+        >>> module.est.t
+        2
 
     Accumulated batches are committed together; a step skipped after overflow (``16-mixed``, DeepSpeed) commits nothing.
     Whenever Lightning logs, the callback logs ``info_nce`` of the last batch, see :attr:`ContrastiveEstimator.metrics`;
@@ -64,24 +83,6 @@ class EstimatorCallback(Callback):
 
     Communicates: saving and loading are collective with a ``directory``, and also without if the state is
     :attr:`~compopt.Estimator.split`; commits communicate nothing.
-
-    Example:
-        >>> import torch, lightning, compopt
-        >>> from compopt.integrations.lightning import EstimatorCallback
-        >>> class Encoder(lightning.LightningModule):
-        ...     def setup(self, stage):
-        ...         self.layer, self.est = torch.nn.Linear(4, 4), compopt.SogCLREstimator(n=16)
-        ...     def training_step(self, batch, number):
-        ...         x, index = batch
-        ...         return self.est(self.layer(x), x, index)
-        ...     def configure_optimizers(self):
-        ...         return torch.optim.AdamW(self.parameters())
-        >>> data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.arange(16))
-        >>> quiet = dict.fromkeys(["enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
-        >>> trainer = lightning.Trainer("cpu", max_epochs=1, callbacks=[EstimatorCallback()], logger=False, **quiet)
-        >>> trainer.fit(module := Encoder(), torch.utils.data.DataLoader(data, batch_size=8))
-        >>> module.est.t
-        2
     """
 
     def __init__(

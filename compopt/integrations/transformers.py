@@ -35,6 +35,24 @@ _FIELDS = ("global_step", "epoch", "total_flos", "log_history")
 class EstimatorCallback(TrainerCallback):
     """Commit after each update of a ``Trainer``, and save the rows of all ranks in its checkpoints.
 
+    Example:
+        >>> import tempfile, torch, compopt
+        >>> from transformers import Trainer, TrainingArguments
+        >>> from compopt.integrations.transformers import EstimatorCallback
+        >>> class Contrastive(Trainer):
+        ...     def compute_loss(self, model, inputs, **kwargs):
+        ...         return est(model(inputs["x"]), inputs["x"], inputs["index"])
+        >>> data = [{"x": torch.randn(4), "index": number} for number in range(16)]
+        >>> plain = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+        >>> plain |= {"remove_unused_columns": False, "use_cpu": True}
+        >>> args = TrainingArguments(tempfile.mkdtemp(), num_train_epochs=1, **plain)
+        >>> est = compopt.SogCLREstimator(n=16)
+        >>> trainer = Contrastive(torch.nn.Linear(4, 4), args, train_dataset=data)
+        >>> trainer.add_callback(EstimatorCallback(est, trainer))
+        >>> trainer.train().global_step == est.t
+        {'train_runtime': ...}
+        True
+
     Accumulated micro-batches are committed together; a step skipped after overflow (fp16, DeepSpeed) commits nothing.
     When the Trainer logs, the callback logs ``info_nce`` of the last batch, see :attr:`ContrastiveEstimator.metrics`.
 
@@ -79,22 +97,6 @@ class EstimatorCallback(TrainerCallback):
         UserWarning: a launcher started several processes, but the Trainer's accelerator created no process group.
 
     Communicates: saving and loading are collective; commits communicate nothing.
-
-    Example:
-        >>> import tempfile, torch, compopt
-        >>> from transformers import Trainer, TrainingArguments
-        >>> from compopt.integrations.transformers import EstimatorCallback
-        >>> class Contrastive(Trainer):
-        ...     def compute_loss(self, model, inputs, **kwargs):
-        ...         return est(model(inputs["x"]), inputs["x"], inputs["index"])
-        >>> data = [{"x": torch.randn(4), "index": number} for number in range(16)]
-        >>> plain = {"remove_unused_columns": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
-        >>> args = TrainingArguments(tempfile.mkdtemp(), num_train_epochs=1, use_cpu=True, **plain)
-        >>> est, trainer = compopt.SogCLREstimator(n=16), Contrastive(torch.nn.Linear(4, 4), args, train_dataset=data)
-        >>> trainer.add_callback(EstimatorCallback(est, trainer))
-        >>> trainer.train().global_step == est.t
-        {'train_runtime': ...}
-        True
     """
 
     def __init__(
@@ -218,16 +220,6 @@ class EstimatorCallback(TrainerCallback):
 class GradientCacheMixin:
     r"""Mixin with which :func:`compopt.gradient_cache` can be called in ``compute_loss`` of a ``Trainer``.
 
-    The gradients are those of one forward and backward pass of the whole batch of all ranks. A ``Trainer`` calls
-    ``backward`` on the result of ``compute_loss``; a gradient cache back-propagates in its own call, once per
-    micro-batch. The mixin passes the trainer's backward pass, its division by the accumulated batches and its loss
-    scale to the cache, reduces gradients once per update (in each micro-batch with ZeRO 2 and 3, which require it), and
-    leaves out the trainer's own call. Losses that require a gradient are treated as without the mixin.
-
-    One process, ``DistributedDataParallel``, FSDP2 and DeepSpeed (ZeRO 0 to 3), with ``gradient_accumulation_steps``,
-    ``bf16``, ``fp16`` and ``gradient_checkpointing``. :class:`EstimatorCallback` is used in addition. With
-    ``SentenceTransformerTrainer``, ``CachedEstimatorLoss`` uses this gradient cache, also inside ``MatryoshkaLoss``.
-
     Example:
         >>> import tempfile, torch, compopt
         >>> from transformers import Trainer, TrainingArguments
@@ -237,13 +229,25 @@ class GradientCacheMixin:
         ...         index, texts = inputs.pop("index"), (inputs["a"], inputs["b"])
         ...         return compopt.gradient_cache(est, (model, model), texts, index, micro_batch_size=4)
         >>> data = [{"a": torch.randn(4), "b": torch.randn(4), "index": number} for number in range(32)]
-        >>> plain = {"remove_unused_columns": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
-        >>> args = TrainingArguments(tempfile.mkdtemp(), per_device_train_batch_size=16, use_cpu=True, **plain)
-        >>> est, trainer = compopt.SogCLREstimator(n=32), Contrastive(torch.nn.Linear(4, 4), args, train_dataset=data)
+        >>> plain = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+        >>> plain |= {"remove_unused_columns": False, "use_cpu": True}
+        >>> args = TrainingArguments(tempfile.mkdtemp(), per_device_train_batch_size=16, **plain)
+        >>> est = compopt.SogCLREstimator(n=32)
+        >>> trainer = Contrastive(torch.nn.Linear(4, 4), args, train_dataset=data)
         >>> trainer.add_callback(EstimatorCallback(est, trainer))
         >>> trainer.train().global_step == est.t
         {'train_runtime': ...}
         True
+
+    The gradients are those of one forward and backward pass of the whole batch of all ranks. A ``Trainer`` calls
+    ``backward`` on the result of ``compute_loss``; a gradient cache back-propagates in its own call, once per
+    micro-batch. The mixin passes the trainer's backward pass, its division by the accumulated batches and its loss
+    scale to the cache, reduces gradients once per update (in each micro-batch with ZeRO 2 and 3, which require it), and
+    leaves out the trainer's own call. Losses that require a gradient are treated as without the mixin.
+
+    One process, ``DistributedDataParallel``, FSDP2 and DeepSpeed (ZeRO 0 to 3), with ``gradient_accumulation_steps``,
+    ``bf16``, ``fp16`` and ``gradient_checkpointing``. :class:`EstimatorCallback` is used in addition. With
+    ``SentenceTransformerTrainer``, ``CachedEstimatorLoss`` uses this gradient cache, also inside ``MatryoshkaLoss``.
     """
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -37,9 +37,15 @@ CHECKS: dict[str, Callable[[str, Any], object]] = {
 
 
 class CompositionalLoss(Estimator, ABC):
-    r"""Base class of losses ``1/n sum_i f(u_i)``, where ``u_i`` is the moving average of an inner function ``g_i``.
+    r"""Base class of losses that are functions of a moving average per sample.
 
-    Each loss is an :class:`~compopt.Estimator`: a call deposits new averages, ``step()`` or ``attach(optimizer)``
+    Example:
+        >>> import compopt
+        >>> issubclass(compopt.losses.RobustLoss, compopt.losses.CompositionalLoss)
+        True
+
+    The loss is ``1/n sum_i f(u_i)`` with averages ``u_i`` of inner functions ``g_i``. Each is an
+    :class:`~compopt.Estimator`: a call deposits new averages, ``step()`` or ``attach(optimizer)``
     commits them, ``state_dict()`` and :func:`compopt.save` save them. A subclass defines :meth:`inner` and
     :meth:`outer`. The gradient is ``1/B sum_i f'(u_i) grad g_i``, as in :func:`compopt.compositional_loss`. Parameters
     inside these methods receive the derivative of the loss with ``u_i`` held constant, the whole one on every rank.
@@ -181,7 +187,15 @@ def log_mean_exp(x: Tensor, dim: int) -> Tensor:
 
 
 class RobustLoss(CompositionalLoss):
-    r"""Distributionally robust risk with KL regularisation: a soft maximum of losses, per task or over all samples.
+    r"""Distributionally robust risk: a soft maximum of losses, per task or over all samples.
+
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.RobustLoss(tau=0.5)
+        >>> each = torch.tensor([0.0, 1.0], requires_grad=True)
+        >>> loss(each).backward()
+        >>> each.grad.tolist() == torch.tensor([0.0, 2.0]).softmax(0).tolist()
+        True
 
     .. math::
         F = \frac{1}{n} \sum_{i=1}^n \tau \log E_{z \sim P_i}\, e^{\ell(w; z) / \tau}
@@ -202,14 +216,6 @@ class RobustLoss(CompositionalLoss):
     References:
         Qi et al., An Online Method for A Class of Distributionally Robust Optimization with Non-Convex Objectives,
         NeurIPS 2021 (all samples); Wang and Yang, SOX, ICML 2022 (per task).
-
-    Example:
-        >>> import torch, compopt
-        >>> loss = compopt.losses.RobustLoss(tau=0.5)
-        >>> each = torch.tensor([0.0, 1.0], requires_grad=True)
-        >>> loss(each).backward()
-        >>> each.grad.tolist() == torch.tensor([0.0, 2.0]).softmax(0).tolist()
-        True
     """
 
     numbers = TOTAL

@@ -30,7 +30,17 @@ DOMAINS = {"log": ("log_u", "log_mean_exp"), "linear": ("u", "mean")}
 
 
 class InnerAverage(Estimator):
-    r"""Moving averages ``u_i`` of inner values of any sign, one or several per sample.
+    r"""Moving averages of inner values of any sign, one or several per sample.
+
+    Example:
+        >>> import torch, compopt
+        >>> average = compopt.losses.InnerAverage(n=100, gamma=0.5)
+        >>> index = torch.tensor([3, 7])
+        >>> for g in (torch.tensor([-1.0, 0.0]), torch.tensor([1.0, 1.0])):
+        ...     u = average.update(g, index)
+        ...     average.step()
+        >>> u.tolist()
+        [0.0, 0.5]
 
     .. math::
         u_i \leftarrow (1 - \gamma)\, u_i + \gamma\, g_i
@@ -54,16 +64,6 @@ class InnerAverage(Estimator):
     Raises:
         ValueError: gamma outside (0, 1], width < 1, an unknown domain.
         TypeError: an argument that is not a number.
-
-    Example:
-        >>> import torch, compopt
-        >>> average = compopt.losses.InnerAverage(n=100, gamma=0.5)
-        >>> index = torch.tensor([3, 7])
-        >>> for g in (torch.tensor([-1.0, 0.0]), torch.tensor([1.0, 1.0])):
-        ...     u = average.update(g, index)
-        ...     average.step()
-        >>> u.tolist()
-        [0.0, 0.5]
     """
 
     @takes_options(Estimator, PlacementOptions)
@@ -163,7 +163,25 @@ def compositional_loss(
     previous: Tensor | None = None,
     beta: float | None = None,
 ) -> Tensor:
-    r"""Return ``1/B sum_i f(u_i)`` with gradient ``1/B sum_i f'(u_i) grad g_i``; ``u_i`` are averages of ``g_i``.
+    r"""Return a loss whose function is applied to moving averages of inner values, one per sample.
+
+    Example:
+        >>> import torch, compopt
+        >>> _ = torch.manual_seed(0)
+        >>> n, lam = 5, 0.5  # F = 1/n sum_i lam log E exp(loss_i / lam), a robust risk per task
+        >>> theta = torch.zeros(n, requires_grad=True)          # one location per task
+        >>> centre = torch.arange(n, dtype=torch.float32)       # its data: centre + noise
+        >>> u = compopt.MovingAverageEstimator(n, gamma=0.3)
+        >>> optimizer = torch.optim.SGD([theta], lr=0.5)
+        >>> _ = u.attach(optimizer)
+        >>> for _ in range(300):
+        ...     task = torch.randperm(n)[:3]
+        ...     x = centre[task] + 0.1 * torch.randn(3)
+        ...     g = torch.exp((theta[task] - x).square() / lam)  # a sample of each
+        ...     loss = compopt.compositional_loss(g, task, u, lambda v: lam * v.log())
+        ...     optimizer.zero_grad(); loss.backward(); optimizer.step()
+        >>> bool((theta - centre).abs().max() < 0.2)
+        True
 
     Parameters inside ``f``, and ``args`` with a graph, receive the derivative of the returned value, with ``u_i`` held
     constant.
@@ -204,24 +222,6 @@ def compositional_loss(
     References:
         Wang and Yang, Finite-Sum Coupled Compositional Stochastic Optimization, ICML 2022 (SOX); Jiang et al., NeurIPS
         2022 (MSVR, with ``previous``).
-
-    Example, a robust (KL-regularised) risk per task, ``F = 1/n sum_i lam log E exp(loss_i / lam)``:
-        >>> import torch, compopt
-        >>> _ = torch.manual_seed(0)
-        >>> n, lam = 5, 0.5
-        >>> theta = torch.zeros(n, requires_grad=True)          # one location per task
-        >>> centre = torch.arange(n, dtype=torch.float32)       # its data: centre + noise
-        >>> u = compopt.MovingAverageEstimator(n, gamma=0.3)
-        >>> optimizer = torch.optim.SGD([theta], lr=0.5)
-        >>> _ = u.attach(optimizer)
-        >>> for _ in range(300):
-        ...     task = torch.randperm(n)[:3]
-        ...     x = centre[task] + 0.1 * torch.randn(3)
-        ...     g = torch.exp((theta[task] - x).square() / lam)  # one sample of each inner expectation
-        ...     loss = compopt.compositional_loss(g, task, u, lambda v: lam * v.log())
-        ...     optimizer.zero_grad(); loss.backward(); optimizer.step()
-        >>> bool((theta - centre).abs().max() < 0.2)
-        True
     """
     if not isinstance(estimator, InnerAverage | MovingAverageEstimator):
         raise TypeError(

@@ -24,6 +24,11 @@ from compopt.stores.rows import Column
 class PairLoss(CompositionalLoss):
     r"""Base class of losses that compare each positive sample with the other samples of the batch.
 
+    Example:
+        >>> import torch, compopt
+        >>> class Logistic(compopt.losses.AveragePrecisionLoss):
+        ...     surrogate = staticmethod(torch.nn.functional.softplus)
+
     ``l_ij = max(0, margin - (s_i - s_j))^2`` is the surrogate of "j is ranked above the positive i"; a subclass with
     another :meth:`surrogate` replaces it. Only the rows of positives are used; those of negatives stay empty.
     """
@@ -68,6 +73,17 @@ class PairLoss(CompositionalLoss):
 class AveragePrecisionLoss(PairLoss):
     r"""Average precision (area under the precision-recall curve) of a binary classifier, by SOAP.
 
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.AveragePrecisionLoss(n=100)
+        >>> scores = torch.tensor([0.3, 0.1, -0.4], requires_grad=True)
+        >>> loss(scores, torch.tensor([1, 0, 0]), torch.tensor([7, 42, 3])).backward()
+        >>> scores.grad.sign().tolist()  # the positive goes up, the negatives go down
+        [-1.0, 1.0, 1.0]
+        >>> loss.step()
+        >>> loss.read(torch.tensor([7, 42]))["count"].tolist()
+        [1, 0]
+
     .. math::
         F = -\frac{1}{n_+} \sum_{y_i = 1} \frac{g_{i1}}{g_{i2}}, \qquad
         g_{i1} = E_j\, [y_j = 1]\, \ell_{ij}, \qquad g_{i2} = E_j\, \ell_{ij}, \qquad
@@ -87,17 +103,6 @@ class AveragePrecisionLoss(PairLoss):
     References:
         Qi et al., Stochastic Optimization of Areas Under Precision-Recall Curves with Provable Convergence, NeurIPS
         2021 (SOAP).
-
-    Example:
-        >>> import torch, compopt
-        >>> loss = compopt.losses.AveragePrecisionLoss(n=100)
-        >>> scores = torch.tensor([0.3, 0.1, -0.4], requires_grad=True)
-        >>> loss(scores, torch.tensor([1, 0, 0]), torch.tensor([7, 42, 3])).backward()
-        >>> scores.grad.sign().tolist()  # the positive goes up, the negatives go down
-        [-1.0, 1.0, 1.0]
-        >>> loss.step()
-        >>> loss.read(torch.tensor([7, 42]))["count"].tolist()
-        [1, 0]
     """
 
     domain: Domain = "linear"
@@ -121,6 +126,14 @@ class AveragePrecisionLoss(PairLoss):
 class PartialAUCLoss(PairLoss):
     r"""One-way partial AUC (low false positive rates) with KL-regularised weights of negatives, by SOPA-s.
 
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.PartialAUCLoss(n=100, tau=0.1)
+        >>> scores = torch.tensor([0.3, 0.1, -0.4], requires_grad=True)
+        >>> loss(scores, torch.tensor([1, 0, 0]), torch.tensor([7, 42, 3])).backward()
+        >>> bool(scores.grad[1] > 10 * scores.grad[2])  # nearly all weight on the hardest negative
+        True
+
     .. math::
         F = \frac{1}{n_+} \sum_{y_i = 1} \tau \log E_{y_j = 0}\, e^{\ell_{ij} / \tau}, \qquad
         \ell_{ij} = \max(0, \text{margin} - (s_i - s_j))^2
@@ -138,14 +151,6 @@ class PartialAUCLoss(PairLoss):
 
     References:
         Zhu et al., When AUC meets DRO, ICML 2022 (SOPA-s).
-
-    Example:
-        >>> import torch, compopt
-        >>> loss = compopt.losses.PartialAUCLoss(n=100, tau=0.1)
-        >>> scores = torch.tensor([0.3, 0.1, -0.4], requires_grad=True)
-        >>> loss(scores, torch.tensor([1, 0, 0]), torch.tensor([7, 42, 3])).backward()
-        >>> bool(scores.grad[1] > 10 * scores.grad[2])  # nearly all weight on the hardest negative
-        True
     """
 
     @takes_options(Estimator, PlacementOptions)
@@ -169,6 +174,14 @@ class PartialAUCLoss(PairLoss):
 class TwoWayPartialAUCLoss(PartialAUCLoss):
     r"""Two-way partial AUC (low false, high true positive rates), KL-regularised on both sides, by SOTA-s.
 
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.TwoWayPartialAUCLoss(n=100, tau=0.5, tau_positive=0.1)
+        >>> scores = torch.tensor([0.3, -0.9, -0.4], requires_grad=True)
+        >>> loss(scores, torch.tensor([1, 1, 0]), torch.tensor([7, 42, 3])).backward()
+        >>> bool(scores.grad[1] < 10 * scores.grad[0] < 0)  # nearly all weight on the hardest positive
+        True
+
     .. math::
         F = \tau_+ \log E_{y_i = 1} \left( E_{y_j = 0}\, e^{\ell_{ij} / \tau} \right)^{\tau / \tau_+}, \qquad
         \ell_{ij} = \max(0, \text{margin} - (s_i - s_j))^2
@@ -186,14 +199,6 @@ class TwoWayPartialAUCLoss(PartialAUCLoss):
 
     References:
         Zhu et al., When AUC meets DRO, ICML 2022 (SOTA-s).
-
-    Example:
-        >>> import torch, compopt
-        >>> loss = compopt.losses.TwoWayPartialAUCLoss(n=100, tau=0.5, tau_positive=0.1)
-        >>> scores = torch.tensor([0.3, -0.9, -0.4], requires_grad=True)
-        >>> loss(scores, torch.tensor([1, 1, 0]), torch.tensor([7, 42, 3])).backward()
-        >>> bool(scores.grad[1] < 10 * scores.grad[0] < 0)  # nearly all weight on the hardest positive
-        True
     """
 
     numbers = TOTAL
@@ -221,6 +226,17 @@ class TwoWayPartialAUCLoss(PartialAUCLoss):
 class CVaRPartialAUCLoss(PairLoss):
     r"""One-way partial AUC up to a bound of the false positive rate, without KL smoothing, by SOPA.
 
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.CVaRPartialAUCLoss(n=100, max_fpr=0.5, lr=1.0)
+        >>> scores = torch.tensor([0.0, 0.1, -0.4], requires_grad=True)
+        >>> for _ in range(2):
+        ...     value = loss(scores, torch.tensor([1, 0, 0]), torch.tensor([7, 42, 3]))
+        ...     loss.step()
+        >>> value.backward()
+        >>> [round(x, 4) for x in scores.grad.tolist()]  # only the hardest half of the negatives counts
+        [-2.2, 2.2, 0.0]
+
     .. math::
         F = \frac{1}{n_+} \sum_{y_i = 1} \min_{c_i} \; c_i + \frac{1}{\beta}\, E_{y_j = 0} \max(0, \ell_{ij} - c_i),
         \qquad \ell_{ij} = \max(0, \text{margin} - (s_i - s_j))^2
@@ -241,17 +257,6 @@ class CVaRPartialAUCLoss(PairLoss):
 
     References:
         Zhu et al., When AUC meets DRO, ICML 2022 (SOPA), whose ``eta / n_+`` is ``lr`` here.
-
-    Example:
-        >>> import torch, compopt
-        >>> loss = compopt.losses.CVaRPartialAUCLoss(n=100, max_fpr=0.5, lr=1.0)
-        >>> scores = torch.tensor([0.0, 0.1, -0.4], requires_grad=True)
-        >>> for _ in range(2):
-        ...     value = loss(scores, torch.tensor([1, 0, 0]), torch.tensor([7, 42, 3]))
-        ...     loss.step()
-        >>> value.backward()
-        >>> [round(x, 4) for x in scores.grad.tolist()]  # only the hardest half of the negatives counts
-        [-2.2, 2.2, 0.0]
     """
 
     @takes_options(Estimator, PlacementOptions)
@@ -283,6 +288,17 @@ class CVaRPartialAUCLoss(PairLoss):
 class TwoWayCVaRPartialAUCLoss(CVaRPartialAUCLoss):
     r"""Two-way partial AUC with bounds of the false and the true positive rate, by SOTA.
 
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.TwoWayCVaRPartialAUCLoss(n=100, max_fpr=0.5, min_tpr=0.5, lr=1.0)
+        >>> scores = torch.tensor([0.9, 0.0, 0.1, -0.4], requires_grad=True)
+        >>> for _ in range(2):
+        ...     value = loss(scores, torch.tensor([1, 1, 0, 0]), torch.tensor([7, 8, 42, 3]))
+        ...     loss.step()
+        >>> value.backward()
+        >>> [round(x, 4) for x in scores.grad.tolist()]  # the hardest half of each side
+        [0.0, -2.2, 2.2, 0.0]
+
     .. math::
         F = \min_{c'} \; c' + \frac{1}{\alpha}\, E_{y_i = 1} \max(0, g_i - c'), \qquad
         g_i = \min_{c_i} \; c_i + \frac{1}{\beta}\, E_{y_j = 0} \max(0, \ell_{ij} - c_i)
@@ -303,17 +319,6 @@ class TwoWayCVaRPartialAUCLoss(CVaRPartialAUCLoss):
 
     References:
         Zhu et al., When AUC meets DRO, ICML 2022 (SOTA).
-
-    Example:
-        >>> import torch, compopt
-        >>> loss = compopt.losses.TwoWayCVaRPartialAUCLoss(n=100, max_fpr=0.5, min_tpr=0.5, lr=1.0)
-        >>> scores = torch.tensor([0.9, 0.0, 0.1, -0.4], requires_grad=True)
-        >>> for _ in range(2):
-        ...     value = loss(scores, torch.tensor([1, 1, 0, 0]), torch.tensor([7, 8, 42, 3]))
-        ...     loss.step()
-        >>> value.backward()
-        >>> [round(x, 4) for x in scores.grad.tolist()]  # the hardest half of the positives, of the negatives
-        [0.0, -2.2, 2.2, 0.0]
     """
 
     numbers = ("threshold",)

@@ -83,6 +83,14 @@ class ListLoss(CompositionalLoss):
 class NDCGLoss(ListLoss):
     r"""Normalised discounted cumulative gain of rankings, by SONG.
 
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.NDCGLoss(n=10)
+        >>> scores = torch.tensor([[0.1, 0.4, 0.2]], requires_grad=True)  # one query, three items
+        >>> loss(scores, torch.tensor([[2, 0, 1]]), torch.tensor([[0, -1, 1]])).backward()
+        >>> scores.grad[0].argmin().item()  # the most relevant item rises most
+        0
+
     .. math::
         F = \frac{1}{|S|} \sum_{(q, i) \in S} \frac{1}{Z_q} \frac{1 - 2^{y_{qi}}}{\log_2 (1 + N_q\, g_{qi})}, \qquad
         g_{qi} = E_{j \in S_q} \max(0, \text{margin} - (s_{qi} - s_{qj}))^2
@@ -104,14 +112,6 @@ class NDCGLoss(ListLoss):
     References:
         Qiu et al., Large-scale Stochastic Optimization of NDCG Surrogates for Deep Learning with Provable Convergence,
         ICML 2022 (SONG).
-
-    Example:
-        >>> import torch, compopt
-        >>> loss = compopt.losses.NDCGLoss(n=10)
-        >>> scores = torch.tensor([[0.1, 0.4, 0.2]], requires_grad=True)  # one query, three items
-        >>> loss(scores, torch.tensor([[2, 0, 1]]), torch.tensor([[0, -1, 1]])).backward()
-        >>> scores.grad[0].argmin().item()  # the most relevant item rises most
-        0
     """
 
     domain: Domain = "linear"
@@ -143,7 +143,15 @@ class NDCGLoss(ListLoss):
 
 
 class ListwiseLoss(ListLoss):
-    r"""Listwise cross-entropy of rankings: cross-entropy of each relevant item in a softmax over the query's items.
+    r"""Listwise cross-entropy of rankings: a softmax over the items of each query.
+
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.ListwiseLoss(n=10)
+        >>> scores = torch.tensor([[0.1, 0.4, 0.2]], requires_grad=True)
+        >>> value = loss(scores, torch.tensor([[0, 1, 0]]), torch.tensor([[-1, 0, -1]]))
+        >>> round(value.item(), 4) == round(-scores.log_softmax(1)[0, 1].item(), 4)
+        True
 
     .. math::
         F = \frac{1}{|S|} \sum_{(q, i) \in S} y_{qi} \log \left( N_q\, g_{qi} \right), \qquad
@@ -160,14 +168,6 @@ class ListwiseLoss(ListLoss):
 
     References:
         Cao et al., Learning to Rank, ICML 2007 (ListNet); Qiu et al., ICML 2022, whose estimator this is.
-
-    Example:
-        >>> import torch, compopt
-        >>> loss = compopt.losses.ListwiseLoss(n=10)
-        >>> scores = torch.tensor([[0.1, 0.4, 0.2]], requires_grad=True)
-        >>> value = loss(scores, torch.tensor([[0, 1, 0]]), torch.tensor([[-1, 0, -1]]))
-        >>> round(value.item(), 4) == round(-scores.log_softmax(1)[0, 1].item(), 4)
-        True
     """
 
     @takes_options(Estimator, PlacementOptions)

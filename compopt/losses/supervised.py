@@ -21,6 +21,12 @@ Block = tuple[int, slice, Tensor, Tensor, Tensor]
 class SupConLoss:
     r"""Supervised contrastive loss, with the sum over positives outside of the logarithm.
 
+    Example:
+        >>> import torch, compopt
+        >>> loss = compopt.losses.SupConLoss()
+        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
+        >>> loss(z1, z2, labels=torch.arange(8) // 2).backward()
+
     .. math::
         \frac{1}{|I|} \sum_{i \in I} \frac{-1}{|P(i)|} \sum_{p \in P(i)}
         \log \frac{\exp(z_i \cdot z_p / \tau)}{\sum_{a \in A(i)} \exp(z_i \cdot z_a / \tau)}
@@ -39,12 +45,6 @@ class SupConLoss:
 
     Raises: TypeError, ValueError for an argument of another type or out of range.
     References: Khosla et al., Supervised Contrastive Learning, NeurIPS 2020, eq. 2 (L_out).
-
-    Example:
-        >>> import torch, compopt
-        >>> loss = compopt.losses.SupConLoss()
-        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
-        >>> loss(z1, z2, labels=torch.arange(8) // 2).backward()
     """
 
     def __init__(

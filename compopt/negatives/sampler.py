@@ -32,6 +32,14 @@ MOST_SAMPLES = 1 << 31  # limit of rng.below
 class MCMCNegativeSampler(Normalizer):
     r"""Negatives drawn from the softmax over the whole data set by a Metropolis-Hastings chain per sample.
 
+    Example:
+        >>> import torch, compopt
+        >>> chains = compopt.MCMCNegativeSampler(n=1000, burn_in=0.5)
+        >>> est = compopt.ContrastiveEstimator(chains, compopt.FixedTemperature(0.2))
+        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(8)).backward()
+        >>> est.step()
+
     .. math::
         w_{ij} = \frac{\text{visits of chain } i \text{ to } j}{R - P}, \qquad
         \Pr[\text{accept } j] = \min\Bigl(1, \exp \frac{s_{ij} - s_{i,\text{current}}}{\tau_i}\Bigr)
@@ -110,14 +118,6 @@ class MCMCNegativeSampler(Normalizer):
 
     References:
         Yau et al., EMC2, ICML 2024, eq. 9 to 11, Algorithm 1, section 4.1.
-
-    Example:
-        >>> import torch, compopt
-        >>> chains = compopt.MCMCNegativeSampler(n=1000, burn_in=0.5)
-        >>> est = compopt.ContrastiveEstimator(chains, compopt.FixedTemperature(0.2))
-        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
-        >>> est(z1, z2, torch.arange(8)).backward()
-        >>> est.step()
     """
 
     @takes_options(Normalizer, PlacementOptions)

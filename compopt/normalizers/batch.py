@@ -17,7 +17,12 @@ FEW = 3  # negatives of an anchor, among which weights that sum to one hardly di
 
 
 class BatchNormalizer(Normalizer):
-    r"""``alpha_i = log ghat_i``, the normalizer of the batch itself: SimCLR, InfoNCE, CLIP.
+    r"""Normalizer computed from the batch alone, without state: SimCLR, InfoNCE, CLIP, DCL.
+
+    Example:
+        >>> import torch, compopt
+        >>> est = compopt.ContrastiveEstimator(compopt.BatchNormalizer(), compopt.FixedTemperature(0.1))
+        >>> est(*torch.randn(2, 8, 4, requires_grad=True)).backward()
 
     .. math::
         \alpha_i = \log \tfrac{1}{|N_i|} \sum_{j \in N_i} e^{h_{ij}/\tau_i}
@@ -49,11 +54,6 @@ class BatchNormalizer(Normalizer):
         Chen et al., SimCLR, ICML 2020; van den Oord et al., 2018 (InfoNCE); Radford et al., CLIP, 2021. Without the
         positive: Yeh et al., Decoupled Contrastive Learning, ECCV 2022. ``candidates``: the correction of a sampled
         softmax (Jean et al., ACL 2015) for uniformly drawn negatives.
-
-    Example:
-        >>> import torch, compopt
-        >>> est = compopt.ContrastiveEstimator(compopt.BatchNormalizer(), compopt.FixedTemperature(0.1))
-        >>> est(*torch.randn(2, 8, 4, requires_grad=True)).backward()
     """
 
     def __init__(self, include_positive: bool = False, candidates: int | None = None) -> None:

@@ -29,7 +29,15 @@ STORED_CHUNK = 1024  # anchors per chunk when stored() computes a whole data set
 
 
 class MemoryNormalizer(Normalizer):
-    r"""Softmax over the batch's negatives and the ``m`` newest features of past batches, without the positive.
+    r"""Softmax over the negatives of the batch and the newest features of past batches.
+
+    Example:
+        >>> import torch, compopt
+        >>> memory = compopt.MemoryNormalizer(16, length=64)
+        >>> est = compopt.ContrastiveEstimator(memory, compopt.FixedTemperature(0.07))
+        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(8)).backward()
+        >>> est.step()
 
     .. math::
         \alpha_i = \log \frac{\sum_{j \in N_i} e^{h_{ij}/\tau_i} + \sum_{q} e^{h_{iq}/\tau_i}}{|N_i| + m}, \qquad
@@ -99,13 +107,6 @@ class MemoryNormalizer(Normalizer):
         Queues of features, momentum: MoCo (He et al., CVPR 2020). Queues: cross-batch memory (Wang et al., CVPR 2020).
         Adjusting queues to the current moments: Ajanthan et al., Adaptive Cross Batch Normalization for Metric
         Learning, 2023. Without the positive: DCL (Yeh et al., ECCV 2022). The balance of the forces is ours.
-
-    Example:
-        >>> import torch, compopt
-        >>> est = compopt.ContrastiveEstimator(compopt.MemoryNormalizer(16, length=64), compopt.FixedTemperature(0.07))
-        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
-        >>> est(z1, z2, torch.arange(8)).backward()
-        >>> est.step()
     """
 
     _warned = False  # of a second call without an index

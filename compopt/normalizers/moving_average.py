@@ -28,7 +28,15 @@ REFERENCES = {"none": 1.0, "positive": 0.0}
 
 
 class MovingAverageEstimator(Normalizer):
-    r"""Moving average ``u_i`` of the inner function of each sample, kept as ``log u_i``.
+    r"""Moving average of each sample's normalizer, stored as a logarithm.
+
+    Example:
+        >>> import torch, compopt
+        >>> u = compopt.MovingAverageEstimator(n=100, gamma=0.5)
+        >>> index = torch.tensor([3, 7])
+        >>> u.update(torch.tensor([0.0, 1.0]), index).tolist()  # a first visit takes log g itself
+        [0.0, 1.0]
+        >>> u.step()
 
     .. math::
         u_i \leftarrow (1 - \gamma)\, u_i + \gamma\, (\epsilon + g_i), \qquad
@@ -83,14 +91,6 @@ class MovingAverageEstimator(Normalizer):
     References:
         Yuan et al., SogCLR, ICML 2022, eq. 9, Algorithm 1; Qiu et al., iSogCLR, ICML 2023, eq. 12; Wei et al., NeuCLIP,
         eq. 3 and 4.
-
-    Example:
-        >>> import torch, compopt
-        >>> u = compopt.MovingAverageEstimator(n=100, gamma=0.5)
-        >>> index = torch.tensor([3, 7])
-        >>> u.update(torch.tensor([0.0, 1.0]), index).tolist()  # a first visit takes log g itself
-        [0.0, 1.0]
-        >>> u.step()
     """
 
     _loaded = False  # the temperature of loaded rows was not compared yet

@@ -44,7 +44,15 @@ STORED_CHUNK = 1024  # anchors per chunk when stored() computes a whole data set
 
 
 class NeuralNormalizer(Normalizer):
-    r"""Network that predicts log-normalizers and learns from every batch, so that no prediction is out of date.
+    r"""Network that predicts log-normalizers and is trained on every batch.
+
+    Example:
+        >>> import torch, compopt
+        >>> network = compopt.NeuralNormalizer(dim=16, prototypes=64)
+        >>> est = compopt.ContrastiveEstimator(network, compopt.TemperatureDual(n=1000, rho=1.0, tau_init=0.1))
+        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(8)).backward()
+        >>> est.step()
 
     .. math::
         \alpha_i = \log\Bigl(\epsilon + \tfrac{1}{m} \sum_{j=1}^m e^{(\cos(e_i, W_j) - s_{ii}) / \tau_i}\Bigr), \qquad
@@ -108,14 +116,6 @@ class NeuralNormalizer(Normalizer):
     References:
         Wei et al., NeuCLIP, eq. 5 to 12, Algorithm 1, appendix B. Another objective and a perceptron (Tables
         14 to 16): ``benchmarks/results/normalizers.md``.
-
-    Example:
-        >>> import torch, compopt
-        >>> network = compopt.NeuralNormalizer(dim=16, prototypes=64)
-        >>> est = compopt.ContrastiveEstimator(network, compopt.TemperatureDual(n=1000, rho=1.0, tau_init=0.1))
-        >>> z1, z2 = torch.randn(2, 8, 16, requires_grad=True).unbind()
-        >>> est(z1, z2, torch.arange(8)).backward()
-        >>> est.step()
     """
 
     state_grows = True  # by the optimizer's tensors, at the first step

@@ -130,6 +130,12 @@ class SigmoidPairs(SampledPairs):
 class SigmoidNormalizer(Normalizer):
     r"""Pairwise sigmoid loss (SigLIP): every pair of an anchor and a candidate is a binary classification.
 
+    Example:
+        >>> import torch, compopt
+        >>> sigmoid, tau = compopt.SigmoidNormalizer(bias=-2.0), compopt.FixedTemperature(0.1)
+        >>> est = compopt.ContrastiveEstimator(sigmoid, tau, multiply_tau=False)
+        >>> est(*torch.randn(2, 8, 4, requires_grad=True)).backward()
+
     .. math::
         \alpha_i = \log(1 + e^{-s_{ii} / \tau_i - b}) + \sum_{j \in N_i} \log(1 + e^{s_{ij} / \tau_i + b}), \qquad
         w_{ij} = \sigma(s_{ij} / \tau_i + b)
@@ -160,12 +166,6 @@ class SigmoidNormalizer(Normalizer):
 
     References:
         Zhai et al., Sigmoid Loss for Language Image Pre-Training, ICCV 2023, eq. 1 and Algorithm 1.
-
-    Example:
-        >>> import torch, compopt
-        >>> sigmoid, tau = compopt.SigmoidNormalizer(bias=-2.0), compopt.FixedTemperature(0.1)
-        >>> est = compopt.ContrastiveEstimator(sigmoid, tau, multiply_tau=False)
-        >>> est(*torch.randn(2, 8, 4, requires_grad=True)).backward()
     """
 
     sums = False  # SigmoidPairs computes its own

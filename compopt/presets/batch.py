@@ -107,7 +107,7 @@ class DCLEstimator(ContrastiveEstimator):
 
 
 class SigLIPEstimator(ContrastiveEstimator):
-    r"""Pairwise sigmoid loss (SigLIP): a binary classification per pair instead of a softmax, without a normalizer.
+    r"""Pairwise sigmoid loss (SigLIP): a binary classification per pair instead of a softmax.
 
     Example:
         >>> import torch, compopt
@@ -147,7 +147,7 @@ class SigLIPEstimator(ContrastiveEstimator):
 
 
 class MemoryEstimator(ContrastiveEstimator):
-    r"""DCL with a queue: negatives from the batch and from past batches, corrected for the drift of the encoders.
+    r"""DCL with a queue: negatives from the batch and from past batches, corrected for drift.
 
     Example:
         >>> import torch, compopt
@@ -203,7 +203,7 @@ def recommended(
     multiply_tau: bool = True,
     candidates: int | None = CANDIDATES,
 ) -> ContrastiveEstimator:
-    """Return the recommended estimator, which has no hyper-parameters to tune apart from the learning rate.
+    """Return the recommended estimator; only the learning rate has to be tuned.
 
     Example:
         >>> import compopt

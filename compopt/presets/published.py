@@ -167,6 +167,16 @@ SETTINGS: dict[str, dict[str, Settings]] = {
 def settings(name: str, scale: str | None = None) -> Settings:
     """Return the keyword arguments of a preset for a paper's experiment.
 
+    Example:
+        >>> import compopt
+        >>> laion = compopt.presets.settings("fastclip-v3", scale="laion")
+        >>> laion["rho"], laion.schedule
+        (16.0, {'gamma_min': 0.8})
+        >>> compopt.presets.settings("neuclip", scale="dfn-14m").training["batch_size"]
+        4096
+        >>> est = compopt.FastCLIPEstimator(n=100, **laion)
+        >>> gamma = compopt.schedules.CosineGamma(est, decay_steps=10, **laion.schedule)
+
     Args:
         name: ``"sogclr"``, ``"isogclr"``, ``"fastclip-v0"`` to ``"fastclip-v3"``, ``"neuclip"``, ``"emc2"``; for
             samplers of batches ``"osgd"`` (:class:`~compopt.samplers.OrderedBatchSampler`) and ``"spectral"``.
@@ -180,16 +190,6 @@ def settings(name: str, scale: str | None = None) -> Settings:
 
     Raises:
         ValueError: an unknown name or scale; the message lists the known ones.
-
-    Example:
-        >>> import compopt
-        >>> laion = compopt.presets.settings("fastclip-v3", scale="laion")
-        >>> laion["rho"], laion.schedule
-        (16.0, {'gamma_min': 0.8})
-        >>> compopt.presets.settings("neuclip", scale="dfn-14m").training["batch_size"]
-        4096
-        >>> est = compopt.FastCLIPEstimator(n=100, **laion)
-        >>> gamma = compopt.schedules.CosineGamma(est, decay_steps=10, **laion.schedule)
     """
     checks.one_of("name", name, SETTINGS)
     scales = SETTINGS[name]

@@ -232,7 +232,7 @@ class EMC2Estimator(ContrastiveEstimator):
     Example:
         >>> import torch, compopt
         >>> model, data = torch.nn.Linear(8, 4), torch.randn(2, 100, 8)
-        >>> encode = lambda missing: tuple(model(data[:, missing]))  # samples at which chains are, outside the batch
+        >>> encode = lambda missing: tuple(model(data[:, missing]))  # chains outside the batch
         >>> est = compopt.EMC2Estimator(n=100, tau=0.2, encode=encode)
         >>> index = torch.arange(16)
         >>> est(*model(data[:, index]), index).backward()

@@ -21,6 +21,15 @@ Offload = Literal["cpu"]
 class FeatureBank:
     """Bank of the latest L2-normalised features, two per sample.
 
+    Example:
+        >>> import torch
+        >>> from compopt.samplers import FeatureBank
+        >>> bank = FeatureBank(n=10)
+        >>> index = torch.tensor([3, 7])
+        >>> bank.write(index, bank.rounded(*torch.randn(2, 2, 4)))
+        >>> bank.rows.shape, bank.seen.nonzero().flatten().tolist()
+        (torch.Size([10, 2, 4]), [3, 7])
+
     Args:
         n: number of samples.
         dtype: stored dtype: float16 (rounding errors of at most 0.0005 per coordinate), bfloat16, float32 or float64.
@@ -37,15 +46,6 @@ class FeatureBank:
     Raises:
         ValueError: ``n`` < 1, or invalid ``dtype`` or ``offload``; at a write, ``d`` has changed.
         TypeError: ``n`` is not an integer.
-
-    Example:
-        >>> import torch
-        >>> from compopt.samplers import FeatureBank
-        >>> bank = FeatureBank(n=10)
-        >>> index = torch.tensor([3, 7])
-        >>> bank.write(index, bank.rounded(*torch.randn(2, 2, 4)))
-        >>> bank.rows.shape, bank.seen.nonzero().flatten().tolist()
-        (torch.Size([10, 2, 4]), [3, 7])
     """
 
     def __init__(self, n: int, dtype: torch.dtype = torch.float16, offload: Offload | None = None) -> None:

@@ -41,7 +41,13 @@ class BankOptions(TypedDict, total=False):
 
 
 class BankSampler(Sampler[list[int]]):
-    """Batch sampler that uses the latest features of all samples; batches are random until all were observed.
+    """Batch sampler that uses the latest features of all samples.
+
+    Example:
+        >>> import compopt
+        >>> sampler = compopt.samplers.SpectralBatchSampler(64, batch_size=8)
+        >>> isinstance(sampler, compopt.samplers.BankSampler), len(sampler)
+        (True, 8)
 
     Samples without finite features are assigned to batches at random, and the other samples are selected without them.
 
@@ -76,12 +82,6 @@ class BankSampler(Sampler[list[int]]):
     Warns:
         UserWarning: at the beginning of an epoch, if features were not finite, if samples never had finite features, or
             if none of the observed samples of the previous epoch formed one of its batches.
-
-    Example:
-        >>> import compopt
-        >>> sampler = compopt.samplers.SpectralBatchSampler(64, batch_size=8)
-        >>> isinstance(sampler, compopt.samplers.BankSampler), len(sampler)
-        (True, 8)
     """
 
     def __init__(

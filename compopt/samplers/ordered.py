@@ -23,6 +23,13 @@ PIECE = 1 << 20
 class OrderedBatchSampler(BankSampler):
     r"""Ordered SGD: select, per epoch, the ``keep`` of ``candidates`` random batches with the highest loss.
 
+    Example:
+        >>> import torch, compopt
+        >>> sampler = compopt.samplers.OrderedBatchSampler(n=64, batch_size=8, candidates=20, keep=4)
+        >>> sampler.observe(torch.arange(64), *torch.randn(2, 64, 16).unbind())
+        >>> len(list(sampler)), sampler.metrics["kept_loss"] > sampler.metrics["candidate_loss"]
+        (4, True)
+
     .. math::
         L(I) = \frac1{2B} \sum_{k \in I} \log \sum_{l \in I} e^{(s_{kl} - s_{kk})/\tau}
                                        + \log \sum_{l \in I} e^{(s_{lk} - s_{kk})/\tau}
@@ -62,13 +69,6 @@ class OrderedBatchSampler(BankSampler):
     References:
         Kawaguchi and Lu, Ordered SGD, AISTATS 2020. Cho et al., Mini-Batch Optimization of Contrastive Loss, section
         5.2, appendix C.3 (B = 32, k = 1500, q = 150).
-
-    Example:
-        >>> import torch, compopt
-        >>> sampler = compopt.samplers.OrderedBatchSampler(n=64, batch_size=8, candidates=20, keep=4)
-        >>> sampler.observe(torch.arange(64), *torch.randn(2, 64, 16).unbind())
-        >>> len(list(sampler)), sampler.metrics["kept_loss"] > sampler.metrics["candidate_loss"]
-        (4, True)
     """
 
     @takes_options(BankSampler, BankOptions)

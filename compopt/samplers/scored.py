@@ -21,7 +21,15 @@ STATE = ("n", "seed", "epoch", "begun", "share", "left_out")
 
 
 class ScoredSampler(Sampler[int]):
-    r"""Sampler with a new random order per epoch, without the samples that :func:`compopt.curation.suspects` finds.
+    r"""Sampler with a random order per epoch that leaves out the samples with the lowest scores.
+
+    Example:
+        >>> import compopt
+        >>> est, keeper = compopt.recommended(16, n=100), compopt.ScoreKeeper(n=100)
+        >>> handle = keeper.attach(est)
+        >>> sampler = compopt.samplers.ScoredSampler(keeper)
+        >>> len(list(sampler)), sampler.epoch
+        (100, 1)
 
     Pass it to a ``DataLoader`` as ``sampler=``. The first ``warm_up`` epochs contain all samples; then the share of
     wrong pairs is estimated. Each later epoch omits that share of the samples, those with the lowest scores at the
@@ -80,14 +88,6 @@ class ScoredSampler(Sampler[int]):
         2022, eq. 3, and for pairs Evans et al., Data curation via joint example selection further accelerates
         multimodal learning, NeurIPS 2024 (they select from a larger batch, which needs its forward passes; rows give
         the scores without these). Efraimidis and Spirakis, Information Processing Letters 2006 (the draws).
-
-    Example:
-        >>> import compopt
-        >>> est, keeper = compopt.recommended(16, n=100), compopt.ScoreKeeper(n=100)
-        >>> handle = keeper.attach(est)
-        >>> sampler = compopt.samplers.ScoredSampler(keeper)
-        >>> len(list(sampler)), sampler.epoch
-        (100, 1)
     """
 
     def __init__(

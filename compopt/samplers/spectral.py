@@ -33,6 +33,16 @@ class Group(NamedTuple):
 class SpectralBatchSampler(BankSampler):
     r"""Batches of mutually hard negatives; every sample occurs exactly once per epoch.
 
+    Example:
+        >>> import torch, compopt
+        >>> sampler = compopt.samplers.SpectralBatchSampler(n=64, batch_size=8)
+        >>> for batch in sampler:  # DataLoader(dataset, batch_sampler=sampler)
+        ...     index = torch.tensor(batch)
+        ...     z1, z2 = torch.randn(2, 8, 16).unbind()  # the loop's features
+        ...     sampler.observe(index, z1, z2)
+        >>> sorted(sum(sampler, [])) == list(range(64))  # clustered now
+        True
+
     .. math::
         w_{kl} = c_{kl} + c_{lk}, \qquad
         c_{kl} = \log\bigl(1 + (B-1) e^{(s_{kl} - s_{kk})/\tau}\bigr)
@@ -89,16 +99,6 @@ class SpectralBatchSampler(BankSampler):
     References:
         Cho et al., Mini-Batch Optimization of Contrastive Loss, section 5.3, appendix C.1, Algorithms 1 and 3
         (B = 32, k = 40).
-
-    Example:
-        >>> import torch, compopt
-        >>> sampler = compopt.samplers.SpectralBatchSampler(n=64, batch_size=8)
-        >>> for batch in sampler:  # DataLoader(dataset, batch_sampler=sampler)
-        ...     index = torch.tensor(batch)
-        ...     z1, z2 = torch.randn(2, 8, 16).unbind()  # the loop's features
-        ...     sampler.observe(index, z1, z2)
-        >>> sorted(sum(sampler, [])) == list(range(64))  # clustered now
-        True
     """
 
     @takes_options(BankSampler, BankOptions)

@@ -29,7 +29,7 @@ def word(device: torch.device) -> torch.dtype:
 
 
 class RowStore:
-    """Table of ``n`` rows of ``words`` 16-byte words in one tensor, initially zeros, which mean "never visited".
+    """Table of ``n`` rows in one tensor, initially zeros, which mean "never visited".
 
     This class implements the placements in memory: on the features' device (``offload=None``) and on the host
     (``offload="cpu"``). The tensor is created on the CPU, where untouched zero pages use no memory. With

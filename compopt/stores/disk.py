@@ -29,7 +29,7 @@ _latest: dict[tuple[int, int], object] = {}
 
 
 class DiskStore(RowStore):
-    """Store for ``offload="disk"``: the sparse file ``<name>.rows`` of whole pages, the scratch space of one run.
+    """Store for ``offload="disk"``: a sparse file of whole pages, the scratch space of one run.
 
     A table of an earlier run is refused at its first use, because its rows belong to other weights. Loading a
     checkpoint into the store overwrites every row and makes it usable. The store cannot be copied or pickled, because

@@ -26,6 +26,10 @@ ROW_ALIGNMENT = 16
 class Column:
     """Column of the table: a named quantity per sample.
 
+    Example:
+        >>> import torch, compopt
+        >>> column = compopt.estimator.Column("log_u", 2, torch.float32, reduce="log_mean_exp")  # two directions
+
     Attributes:
         name: key in :meth:`Estimator.read` and in checkpoints.
         width: number of values per sample; ``D``, one per direction.

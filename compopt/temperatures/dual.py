@@ -52,7 +52,18 @@ def _check_individual(n: Any, parametrization: str, lr_switch: Any) -> None:
 
 
 class TemperatureDual(Temperature):
-    r"""Temperatures ``tau_i`` as learned multipliers of a KL constraint on each sample's pair weights.
+    r"""Learned temperatures, one per sample or one for all: multipliers of a KL constraint.
+
+    Example:
+        >>> import torch, compopt
+        >>> tau = compopt.TemperatureDual(n=100, rho=1.0, lr=0.01, tau_init=0.07)
+        >>> u = compopt.MovingAverageEstimator(n=100, reference="positive")
+        >>> est = compopt.ContrastiveEstimator(u, tau)
+        >>> z1, z2 = torch.randn(2, 16, 8, requires_grad=True).unbind()
+        >>> est(z1, z2, torch.arange(16)).backward()
+        >>> est.step()
+        >>> tuple(est.read(torch.arange(3))["tau"].shape)  # a sample's two directions
+        (3, 2)
 
     .. math::
         G(\tau_i) &= \alpha_i + \rho - \sum_j w_{ij} h_{ij} / \tau_i \qquad\text{clipped to } \pm\text{max\_grad}\\
@@ -121,16 +132,6 @@ class TemperatureDual(Temperature):
     References:
         Qiu et al., iSogCLR, ICML 2023, eq. 12-14, Algorithms 1 and 2; Wei et al., FastCLIP, 2024 (global), and
         its code: the logarithm and the switch.
-
-    Example:
-        >>> import torch, compopt
-        >>> tau = compopt.TemperatureDual(n=100, rho=1.0, lr=0.01, tau_init=0.07)
-        >>> est = compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(n=100, reference="positive"), tau)
-        >>> z1, z2 = torch.randn(2, 16, 8, requires_grad=True).unbind()
-        >>> est(z1, z2, torch.arange(16)).backward()
-        >>> est.step()
-        >>> tuple(est.read(torch.arange(3))["tau"].shape)  # a sample's two directions
-        (3, 2)
     """
 
     learns = True

@@ -19,7 +19,13 @@ LEARNED_TAU_MIN = 0.01  # CLIP caps its scale at 100
 
 
 class FixedTemperature(Temperature):
-    r"""Temperature ``tau`` shared by all anchors.
+    r"""Constant temperature ``tau``, shared by all anchors.
+
+    Example:
+        >>> import torch, compopt
+        >>> tau = compopt.FixedTemperature(0.1, learn=True)
+        >>> est = compopt.ContrastiveEstimator(compopt.BatchNormalizer(True), tau, multiply_tau=False)
+        >>> optimizer = torch.optim.AdamW(est.parameters())  # beside the model's
 
     Args:
         tau: a number, which every sample group may override; or a 0-d tensor. If the tensor requires grad, it receives
@@ -41,12 +47,6 @@ class FixedTemperature(Temperature):
 
     References:
         Radford et al., CLIP, 2021 (the learned scale).
-
-    Example:
-        >>> import torch, compopt
-        >>> tau = compopt.FixedTemperature(0.1, learn=True)
-        >>> est = compopt.ContrastiveEstimator(compopt.BatchNormalizer(True), tau, multiply_tau=False)
-        >>> optimizer = torch.optim.AdamW(est.parameters())  # beside the model's
     """
 
     def __init__(self, tau: float | Tensor = 0.07, learn: bool = False, dtype: torch.dtype = torch.float32) -> None:

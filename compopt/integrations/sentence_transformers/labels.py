@@ -12,7 +12,16 @@ LABELS = ("label", "labels", "score", "scores")  # the trainer uses the first of
 def add_index(
     data: Any, anchors: str | None = None, positives: str | None = None, negatives: str | Sequence[str] = ()
 ) -> Any:
-    """Add the label column that :class:`EstimatorLoss` reads to a data set, or to a dictionary of data sets.
+    """Add the label column that the loss reads to a data set, or to a dictionary of data sets.
+
+    Example:
+        >>> from datasets import Dataset
+        >>> from compopt.integrations.sentence_transformers import add_index
+        >>> data = Dataset.from_dict({"question": ["a", "b", "c"], "answer": ["x", "y", "x"]})
+        >>> list(add_index(data)["label"])
+        [0, 1, 2]
+        >>> list(add_index(data, positives="answer")["label"])  # the first and the third have one answer
+        [[0, 0], [1, 1], [2, 0]]
 
     Rows are positions; the positions of a second data set follow those of the first, and so on: ``n`` is the number of
     all samples. Equal texts in a given column have the same row, that of the first occurrence: a document that is the
@@ -34,15 +43,6 @@ def add_index(
     Raises:
         TypeError: a data set has no length, or a column contains something other than texts.
         ValueError: the data have a column that the trainer would use as label; ``negatives`` without ``positives``.
-
-    Example:
-        >>> from datasets import Dataset
-        >>> from compopt.integrations.sentence_transformers import add_index
-        >>> data = Dataset.from_dict({"question": ["a", "b", "c"], "answer": ["x", "y", "x"]})
-        >>> list(add_index(data)["label"])
-        [0, 1, 2]
-        >>> list(add_index(data, positives="answer")["label"])  # the first and the third have one answer
-        [[0, 0], [1, 1], [2, 0]]
     """
     sets = data if isinstance(data, Mapping) else {"": data}
     negatives = [negatives] if isinstance(negatives, str) else list(negatives)

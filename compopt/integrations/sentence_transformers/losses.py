@@ -56,6 +56,24 @@ def _this_rank(world: ProcessGroup) -> ProcessGroup:
 class EstimatorLoss(nn.Module):
     """Loss that replaces ``MultipleNegativesRankingLoss`` by an estimator.
 
+    Example:
+        >>> import torch, compopt
+        >>> from compopt.integrations.sentence_transformers import EstimatorLoss
+        >>> class Model(torch.nn.Linear):  # what a SentenceTransformer does with the inputs of a column
+        ...     def forward(self, inputs):
+        ...         return {"sentence_embedding": super().forward(inputs["x"])}
+        >>> model, est = Model(4, 4), compopt.SogCLREstimator(n=100, directions="forward")
+        >>> loss = EstimatorLoss(model, est)
+        >>> questions, answers = {"x": torch.randn(8, 4)}, {"x": torch.randn(8, 4)}
+        >>> loss([questions, answers], labels=torch.arange(8)).backward()
+        >>> est.step()
+        >>> est.t
+        1
+        >>> theirs = EstimatorLoss(model, scale=50.0, hardness_mode="all_negatives", hardness_strength=5.0)
+        >>> theirs([questions, answers]).backward()
+        >>> guided = EstimatorLoss(model, guide=Model(4, 3), margin_strategy="relative", margin=0.05)
+        >>> guided([questions, answers]).backward()
+
     Without an estimator this class has the value and gradients of that loss with the options that estimators have
     (:func:`ranking_options`), computed in closed form without an autograd graph of the similarities.
     ``SogCLREstimator(n, **ranking_options(...))`` adds rows to these options.
@@ -114,24 +132,6 @@ class EstimatorLoss(nn.Module):
         est = compopt.SogCLREstimator(n=len(data), tau=0.05, directions="forward")
         trainer = SentenceTransformerTrainer(model, args, add_index(data), loss=EstimatorLoss(model, est))
         trainer.add_callback(EstimatorCallback(est, trainer))
-
-    Example:
-        >>> import torch, compopt
-        >>> from compopt.integrations.sentence_transformers import EstimatorLoss
-        >>> class Model(torch.nn.Linear):  # what a SentenceTransformer does with the inputs of a column
-        ...     def forward(self, inputs):
-        ...         return {"sentence_embedding": super().forward(inputs["x"])}
-        >>> model, est = Model(4, 4), compopt.SogCLREstimator(n=100, directions="forward")
-        >>> loss = EstimatorLoss(model, est)
-        >>> questions, answers = {"x": torch.randn(8, 4)}, {"x": torch.randn(8, 4)}
-        >>> loss([questions, answers], labels=torch.arange(8)).backward()
-        >>> est.step()
-        >>> est.t
-        1
-        >>> theirs = EstimatorLoss(model, scale=50.0, hardness_mode="all_negatives", hardness_strength=5.0)
-        >>> theirs([questions, answers]).backward()
-        >>> guided = EstimatorLoss(model, guide=Model(4, 3), margin_strategy="relative", margin=0.05)
-        >>> guided([questions, answers]).backward()
     """
 
     @takes_options((MultipleNegativesRankingLoss, GISTEmbedLoss), LossOptions)
@@ -391,7 +391,18 @@ class _MiniBatches(CachedLossMixin):
 
 # MatryoshkaLoss decorates the calculate_loss of the mixin, which also splits flattened texts and images.
 class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
-    """:class:`EstimatorLoss` with a gradient cache: negatives from the whole batch in the memory of a mini-batch.
+    """Loss with a gradient cache: negatives of the whole batch in the memory of a mini-batch.
+
+    Example:
+        >>> import torch, compopt
+        >>> from compopt.integrations.sentence_transformers import CachedEstimatorLoss
+        >>> class Model(torch.nn.Sequential):  # what a SentenceTransformer does with the inputs of a column
+        ...     def forward(self, inputs):
+        ...         return {"sentence_embedding": super().forward(inputs["input_ids"])}
+        >>> est = compopt.DCLEstimator(tau=0.05, directions="forward")
+        >>> loss = CachedEstimatorLoss(Model(torch.nn.Linear(4, 4)), est, mini_batch_size=2)
+        >>> questions, answers = {"input_ids": torch.randn(8, 4)}, {"input_ids": torch.randn(8, 4)}
+        >>> loss([questions, answers]).backward()
 
     Every text is encoded twice, as in ``CachedMultipleNegativesRankingLoss``: for the loss, and for its gradient. The
     gradient cache is that of sentence-transformers (one process, ``DistributedDataParallel``), or, in a trainer with
@@ -412,17 +423,6 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
     Raises:
         ValueError: the inputs of the model cannot be split into mini-batches (``StaticEmbedding``); or raised by
             :class:`EstimatorLoss`.
-
-    Example:
-        >>> import torch, compopt
-        >>> from compopt.integrations.sentence_transformers import CachedEstimatorLoss
-        >>> class Model(torch.nn.Sequential):  # what a SentenceTransformer does with the inputs of a column
-        ...     def forward(self, inputs):
-        ...         return {"sentence_embedding": super().forward(inputs["input_ids"])}
-        >>> est = compopt.DCLEstimator(tau=0.05, directions="forward")
-        >>> loss = CachedEstimatorLoss(Model(torch.nn.Linear(4, 4)), est, mini_batch_size=2)
-        >>> questions, answers = {"input_ids": torch.randn(8, 4)}, {"input_ids": torch.randn(8, 4)}
-        >>> loss([questions, answers]).backward()
     """
 
     @takes_options((MultipleNegativesRankingLoss, GISTEmbedLoss), LossOptions)

@@ -41,6 +41,14 @@ class LossOptions(RankingOptions, GuidedOptions, total=False):
 def ranking_options(**options: Unpack[RankingOptions]) -> dict[str, Any]:
     """Convert options of ``MultipleNegativesRankingLoss`` to options of estimators.
 
+    Example:
+        >>> import compopt
+        >>> from compopt.integrations.sentence_transformers import ranking_options
+        >>> options = ranking_options(scale=50.0, hardness_mode="all_negatives", hardness_strength=5.0)
+        >>> options["tau"], options["pairs"]
+        (0.02, PairPolicy(hardness=5.0))
+        >>> est = compopt.SogCLREstimator(n=1000, **options)
+
     Args:
         **options: options with the defaults of sentence-transformers. ``scale`` becomes ``tau=1/scale``. ``dot_score``
             as ``similarity_fct`` becomes ``normalize=False``. ``directions=("query_to_doc", "doc_to_query")`` with
@@ -56,14 +64,6 @@ def ranking_options(**options: Unpack[RankingOptions]) -> dict[str, Any]:
     Raises:
         ValueError: a value is refused by sentence-transformers; other ``directions``, or both in one softmax; another
             ``hardness_mode``, or a hardness with both directions; another ``similarity_fct``.
-
-    Example:
-        >>> import compopt
-        >>> from compopt.integrations.sentence_transformers import ranking_options
-        >>> options = ranking_options(scale=50.0, hardness_mode="all_negatives", hardness_strength=5.0)
-        >>> options["tau"], options["pairs"]
-        (0.02, PairPolicy(hardness=5.0))
-        >>> est = compopt.SogCLREstimator(n=1000, **options)
     """
     loss = MultipleNegativesRankingLoss(cast(Any, None), **options)
     if loss.similarity_fct not in (cos_sim, dot_score):
@@ -83,6 +83,13 @@ def guided_options(
 ) -> dict[str, Any]:
     """Convert options of ``GISTEmbedLoss``, with the same defaults, to options of estimators.
 
+    Example:
+        >>> import compopt
+        >>> from compopt.integrations.sentence_transformers import guided_options
+        >>> guided_options(margin=0.1)["pairs"]
+        PairPolicy(false_negatives=-0.1, guided=True)
+        >>> est = compopt.SogCLREstimator(n=1000, **guided_options(temperature=0.05))
+
     The loss is ``GISTEmbedLoss(contrast_anchors=False, contrast_positives=False)``: the candidates are documents.
 
     Args:
@@ -96,13 +103,6 @@ def guided_options(
 
     Raises:
         TypeError, ValueError: a value has the wrong type or is out of range; a relative margin is outside [0, 1).
-
-    Example:
-        >>> import compopt
-        >>> from compopt.integrations.sentence_transformers import guided_options
-        >>> guided_options(margin=0.1)["pairs"]
-        PairPolicy(false_negatives=-0.1, guided=True)
-        >>> est = compopt.SogCLREstimator(n=1000, **guided_options(temperature=0.05))
     """
     checks.positive("temperature", temperature)
     checks.one_of("margin_strategy", margin_strategy, ("absolute", "relative"))
