@@ -204,51 +204,6 @@ def one_call() -> str:
     return svg(760, 430, "One call", description, parts)
 
 
-LOSSES = {"InfoNCE": "push", "DCL": "pull", "recommended": "ours"}
-
-
-def recalls() -> dict[str, dict[str, list[float]]]:
-    """Data set -> loss -> mean recall by batch size, from the first table of evidence.md that the result files make."""
-    page = (FOLDER.parent / "evidence.md").read_text()
-    table = page.split("<!-- python -m benchmarks.summary -->")[1].split("<!-- end -->")[0]
-    found: dict[str, dict[str, list[float]]] = {}
-    for line in table.strip().splitlines()[2:]:
-        task, loss, *cells = [cell.strip() for cell in line.strip("|").split("|")]
-        found.setdefault(task, {})[loss] = [float(cell.split()[0]) for cell in cells]
-    return found
-
-
-def panel(left: float, title: str, losses: dict[str, list[float]]) -> str:
-    """Recall by batch size of the losses on one data set; the axis begins at zero and ends at the largest value."""
-    values = [value for line in losses.values() for value in line]
-    high = max(values)
-    y = {value: 280 - 200 * value / high for value in (0.0, *values)}
-    drawn = [text(left + 80, 64, title, "title")]
-    drawn += [text(left - 6, y[value] + 5, f"{value:.0f}", "small", "end") for value in (0.0, high)]
-    drawn.append(f'<path class="soft" d="M{left} 70V280H{left + 165}"/>')
-    places = [left + 10 + 36 * i for i in range(5)]
-    drawn += [text(x, 298, batch, "small") for x, batch in zip(places, ("8", "16", "64", "256", "1k"), strict=True)]
-    for loss, line in losses.items():
-        points = " ".join(f"{x},{y[value]:.1f}" for x, value in zip(places, line, strict=True))
-        drawn.append(f'<polyline class="{LOSSES[loss]}" points="{points}" style="fill: none; stroke-width: 2.5"/>')
-        drawn += [dot(x, round(y[value], 1), LOSSES[loss], 4) for x, value in zip(places, line, strict=True)]
-    return "".join(drawn)
-
-
-def recall_by_batch() -> str:
-    """The default, and two losses that are tuned, at every batch size."""
-    parts = [panel(45 + 200 * i, task, losses) for i, (task, losses) in enumerate(recalls().items())]
-    names = ("InfoNCE, tuned", "DCL, tuned", "recommended, not tuned")
-    for x, kind, words in zip((150, 320, 460), LOSSES.values(), names, strict=True):
-        parts += [dot(x, 28, kind, 5), text(x + 12, 33, words, "", "start")]
-    parts.append(text(420, 322, "batch size; recall in per cent", "small"))
-    description = (
-        "Four panels, one per data set: recall at batch sizes 8 to 1,024 of InfoNCE, DCL and compopt.recommended. At "
-        "batch 8 and 16 recommended is highest in every panel. At 256 and 1,024 it is level with DCL or below it."
-    )
-    return svg(840, 336, "Recall by batch size", description, parts)
-
-
 SHOWN = {
     "InfoNCE": ("InfoNCE, tuned", "push"), "DCL": ("DCL, tuned", "pull"),
     "`compopt.recommended(candidates=None)`": ("recommended, not tuned", "state"),
@@ -288,6 +243,9 @@ def main_result() -> str:
 def _shown(row: str) -> tuple[str, str] | None:
     """Return the name and the class of a row of the table that is drawn."""
     return next((shown for start, shown in SHOWN.items() if row.startswith(start)), None)
+
+
+LOSSES = {"InfoNCE": "push", "DCL": "pull", "recommended": "ours"}
 
 
 def learning_curves() -> str:
@@ -361,7 +319,6 @@ def main() -> None:
         read_deposit_commit,
         one_call,
         main_result,
-        recall_by_batch,
         learning_curves,
         methods_on_glyphs,
     )
