@@ -1,4 +1,4 @@
-"""The minimal recipe under accelerate, for any number of processes, precision and accumulation.
+"""The minimal recipe under accelerate, for any number of processes and any precision.
 
 python -m recipes.by_feature.with_accelerate
 torchrun --nproc_per_node 2 -m recipes.by_feature.with_accelerate --batch-size 32

@@ -42,7 +42,7 @@ class DualEncoder(lightning.LightningModule):
         found = 100 * recall(finite(self.model), self.held_out)
         self.model.train()
         self.print(f"epoch {self.current_epoch + 1}: recall {found:.1f} %")
-        self.trainer.should_stop = self.current_epoch + 1 == self.args.stop_after
+        self.trainer.should_stop |= self.current_epoch + 1 == self.args.stop_after
 
 
 def main(argv=None):
