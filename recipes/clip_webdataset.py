@@ -6,7 +6,8 @@
 
 Select the method in ``build_estimator``. The same command resumes from the latest state in --output, bitwise exactly.
 All processes must share that folder: epoch_K.pt has open_clip's format, epoch_K.compopt/ contains the estimator's rows,
-state-*.pt and rows/ are read at a resume. For shards at URLs the folder must contain their ShardIndex, shards.json.
+state-*.pt and rows/ are read at a resume. Optimizer and schedule are open_clip's: a short warm-up and a cosine decay,
+not the long rise of the other recipes. For shards at URLs the folder must contain their ShardIndex, shards.json.
 ``python -m recipes.clip_trainer`` is this loop with accelerate, DeepSpeed, FSDP2, evaluation and checks.
 """
 

@@ -43,7 +43,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
         return action.help if action.default in (None, False) else super()._get_help_string(action)
 
 
-def parser(module: str, description: str, mode: str, epochs: int, output_dir: str) -> argparse.ArgumentParser:
+def parser(module: str, description: str, mode: str, epochs: int, output: str) -> argparse.ArgumentParser:
     """Return a parser with the common arguments of all experiments, in groups."""
     root = argparse.ArgumentParser(
         prog=f"python -m {module}",
@@ -101,13 +101,13 @@ def parser(module: str, description: str, mode: str, epochs: int, output_dir: st
 
     add = root.add_argument_group("measures and output").add_argument
     add("--eval-every", type=int, metavar="N", default=0, help="steps between measures (0: eight per run)")
-    add("--output-dir", type=Path, metavar="DIR", default=Path(output_dir), help="for metrics, pictures, checkpoints")
+    add("--output", type=Path, metavar="DIR", default=Path(output), help="for metrics, pictures, checkpoints")
     add("--plots", action=argparse.BooleanOptionalAction, default=True, help="draw the pictures")
     add("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
 
     add = root.add_argument_group("checkpoints").add_argument
     add("--checkpoint-every", type=int, metavar="N", default=0, help="steps between them (0: at the end only)")
-    add("--resume", action="store_true", help="continue from the checkpoints in --output-dir")
+    add("--resume", action="store_true", help="continue from the checkpoints in --output")
     add("--max-steps", type=int, metavar="N", help="stop each run here; --resume then continues it")
 
     add = root.add_argument_group("machine").add_argument
@@ -121,7 +121,7 @@ def parser(module: str, description: str, mode: str, epochs: int, output_dir: st
 
     add = root.add_argument_group("where the estimator's rows live", "No choice here changes the results.").add_argument
     add("--offload", choices=("cpu", "disk"), help="host memory or a file; default: beside the features")
-    add("--offload-dir", type=Path, metavar="DIR", help="folder of that file, on a local disk; default: --output-dir")
+    add("--offload-dir", type=Path, metavar="DIR", help="folder of that file, on a local disk; default: --output")
     add("--shard", action="store_true", help="each rank keeps its share of the rows")
     add("--prefetch", action="store_true", help="fetch the next batch's rows while this one trains")
     return root
@@ -221,7 +221,7 @@ def train_all(args: argparse.Namespace, task: Any, error_count: int = 0) -> list
 def _control(args: argparse.Namespace, task: Any, config: Config, error_count: int) -> Control:
     steps = task.n // (config.batch_size * config.accumulate) * config.epochs
     own = Path(f"{config.method}-seed{config.seed}")
-    checkpoint, resume = args.output_dir / own / "checkpoints", args.resume or launch.restarted()
+    checkpoint, resume = args.output / own / "checkpoints", args.resume or launch.restarted()
     return Control(
         eval_every=args.eval_every or max(1, steps // 8),
         error_every=max(1, steps // error_count) if error_count else 0,
@@ -241,7 +241,7 @@ def _placement(args: argparse.Namespace, own: Path, continued: bool) -> dict[str
     """Return the placement of this run's rows; remove the file of an earlier run, unless this run continues it."""
     folder = None
     if args.offload == "disk":
-        folder = (args.offload_dir or args.output_dir) / own / "rows"
+        folder = (args.offload_dir or args.output) / own / "rows"
         if launch.is_local_main():  # the folder may be on each node's own disk
             if not continued:
                 shutil.rmtree(folder, ignore_errors=True)

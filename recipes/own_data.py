@@ -6,14 +6,15 @@ the result of ``datasets.Dataset.save_to_disk``::
     python -m recipes.own_data DATA
     python -m recipes.own_data DATA --size 64 --augment crop flip jitter --labels label
     python -m recipes.own_data DATA --model open_clip:ViT-B-32 --size 224 --precision bfloat16
-    python -m recipes.own_data DATA --epochs 12 --resume                         # further epochs
-    torchrun --nproc_per_node 2 -m recipes.own_data DATA --epochs 16 --resume    # further epochs, on two processes
+    python -m recipes.own_data DATA --epochs 12 --stop-after 4                   # the first third of a run
+    torchrun --nproc_per_node 2 -m recipes.own_data DATA --epochs 12 --batch-size 32 --resume    # the rest
+
+The learning rate rises during three quarters of the run. In ``--output``: last.pt, metrics.jsonl, curve.png.
 """
 
 import argparse
 import hashlib
 import json
-import math
 import os
 import random
 import zlib
@@ -27,11 +28,13 @@ from PIL import ImageOps
 from torch import nn
 from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import compopt
 from recipes.augment import NAMES, Augmentation
 from recipes.models import DIM, Tokenizer, TwoTowers, finite, pixels
+from recipes.run_log import RunLog
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 TABLES = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -250,10 +253,12 @@ def parse(argv):
     add("--size", type=int, default=32, help="pixels per side")
     add("--augment", nargs="*", default=(), choices=NAMES)
     add("--precision", default="float32", choices=("float32", "bfloat16"))
-    add("--epochs", type=int, default=2, help="in all, those before a resume included")
+    add("--epochs", type=int, default=2, help="length of the run and of its schedule")
+    add("--stop-after", type=int, metavar="N", help="end after N epochs; --resume continues the run")
     add("--batch-size", type=int, default=64, help="of each process")
-    add("--lr", type=float, default=1e-3)
+    add("--lr", type=float, help="highest learning rate; default: 0.002 times the root of the samples per update")
     add("--workers", type=int, default=0, help="processes that read pictures")
+    add("--log-every", type=int, default=10, metavar="STEPS", help="steps between lines of metrics.jsonl")
     add("--output", type=Path, default=Path("runs/own_data"))
     add("--resume", action="store_true")
     args = parser.parse_args(argv)
@@ -279,14 +284,32 @@ def start():
     return device
 
 
-def load_state(est, path):
-    """Load the estimator's state, or exit with an error message."""
+def load(folder, est, parts, device):
+    """Load the latest checkpoint, or exit with an error message; return the number of completed epochs."""
+    saved = torch.load(folder / "last.pt", map_location=device)
+    anew = "or begin anew with another --output"
     try:
-        compopt.load(est, path)  # on any number of processes
+        compopt.load(est, folder / "state" / saved["state"])  # on any number of processes
     except (ValueError, OSError) as error:
+        raise SystemExit(f"--resume: {error}\nResume with the pairs that the run began with, {anew}") from None
+    steps = saved.get("schedule", {}).get("total_steps")
+    if steps != parts["schedule"].total_steps:
         raise SystemExit(
-            f"--resume: {error}\nResume with the pairs that the run began with, or begin anew with another --output"
-        ) from None
+            f"--resume: the schedule of the run has {steps} steps, and that of the arguments "
+            f"{parts['schedule'].total_steps}\nResume with the same --epochs and samples per update, {anew}"
+        )
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])
+    return saved["epoch"]
+
+
+def save(folder, epoch, est, parts, rank):
+    """Save the estimator on every process, and all other states on process 0."""
+    state = compopt.save(est, folder / "state").name
+    if rank == 0:
+        states = {name: part.state_dict() for name, part in parts.items()}
+        torch.save({"epoch": epoch, "state": state, **states}, partial := folder / "last.partial")
+        partial.replace(folder / "last.pt")  # a killed process leaves the old file or the new one
 
 
 def prepare(args, ranks, refuse):
@@ -314,9 +337,9 @@ def zero_shot_classes(tables, templates, tokenizer):
     return {"labels": labels, "classes": torch.stack(tokens)}
 
 
-def rate(progress):
-    """Return the learning-rate factor at ``progress`` in [0, 1]: a short linear warm-up times a cosine."""
-    return min(1.0, 0.05 + 10 * progress) * 0.5 * (1 + math.cos(math.pi * progress))
+def measures(epoch, loss, rate, est):
+    """Return the measures of an update for the log; the loss of an estimator is not on the scale of InfoNCE."""
+    return {"loss": loss.item(), "epoch": epoch + 1, "lr": rate, "info_nce": float(est.metrics["info_nce"])}
 
 
 @torch.no_grad()
@@ -335,46 +358,40 @@ def main(argv=None):
     indexed = compopt.data.Indexed(train)
     loader = DataLoader(indexed, args.batch_size, sampler=sampler, drop_last=True, num_workers=args.workers)
     augment = Augmentation(args.augment, channels=3, size=args.size)
+    samples = args.batch_size * ranks  # of an update
     # after the process group, over which the estimator gathers the features of all processes
-    est = compopt.recommended(dim=width(model, train.tokens[:1]), n=len(train), batch_size=args.batch_size * ranks)
-    est.to(device)
+    est = compopt.recommended(dim=width(model, train.tokens[:1]), n=len(train), batch_size=samples).to(device)
     est.data_fingerprint = pairs
     model.to(device)
     wrapped = DistributedDataParallel(model) if ranks > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = OneCycleLR(optimizer, args.lr or 0.002 * samples**0.5, args.epochs * len(loader), pct_start=0.75)
     est.attach(optimizer)
-    first = 0
-    if args.resume:
-        saved = torch.load(args.output / "last.pt", map_location=device)
-        first = saved["epoch"]
-        load_state(est, args.output / "state" / saved["state"])  # before the model: checks that the texts are the same
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        if first >= args.epochs:
-            refuse(f"--resume: {first} epochs are done already, and --epochs {args.epochs} counts them")
-    for epoch in range(first, args.epochs):
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    first = load(args.output, est, parts, device) if args.resume else 0
+    if first == args.epochs:
+        refuse(f"--resume: all {first} epochs of the run are done")
+    log = RunLog(args.output, schedule.total_steps, schedule.last_epoch, main=rank == 0)
+    for epoch in range(args.epochs)[first : args.stop_after]:
         sampler.set_epoch(epoch)
         train.epoch = epoch
         draws = torch.Generator().manual_seed(epoch * ranks + rank)
-        for step, (pictures, tokens, caption, index) in enumerate(loader):
-            for group in optimizer.param_groups:
-                group["lr"] = args.lr * rate((epoch + step / len(loader)) / args.epochs)
+        for pictures, tokens, caption, index in loader:
             pictures, tokens = augment(pictures, draws).to(device), tokens.to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bfloat16"):
                 features = wrapped.train()(pictures, tokens)
-            loss = est(*features, index, index2=caption)
+            loss, (rate,) = est(*features, index, index2=caption), schedule.get_last_lr()
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(), schedule.step(), optimizer.zero_grad()
+            if schedule.last_epoch % args.log_every == 0:
+                log.add(schedule.last_epoch, **measures(epoch, loss, rate, est))
         finite(model)
-        state = compopt.save(est, args.output / "state").name  # on every process
+        save(args.output, epoch + 1, est, parts, rank)
         if rank == 0:
-            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save({"epoch": epoch + 1, "state": state, **states}, partial := args.output / "last.partial")
-            partial.replace(args.output / "last.pt")  # a killed process leaves the old file or the new one
             found = evaluate(model, held_out, device, **classes)
+            log.add(schedule.last_epoch, **measures(epoch, loss, rate, est), **found)
             shown = ", ".join(f"{name} {100 * value:.1f} %" for name, value in found.items())
-            print(f"epoch {epoch + 1}: loss {loss.item():.3f}, {shown}")
+            log.say(f"epoch {epoch + 1}: loss {loss.item():.3f}, {shown}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

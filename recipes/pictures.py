@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
@@ -84,6 +84,35 @@ def normalizer_error(runs: Sequence[Run], path: Path) -> Path | None:
     axis.set(ylabel="mean squared error of log-normalizers", yscale="log")
     axis.set_title("How well the normalizers are known", loc="left")
     return save_figure(figure, path)
+
+
+@plt.rc_context(STYLE)
+def learning_curve(records: Sequence[dict[str, Any]], path: Path) -> Path:
+    """Draw the loss, and the measures in per cent whose names begin with "recall", against steps.
+
+    Args:
+        records: lines of the log of a run, see ``recipes/run_log.py``.
+        path: the file.
+    """
+    figure, axis = new_axis()
+    axis.plot(*_points(records, "loss"), color=COLOURS[0], linewidth=1.2, label="loss")
+    axis.set(xlabel="steps", ylabel="loss")
+    right = axis.twinx()
+    right.grid(False)
+    names = dict.fromkeys(name for record in records for name in record if name.startswith("recall"))
+    for name, colour in zip(names, COLOURS[1:], strict=False):
+        steps, values = _points(records, name)
+        right.plot(steps, [100 * value for value in values], color=colour, marker="o", markersize=3.5, label=name)
+    right.set_ylabel("recall on held-out data (%)")
+    right.set_ylim(bottom=0)
+    figure.legend(loc="outside upper center", ncols=3)
+    return save_figure(figure, path)
+
+
+def _points(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Return the steps at which a measure is known, and its values."""
+    known = [record for record in records if name in record]
+    return [record["step"] for record in known], [record[name] for record in known]
 
 
 def learned_temperatures(run: Run) -> tuple[Tensor, Tensor] | None:

@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         "measure retrieval of held-out pairs (R@1).",
         NamedImages.mode,
         epochs=2,
-        output_dir="runs/clip",
+        output="runs/clip",
     )
     own = root.add_argument_group("only here")
     icons.add_data(own, tuple(TASKS))
@@ -82,9 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     times = args.normalizer_error if args.normalizer_error is not None else ERROR_TIMES * bool(args.compare)
     task = icons.data_or_exit(root, TASKS[args.data], args)
     finished = experiment.train_all(args, task, error_count=times)
-    experiment.finish(finished, args.output_dir)
+    experiment.finish(finished, args.output)
     if args.plots:
-        with launch.results_folder(args.output_dir) as folder:
+        with launch.results_folder(args.output) as folder:
             experiment.list_files(draw(finished, task, folder))
 
 

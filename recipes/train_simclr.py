@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         "neighbour and by linear probes, from features before and after the head.",
         ImageViews.mode,
         epochs=20,
-        output_dir="runs/simclr",
+        output="runs/simclr",
     )
     own = root.add_argument_group("only here")
     icons.add_data(own, tuple(TASKS))
@@ -73,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = experiment.parse(root, argv, ImageViews.mode)
     task = icons.data_or_exit(root, TASKS[args.data], args)
     finished = experiment.train_all(args, task)
-    experiment.finish(finished, args.output_dir)
+    experiment.finish(finished, args.output)
     measured = [run for run in finished if run.final]
     if args.plots and measured:
-        with launch.results_folder(args.output_dir) as output:
+        with launch.results_folder(args.output) as output:
             experiment.list_files([pictures.recall(measured, output / "accuracy.png")])
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from recipes import minimal, text
 from tests.launching import environment
@@ -34,7 +36,7 @@ def train(name: str, folder: Path, *options: str) -> None:
         pytest.importorskip(name.removeprefix("with_"))
     module = minimal if name == "minimal" else importlib.import_module(f"recipes.by_feature.{name}")
     encoder = ["--model", str(small_encoder(folder.parent / "encoder"))] if name == "finetune" else []
-    module.main([*SMALL, *encoder, "--folder", str(folder), *options])
+    module.main([*SMALL, *encoder, "--output", str(folder), *options])
 
 
 def small_encoder(folder: Path) -> Path:
@@ -72,12 +74,56 @@ def test_a_resume_without_a_run_is_refused_without_a_traceback(name, tmp_path):
 def test_a_resumed_run_ends_in_the_same_weights(name, tmp_path, capsys):
     train(name, tmp_path / "whole", "--epochs", "2")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
-    train(name, tmp_path / "parts", "--epochs", "1")
+    train(name, tmp_path / "parts", "--epochs", "2", "--stop-after", "1")
     train(name, tmp_path / "parts", "--epochs", "2", "--resume")
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")] == said
     assert len(said) == 2
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_resume_with_another_length_is_refused_before_training(name, tmp_path, capsys):
+    train(name, tmp_path, "--epochs", "2", "--stop-after", "1")
+    assert [line[:7] for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")] == ["epoch 1"]
+    with pytest.raises(SystemExit, match="--resume: --epochs, --batch-size and the data must be those"):
+        train(name, tmp_path, "--epochs", "3", "--resume")
+    assert "epoch" not in capsys.readouterr().out
+
+
+def rates(name: str, folder: Path) -> list[float]:
+    """Train two epochs; return the learning rate of each update."""
+    used: list[float] = []
+
+    def record(optimizer, args, kwargs):
+        used.append(optimizer.param_groups[0]["lr"])
+
+    hook = register_optimizer_step_pre_hook(record)
+    try:
+        train(name, folder, "--epochs", "2")
+    finally:
+        hook.remove()
+    return used
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["minimal", *(name for name in features() if name not in ("finetune", "with_deepspeed"))]
+)
+def test_the_rate_rises_during_three_quarters_of_the_run(name, tmp_path):
+    factor = {"momentum": 0.003, "with_sentence_transformers": 0.001}.get(name, 0.002)
+    used, rate = rates(name, tmp_path), factor * 32**0.5
+    schedule = OneCycleLR(AdamW([torch.nn.Parameter(torch.zeros(1))]), rate, total_steps=len(used), pct_start=0.75)
+    expected = []
+    for _ in used:
+        expected.append(schedule.get_last_lr()[0])
+        schedule.optimizer.step(), schedule.step()
+    if "transformers" in name:  # a linear rise, and the same highest rate
+        assert max(used) == pytest.approx(rate, rel=0.1) and abs(used.index(max(used)) - 0.75 * len(used)) <= 1
+        assert used[-1] < 0.5 * rate
+    else:
+        assert used == pytest.approx(expected)
 
 
 @pytest.mark.slow
@@ -114,8 +160,8 @@ def test_two_processes_train_and_resume(name, tmp_path):
     pytest.importorskip(name.removeprefix("with_"))
     devices = ["--devices", "2"] if name == "with_lightning" else []
     whole, first, second = (
-        [*SMALL, "--folder", str(tmp_path / folder), "--epochs", epochs, *devices, *more]
-        for folder, epochs, *more in (("whole", "2"), ("parts", "1"), ("parts", "2", "--resume"))
+        [*SMALL, "--output", str(tmp_path / folder), "--epochs", "2", *devices, *more]
+        for folder, *more in (("whole",), ("parts", "--stop-after", "1"), ("parts", "--resume"))
     )
     if devices:  # Lightning starts the processes of one run itself
         said = launched(name, whole, own=True) + launched(name, first, second)

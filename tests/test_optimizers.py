@@ -77,7 +77,7 @@ def test_cosine_rises_linearly_and_falls_along_half_a_cosine():
 
 
 def parsed(*options):
-    root = experiment.parser("test", "", "unimodal", epochs=1, output_dir="runs")
+    root = experiment.parser("test", "", "unimodal", epochs=1, output="runs")
     return experiment.parse(root, options, "unimodal")
 
 

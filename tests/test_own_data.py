@@ -109,7 +109,7 @@ def test_the_commands_of_the_description_are_understood(small):
     ]
     for line in lines:
         own_data.parse([str(small), *line.partition("#")[0].split(" DATA", 1)[1].split()])
-    assert len(lines) == 3
+    assert len(lines) == 4
 
 
 def test_a_caption_is_drawn_anew_in_every_epoch(small):
@@ -199,7 +199,7 @@ def new_pair(folder, held_out):
 def test_a_resume_with_another_pair_is_refused_without_a_traceback(folder, tmp_path, held_out):
     shutil.copytree(folder, tmp_path / "pictures")
     run = [str(tmp_path / "pictures"), "--batch-size", "32", "--output", str(tmp_path / "run")]
-    own_data.main([*run, "--epochs", "1"])
+    own_data.main([*run, "--stop-after", "1"])
     new_pair(tmp_path / "pictures", held_out)
     with pytest.raises(SystemExit, match="--resume: .*fingerprint(.|\n)*another --output"):
         own_data.main([*run, "--resume"])
@@ -207,7 +207,7 @@ def test_a_resume_with_another_pair_is_refused_without_a_traceback(folder, tmp_p
 
 def test_a_kill_leaves_the_former_model(small, tmp_path, monkeypatch):
     run = [str(small), "--batch-size", "8", "--output", str(tmp_path)]
-    own_data.main([*run, "--epochs", "1"])
+    own_data.main([*run, "--stop-after", "1"])
     former = (tmp_path / "last.pt").read_bytes()
 
     def save(value, path):
@@ -234,6 +234,38 @@ def test_a_resumed_run_is_the_whole_run(small, tmp_path, capsys, monkeypatch):
     assert len(whole) == 2 and "zero-shot" in whole[0]
 
 
+@pytest.mark.slow
+def test_a_run_in_two_parts_has_the_weights_and_the_log_of_the_whole_run(small, tmp_path):
+    run = [str(small), "--batch-size", "8", "--epochs", "2", "--log-every", "2"]
+    own_data.main([*run, "--output", str(tmp_path / "whole")])
+    own_data.main([*run, "--output", str(tmp_path / "parts"), "--stop-after", "1"])
+    with open(tmp_path / "parts" / "metrics.jsonl", "a") as file:  # as a run that was killed in the second epoch
+        file.write('{"step": 5, "loss": 0.0}\n{"step": 6, "lo')
+    own_data.main([*run, "--output", str(tmp_path / "parts"), "--resume"])
+    whole, parts = (torch.load(tmp_path / folder / "last.pt")["model"] for folder in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    texts = [(tmp_path / folder / "metrics.jsonl").read_text() for folder in ("whole", "parts")]
+    assert texts[0] == texts[1]
+    records = [json.loads(line) for line in texts[0].splitlines()]
+    steps = records[-1]["step"] // 2  # of an epoch
+    assert [record["step"] for record in records if "recall@1" in record] == [steps, 2 * steps]
+    assert {"step", "epoch", "loss", "lr", "info_nce"} == set(records[0]) and records[-1]["epoch"] == 2
+    assert max(record["lr"] for record in records) <= 0.002 * 8**0.5
+    assert (tmp_path / "parts" / "curve.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_resume_with_another_schedule_is_refused(small, tmp_path, capsys):
+    run = [str(small), "--batch-size", "8", "--output", str(tmp_path)]
+    own_data.main([*run, "--stop-after", "1"])
+    with pytest.raises(SystemExit, match="--resume: the schedule of the run has 6 steps, and that of the arguments 9"):
+        own_data.main([*run, "--epochs", "3", "--resume"])
+    own_data.main([*run, "--resume"])
+    with pytest.raises(SystemExit):
+        own_data.main([*run, "--resume"])
+    assert "all 2 epochs of the run are done" in capsys.readouterr().err
+
+
 def interrupted(*args, **options):
     raise KeyboardInterrupt
 
@@ -242,7 +274,7 @@ def interrupted(*args, **options):
 @pytest.mark.distributed
 def test_two_processes_go_on_where_one_stopped(folder, tmp_path):
     output = ["--output", str(tmp_path)]
-    own_data.main([str(folder), "--batch-size", "32", "--epochs", "1", *output])
+    own_data.main([str(folder), "--batch-size", "32", "--stop-after", "1", *output])
     gc.collect()  # an estimator that still exists holds the lock on the directory that it saved into
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += ["-m", "recipes.own_data", str(folder), "--batch-size", "16", "--resume", *output]

@@ -26,7 +26,7 @@ SLOW = ("clip", "isogclr", "neuclip", "emc2", "emc2-dataset")
 
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
 def test_the_settings_of_a_paper_are_used_and_can_be_overridden(mode):
-    root = experiment.parser("recipes.train", "", mode, epochs=2, output_dir="runs")
+    root = experiment.parser("recipes.train", "", mode, epochs=2, output="runs")
     (names,) = [action.choices for action in root._actions if action.dest == "settings"]
     assert names and set(names) <= set(PUBLISHED)
     for name in names:

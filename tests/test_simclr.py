@@ -269,7 +269,7 @@ def test_the_command_trains_on_a_folder(photos, tmp_path):
         [
             *("--data", "folder", "--folder", str(photos), "--head", "32", "32", "16", "--batch-size", "6"),
             *("--optimizer", "lars", "--schedule", "cosine", "--warmup", "1", "--epochs", "2", "--no-progress"),
-            *("--no-plots", "--cache-dir", str(tmp_path), "--output-dir", str(tmp_path / "out")),
+            *("--no-plots", "--cache-dir", str(tmp_path), "--output", str(tmp_path / "out")),
         ]
     )
     (record,) = json.loads((tmp_path / "out" / "metrics.json").read_text())["runs"]

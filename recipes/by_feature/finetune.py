@@ -13,7 +13,7 @@ from sentence_transformers import SentenceTransformer, SentenceTransformerTraine
 
 import compopt
 from compopt.integrations.sentence_transformers import EstimatorCallback, EstimatorLoss, add_index
-from recipes import text
+from recipes import stopping, text
 from recipes.by_feature.with_sentence_transformers import Retrieval
 from recipes.minimal import arguments
 
@@ -44,17 +44,17 @@ def main(argv=None):
     parser.add_argument("--model", type=Path, help="folder of another encoder of sentence-transformers")
     args = parser.parse_args(argv)
     settings = SentenceTransformerTrainingArguments(
-        args.folder, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size,
+        args.output, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size,
         learning_rate=5e-5, lr_scheduler_type="constant_with_warmup", warmup_steps=20, eval_strategy="epoch",
         save_strategy="epoch", save_total_limit=2, dataloader_drop_last=True, report_to="none",
         use_cpu=compopt.accelerator.available() is None,
     )  # fmt: skip
     (train, evaluator), model = data(args.pairs, args.limit), published(args.model)
-    est = compopt.recommended(model.get_embedding_dimension(), len(train), args.batch_size)
-    trainer = SentenceTransformerTrainer(
-        model, settings, add_index(train), loss=EstimatorLoss(model, est), evaluator=evaluator
-    )
+    est = compopt.recommended(model.get_embedding_dimension(), len(train), args.batch_size * settings.world_size)
+    options = {"loss": EstimatorLoss(model, est), "evaluator": evaluator}
+    trainer = SentenceTransformerTrainer(model, settings, add_index(train), **options)
     trainer.add_callback(EstimatorCallback(est, trainer))  # the memory in each checkpoint
+    trainer.add_callback(stopping.StopAfter(args.stop_after))
     if not args.resume:
         print(f"before training: accuracy {100 * evaluator(model)['test_cosine_accuracy@1']:.1f} %")
     trainer.train(resume_from_checkpoint=args.resume)

@@ -4,6 +4,7 @@ python -m recipes.by_feature.gradient_cache
 """
 
 import torch
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
 import compopt
@@ -18,12 +19,13 @@ def main(argv=None):
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)
     loader = DataLoader(compopt.data.Indexed(train), args.batch_size, shuffle=True, drop_last=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = OneCycleLR(optimizer, 0.002 * args.batch_size**0.5, args.epochs * len(loader), pct_start=0.75)
     est = compopt.recommended(dim=128, n=len(train), batch_size=args.batch_size)
     est.attach(optimizer)  # its state changes after each real optimizer.step()
-    parts = {"model": model, "optimizer": optimizer}
-    first = load(args.folder, est, parts) if args.resume else 0
-    for epoch in range(first, args.epochs):
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    first = load(args.output, est, parts) if args.resume else 0
+    for epoch in range(args.epochs)[first : args.stop_after]:
         torch.manual_seed(epoch)  # the order of an epoch is the same after a resume
         for images, tokens, index in loader:
             loss = compopt.gradient_cache(
@@ -34,9 +36,8 @@ def main(argv=None):
                 micro_batch_size=args.micro_batch_size,
                 batch_norm="update_once",  # each micro-batch is normalised by its own statistics
             )
-            optimizer.step()
-            optimizer.zero_grad()
-        save(args.folder, epoch + 1, est, parts)
+            optimizer.step(), schedule.step(), optimizer.zero_grad()
+        save(args.output, epoch + 1, est, parts)
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}, recall {100 * recall(model, held_out):.1f} %")
 
 

@@ -1,9 +1,10 @@
-"""The minimal recipe with rows for images and for captions: all faces of a character share a caption.
+"""The minimal recipe with numbers of captions: pairs with the same caption are not negatives of each other.
 
 python -m recipes.by_feature.several_captions
 """
 
 import torch
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import compopt
@@ -17,20 +18,20 @@ def main(argv=None):
     captions, caption_of = train.tensors[1].unique(dim=0, return_inverse=True)
     train = TensorDataset(train.tensors[0], caption_of)
     loader = DataLoader(compopt.data.Indexed(train), args.batch_size, shuffle=True, drop_last=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    est = compopt.SogCLREstimator(n=len(train), gamma=0.8, tau=0.07)
-    est.attach(optimizer)  # rows are committed after each real optimizer.step()
-    parts = {"model": model, "optimizer": optimizer}
-    first = load(args.folder, est, parts) if args.resume else 0
-    for epoch in range(first, args.epochs):
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = OneCycleLR(optimizer, 0.002 * args.batch_size**0.5, args.epochs * len(loader), pct_start=0.75)
+    est = compopt.recommended(dim=128, n=len(train), batch_size=args.batch_size)
+    est.attach(optimizer)  # its state changes after each real optimizer.step()
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    first = load(args.output, est, parts) if args.resume else 0
+    for epoch in range(args.epochs)[first : args.stop_after]:
         torch.manual_seed(epoch)  # the order of an epoch is the same after a resume
         for images, caption, index in loader:
-            # index: row of the image, index2: row of the caption; pairs that share either are not negatives
+            # index: number of the image, index2: number of the caption; pairs that share either are not negatives
             loss = est(*model.train()(images, captions[caption]), index, index2=caption)
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        save(args.folder, epoch + 1, est, parts)
+            optimizer.step(), schedule.step(), optimizer.zero_grad()
+        save(args.output, epoch + 1, est, parts)
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}, recall {100 * recall(model, held_out):.1f} %")
 
 

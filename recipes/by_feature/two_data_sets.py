@@ -4,6 +4,7 @@ python -m recipes.by_feature.two_data_sets
 """
 
 import torch
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 import compopt
@@ -23,20 +24,20 @@ def main(argv=None):
     upright, slanted = by_style(train)
     both = ConcatDataset([upright, slanted])
     loader = DataLoader(compopt.data.Indexed(both), args.batch_size, shuffle=True, drop_last=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = OneCycleLR(optimizer, 0.002 * args.batch_size**0.5, args.epochs * len(loader), pct_start=0.75)
     groups = [{"n": len(upright), "gamma": 0.8}, {"n": len(slanted), "gamma": 0.5, "tau": 0.1}]
     est = compopt.SogCLREstimator(groups, tau=0.07)  # one group per data set, in the same order
     est.attach(optimizer)  # rows are committed after each real optimizer.step()
-    parts = {"model": model, "optimizer": optimizer}
-    first = load(args.folder, est, parts) if args.resume else 0
-    for epoch in range(first, args.epochs):
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    first = load(args.output, est, parts) if args.resume else 0
+    for epoch in range(args.epochs)[first : args.stop_after]:
         torch.manual_seed(epoch)  # the order of an epoch is the same after a resume
         for images, tokens, index in loader:
             loss = est(*model.train()(images, tokens), index)
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        save(args.folder, epoch + 1, est, parts)
+            optimizer.step(), schedule.step(), optimizer.zero_grad()
+        save(args.output, epoch + 1, est, parts)
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}, recall {100 * recall(model, held_out):.1f} %")
 
 

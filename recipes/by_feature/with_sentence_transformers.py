@@ -1,7 +1,7 @@
 """Text retrieval with the trainer of sentence-transformers, for any number of processes, precision and accumulation.
 
 python -m recipes.by_feature.with_sentence_transformers
-torchrun --nproc_per_node 2 -m recipes.by_feature.with_sentence_transformers --epochs 3 --resume
+torchrun --nproc_per_node 2 -m recipes.by_feature.with_sentence_transformers --batch-size 16
 """
 
 from pathlib import Path
@@ -14,8 +14,8 @@ from transformers import PrinterCallback
 
 import compopt
 from compopt.integrations.sentence_transformers import EstimatorCallback, EstimatorLoss, add_index
-from recipes import text
-from recipes.minimal import arguments, finite
+from recipes import models, stopping, text
+from recipes.minimal import arguments
 
 
 def data_and_model(limit=None, wordnet=None):
@@ -30,7 +30,7 @@ def data_and_model(limit=None, wordnet=None):
 
 class Retrieval(InformationRetrievalEvaluator):
     def __call__(self, model, output_path=None, epoch=-1, steps=-1):
-        found = super().__call__(finite(model), output_path, epoch, steps)
+        found = super().__call__(models.finite(model), output_path, epoch, steps)
         if output_path is not None:  # process 0
             print(f"epoch {epoch:.0f}: accuracy {100 * found['test_cosine_accuracy@1']:.1f} %")
         return found
@@ -42,19 +42,20 @@ def main(argv=None):
     parser.add_argument("--wordnet", type=Path, help="folder of WordNet's data.noun and the others; else docstrings")
     args = parser.parse_args(argv)
     settings = SentenceTransformerTrainingArguments(
-        args.folder, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size,
-        learning_rate=2e-3, lr_scheduler_type="constant", eval_strategy="epoch", save_strategy="epoch",
-        save_total_limit=2, dataloader_drop_last=True, report_to="none", disable_tqdm=True,
-        use_cpu=compopt.accelerator.available() is None,
+        args.output, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size,
+        lr_scheduler_type="cosine", warmup_steps=0.75, eval_strategy="epoch", save_strategy="epoch", save_total_limit=2,
+        dataloader_drop_last=True, report_to="none", disable_tqdm=True, use_cpu=compopt.accelerator.available() is None,
     )  # fmt: skip
+    settings.learning_rate = 0.001 * (args.batch_size * settings.world_size) ** 0.5  # tuned for a small transformer
     torch.manual_seed(0)
     train, evaluator, model = data_and_model(args.limit, args.wordnet)
-    est = compopt.SogCLREstimator(n=len(train), tau=0.05, directions="forward")  # after the arguments
+    est = compopt.recommended(64, directions="forward", candidates=None)  # DCL, for queries: see docs/which.md
     trainer = SentenceTransformerTrainer(
         model, settings, add_index(train, positives="positive"), loss=EstimatorLoss(model, est), evaluator=evaluator
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(EstimatorCallback(est, trainer))  # commits, and rows in each checkpoint
+    trainer.add_callback(EstimatorCallback(est, trainer))  # steps, and its state in each checkpoint
+    trainer.add_callback(stopping.StopAfter(args.stop_after))
     trainer.train(resume_from_checkpoint=args.resume)
     trainer.accelerator.end_training()
 

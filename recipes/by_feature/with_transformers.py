@@ -1,7 +1,7 @@
 """The minimal recipe under the Trainer of transformers, for any number of processes, precision and accumulation.
 
 python -m recipes.by_feature.with_transformers
-torchrun --nproc_per_node 2 -m recipes.by_feature.with_transformers --epochs 3 --resume
+torchrun --nproc_per_node 2 -m recipes.by_feature.with_transformers --batch-size 32
 """
 
 import torch
@@ -10,7 +10,9 @@ from transformers import Trainer, TrainingArguments
 
 import compopt
 from compopt.integrations.transformers import EstimatorCallback
-from recipes.minimal import arguments, data_and_model, finite, recall
+from recipes.minimal import arguments, data_and_model, recall
+from recipes.models import finite
+from recipes.stopping import StopAfter
 
 
 def collate(items):
@@ -34,17 +36,20 @@ class DualEncoderTrainer(Trainer):
 def main(argv=None):
     args = arguments(__doc__, "runs/with_transformers").parse_args(argv)
     settings = TrainingArguments(
-        args.folder, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size, optim="adamw_torch",
-        learning_rate=1e-3, weight_decay=0.01, lr_scheduler_type="constant", eval_strategy="epoch",
-        save_strategy="epoch", save_total_limit=2, remove_unused_columns=False, dataloader_drop_last=True,
-        report_to="none", disable_tqdm=True, use_cpu=compopt.accelerator.available() is None,
+        args.output, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size, optim="adamw_torch",
+        weight_decay=0.01, lr_scheduler_type="cosine", warmup_steps=0.75,  # the rate rises during 75 % of the run
+        eval_strategy="epoch", save_strategy="epoch", save_total_limit=2, remove_unused_columns=False,
+        dataloader_drop_last=True, report_to="none", disable_tqdm=True, use_cpu=compopt.accelerator.available() is None,
     )  # fmt: skip
+    samples = args.batch_size * settings.world_size  # of an update
+    settings.learning_rate = 0.002 * samples**0.5
     torch.manual_seed(0)
     train, held_out, model = data_and_model(args.limit)
     model = model.to(memory_format=torch.contiguous_format)  # safetensors requires contiguous weights
     trainer = DualEncoderTrainer(model, settings, collate, compopt.data.Indexed(train), held_out)
-    trainer.est = compopt.SogCLREstimator(n=len(train), gamma=0.8, tau=0.07)  # after TrainingArguments
-    trainer.add_callback(EstimatorCallback(trainer.est, trainer))  # commits, and rows in each checkpoint
+    trainer.est = compopt.recommended(dim=128, n=len(train), batch_size=samples)  # after TrainingArguments
+    trainer.add_callback(EstimatorCallback(trainer.est, trainer))  # steps, and its state in each checkpoint
+    trainer.add_callback(StopAfter(args.stop_after))
     trainer.train(resume_from_checkpoint=args.resume)
     trainer.accelerator.end_training()
 

@@ -27,7 +27,7 @@ def pictures(tmp_path):
 def test_a_model_of_open_clip_is_trained_and_loaded_from_a_folder(pictures, tmp_path, capsys):
     tiny.add_model()
     run = [str(pictures), "--model", "open_clip:ViT-tiny", "--batch-size", "16", "--output", str(tmp_path / "run")]
-    own_data.main([*run, "--epochs", "1"])
+    own_data.main([*run, "--stop-after", "1"])
     own_data.main([*run, "--resume"])
     assert "epoch 2: loss" in capsys.readouterr().out
     model, tokenizer = own_data.build("open_clip:ViT-tiny", [], 32)
