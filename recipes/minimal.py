@@ -40,7 +40,7 @@ def load(folder, est, parts):
     if not (folder / "last.pt").exists():
         raise SystemExit(f"--resume: there is no {folder / 'last.pt'}; train without --resume first")
     saved = torch.load(folder / "last.pt")
-    if saved["schedule"]["total_steps"] != parts["schedule"].total_steps:
+    if saved.get("schedule", {}).get("total_steps") != parts["schedule"].total_steps:
         raise SystemExit("--resume: --epochs, --batch-size and the data must be those with which the run was started")
     compopt.load(est, folder / "state" / saved["state"])
     for name, part in parts.items():
