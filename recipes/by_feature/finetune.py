@@ -45,7 +45,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     settings = SentenceTransformerTrainingArguments(
         args.output, num_train_epochs=args.epochs, per_device_train_batch_size=args.batch_size,
-        learning_rate=5e-5, lr_scheduler_type="constant_with_warmup", warmup_steps=20, eval_strategy="epoch",
+        learning_rate=5e-5, lr_scheduler_type="cosine", warmup_steps=0.1, max_grad_norm=0.07, eval_strategy="epoch",
         save_strategy="epoch", save_total_limit=2, dataloader_drop_last=True, report_to="none",
         use_cpu=compopt.accelerator.available() is None,
     )  # fmt: skip
