@@ -152,6 +152,14 @@ def method_of(name: str) -> Method:
     return METHODS.get(name) or PUBLISHED[name]
 
 
+def title_of(name: str, options: Mapping[str, Any]) -> str:
+    """Return the title of a method, with the options that are not the defaults, such as ``NeuCLIP, prototypes 256``."""
+    method = method_of(name)
+    known = {"group": 0, **method.defaults}
+    given = [f"{key} {value}" for key, value in options.items() if key not in known or known[key] != value]
+    return ", ".join((method.title, *given))
+
+
 def build(
     name: str,
     n: int,

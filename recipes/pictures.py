@@ -15,7 +15,7 @@ from torch import Tensor
 from compopt import TemperatureDual, curation
 from recipes.engine import Run
 from recipes.experiment import by_method
-from recipes.methods import method_of
+from recipes.methods import title_of
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -53,7 +53,7 @@ def _curves(axis: Axes, runs: Sequence[Run], metric: str, scale: float) -> None:
             continue
         x = [record["samples"] for record in records[0][:length]]
         y = scale * np.array([[r[metric] for r in record[:length]] for record in records])
-        label = f"{method_of(method).title} ({y.mean(0)[-1]:.1f})"
+        label = f"{title_of(method, group[0].config.options)} ({y.mean(0)[-1]:.1f})"
         axis.plot(x, y.mean(0), color=colour, marker="o", markersize=3.5, label=label)
         if len(group) > 1:
             axis.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.15, linewidth=0)

@@ -11,7 +11,7 @@ from benchmarks import report
 from recipes import experiment, glyphs, launch, minimal
 from recipes import tasks as tasks_module
 from recipes.engine import Config, Control, Run
-from recipes.methods import METHODS, PUBLISHED, build
+from recipes.methods import METHODS, PUBLISHED, build, title_of
 from recipes.tasks import GlyphFaces, GlyphNames
 
 
@@ -102,6 +102,11 @@ def test_the_demo_compares_methods_that_exist_and_begins_with_the_recommended_on
     makefile = (Path(__file__).parents[1] / "Makefile").read_text()
     methods = re.search(r"^DEMO_METHODS \?= (.+)$", makefile, re.M).group(1).split()
     assert methods[0] == "recommended" and set(methods) <= set(METHODS)
+
+
+def test_a_title_names_the_options_that_are_not_the_defaults():
+    assert title_of("neuclip", METHODS["neuclip"].options("bimodal", {"prototypes": 256})) == "NeuCLIP, prototypes 256"
+    assert title_of("fastclip-v3", METHODS["fastclip-v3"].options("bimodal")) == "FastCLIP v3"
 
 
 @pytest.mark.parametrize("batch_size, kind", [(64, compopt.MemoryEstimator), (1024, compopt.InfoNCEEstimator)])
