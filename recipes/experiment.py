@@ -53,7 +53,9 @@ def parser(module: str, description: str, mode: str, epochs: int, output: str) -
         epilog=EPILOG.format(module=module),
     )
     what = root.add_argument_group("what to train", f"Methods: {', '.join(METHODS)}.").add_mutually_exclusive_group()
-    what.add_argument("--estimator", choices=METHODS, metavar="METHOD", default="sogclr", help="method of a single run")
+    what.add_argument(
+        "--estimator", choices=METHODS, metavar="METHOD", default="recommended", help="method of a single run"
+    )
     what.add_argument(
         "--compare", choices=METHODS, metavar="METHOD", nargs="+", help="several methods, one after another"
     )
@@ -80,7 +82,7 @@ def parser(module: str, description: str, mode: str, epochs: int, output: str) -
         ", ".join(f"{name} {getattr(kind, field)}" for name, kind in optimizers.OPTIMIZERS.items())
         for field in ("lr", "weight_decay")
     )
-    rules = "a number, sqrt (0.075 sqrt(B)) or linear (0.3 B / 256) for updates of B samples"
+    rules = "a number, root (0.002 sqrt(B)), sqrt (0.075 sqrt(B)) or linear (0.3 B / 256) for updates of B samples"
     add("--lr", type=optimizers.rate, metavar="X", help=f"highest learning rate: {rules}; default {rates}")
     add("--weight-decay", type=float, metavar="X", help=f"decay of weight matrices; default {decays}")
     add("--schedule", choices=optimizers.SCHEDULES, default="one-cycle", help="of the learning rate")
@@ -135,6 +137,8 @@ def parse(root: argparse.ArgumentParser, argv: Sequence[str] | None, mode: str) 
         args = root.parse_args(argv)
     try:
         args.methods = _methods(args, mode)
+        if (args.offload or args.shard) and [*args.methods] == ["recommended"]:
+            raise ValueError("--offload and --shard place rows, and recommended keeps none; give another --estimator")
         given = {name: getattr(args, name) for name in batches.OPTIONS if getattr(args, name) is not None}
         batches.arguments(args.batches, given)
         args.batches = {} if args.batches == batches.RANDOM else {"kind": args.batches, **given}

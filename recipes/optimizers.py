@@ -84,15 +84,16 @@ def _sgd(groups: Iterable[Any], lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=lr, momentum=0.9)
 
 
-# LARS: SogCLR's rate and decay for ImageNet. SGD: iSogCLR's decay.
+# AdamW: the rate of docs/which.md. LARS: SogCLR's rate and decay for ImageNet. SGD: iSogCLR's decay.
 OPTIMIZERS: dict[OptimizerName, Kind] = {
-    "adamw": Kind(_adamw, 1e-3, 0.1),
+    "adamw": Kind(_adamw, "root", 0.1),
     "adam": Kind(_adam, 1e-3, 0.0),
     "sgd": Kind(_sgd, "linear", 1e-4),
     "lars": Kind(LARS, "sqrt", 1e-6),
 }
-# Rates of SimCLR (Chen et al., 2020, section 2.2 and appendix B.1) for a batch of B samples.
+# For a batch of B samples; linear and sqrt are rates of SimCLR (Chen et al., 2020, section 2.2 and appendix B.1).
 RULES: dict[str, Callable[[int], float]] = {
+    "root": lambda batch: 0.002 * math.sqrt(batch),
     "linear": lambda batch: 0.3 * batch / 256,
     "sqrt": lambda batch: 0.075 * math.sqrt(batch),
 }
@@ -109,14 +110,15 @@ def schedule(
     """Return the schedule of the learning rate over a run.
 
     Args:
-        name: ``"one-cycle"``: torch's; ``"cosine"``: linear up to ``lr``, then half a cosine down to 0.
+        name: ``"one-cycle"``: torch's, up to ``lr`` during three quarters of the run; ``"cosine"``: linear up to
+            ``lr``, then half a cosine down to 0.
         optimizer: optimizer whose rate is scheduled.
         lr: highest rate.
         steps: number of updates of the run.
         warmup: number of updates until the highest rate, for ``"cosine"``.
     """
     if name == "one-cycle":
-        return OneCycleLR(optimizer, max_lr=lr, total_steps=max(1, steps))
+        return OneCycleLR(optimizer, max_lr=lr, total_steps=max(1, steps), pct_start=0.75)
     return LambdaLR(optimizer, lambda step: _cosine(step, steps, warmup))
 
 

@@ -52,7 +52,7 @@ def short(cache, output, *options, steps=STEPS):
 
 def common(cache, output, *options):
     quiet = ["--eval-every", "1", "--threads", "1", "--no-plots", "--no-progress"]
-    return [*options, *quiet, "--cache-dir", str(cache), "--output", str(output)]
+    return ["--estimator", "sogclr", *options, *quiet, "--cache-dir", str(cache), "--output", str(output)]
 
 
 def carry_out(launcher, *runs):
