@@ -156,9 +156,10 @@ def plot(results: Results, target: Path) -> None:
     import matplotlib.pyplot as plt
 
     finals, ticks = STUDY.finals(results), sorted(VISITS)
-    options: dict[str, Any] = {"sharex": True, "sharey": "row", "layout": "constrained"}
-    figure, axes = plt.subplots(len(DATA), len(BATCHES), figsize=(13, 11), **options)
-    for panel, (data, batch) in zip(axes.flat, itertools.product(DATA, sorted(BATCHES)), strict=True):
+    sets = [data for data in DATA if any(arm.startswith(f"{data}: ") for arm in finals)]
+    options: dict[str, Any] = {"sharex": True, "sharey": "row", "layout": "constrained", "squeeze": False}
+    figure, axes = plt.subplots(len(sets), len(BATCHES), figsize=(13, 2.5 + 2.2 * len(sets)), **options)
+    for panel, (data, batch) in zip(axes.flat, itertools.product(sets, sorted(BATCHES)), strict=True):
         columns = [Column(finals, data, batch, visits) for visits in ticks]
         panel.axhline(0, color="black", linewidth=0.8)
         for number, method in enumerate(method for method in METHODS if method not in BASES):
@@ -169,7 +170,7 @@ def plot(results: Results, target: Path) -> None:
         panel.set_xscale("log", base=2)
         panel.set_xticks(ticks, [str(visits) for visits in ticks])
     figure.supxlabel("visits per row")
-    figure.supylabel("R@1 minus that of the better one of InfoNCE and DCL, points")
+    figure.supylabel("gain over the better one\nof InfoNCE and DCL, points", fontsize=9)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=5, fontsize=8)
     figure.savefig(target, dpi=110)
     plt.close(figure)
