@@ -52,7 +52,8 @@ def short(cache, output, *options, steps=STEPS):
 
 def common(cache, output, *options):
     quiet = ["--eval-every", "1", "--threads", "1", "--no-plots", "--no-progress"]
-    return ["--estimator", "sogclr", *options, *quiet, "--cache-dir", str(cache), "--output", str(output)]
+    method = [] if "--compare" in options else ["--estimator", "sogclr"]
+    return [*method, *options, *quiet, "--cache-dir", str(cache), "--output", str(output)]
 
 
 def carry_out(launcher, *runs):
