@@ -17,7 +17,7 @@ SPHINX_ARGS ?=
 # an environment with torch for the accelerator, if it is another one:  make gpu GPU_PYTHON=python
 GPU_PYTHON ?= $(BIN)/python
 DEMO_METHODS ?= recommended infonce infonce-no-positive sogclr isogclr neuclip
-DEMO_ARGS ?= --batch-size 64 --epochs 1 --normalizer-error 0 --prototypes 256 --rho 2.5 --limit 40000 --output runs/demo
+DEMO_ARGS ?= --batch-size 64 --epochs 1 --normalizer-error 0 --prototypes 256 --tau 0.07 --limit 40000 --output runs/demo
 
 # Without build isolation the build uses the pinned setuptools, and nothing outside constraints.txt is fetched.
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
