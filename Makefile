@@ -35,7 +35,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.recipes  ## compare the methods on the glyph data set (three minutes on two cores, no download)
+demo: $(VENV)/.recipes  ## compare the methods on the glyph data set (two minutes on two cores, no download)
 	$(BIN)/python -m recipes.train_clip --compare $(DEMO_METHODS) $(DEMO_ARGS)
 
 test: $(VENV)/.dev  ## run the daily tests (minutes on two cores)

@@ -7,7 +7,6 @@ Each drawing brings its own background, light or dark as the reader's system is,
 
 from __future__ import annotations
 
-import json
 from html import escape
 from pathlib import Path
 
@@ -245,49 +244,6 @@ def _shown(row: str) -> tuple[str, str] | None:
     return next((shown for start, shown in SHOWN.items() if row.startswith(start)), None)
 
 
-LOSSES = {"InfoNCE": "push", "DCL": "pull", "recommended": "ours"}
-
-
-def learning_curves() -> str:
-    """Recall during the demo, mean of the seeds: the default, InfoNCE, DCL, and the published methods in grey."""
-    file = FOLDER.parent.parent / "benchmarks" / "results" / "demo.json"
-    names = {"recommended": "recommended", "infonce": "InfoNCE", "infonce-no-positive": "DCL"}
-    curves = {}
-    for method, runs in json.loads(file.read_text())["results"].items():
-        columns = zip(*([100 * recall for _, recall in run] for run in runs), strict=True)
-        curves[method] = [sum(column) / len(column) for column in columns], [samples for samples, _ in runs[0]]
-    top = 10 * (1 + int(max(max(recalls) for recalls, _ in curves.values()) // 10))
-    last = max(samples[-1] for _, samples in curves.values())
-    parts = ['<path class="soft" d="M60 50V290H540"/>', text(60, 36, "recall at 1, per cent", "small", "start")]
-    for recall in range(0, top + 1, 10):
-        y = 290 - 240 * recall / top
-        parts += [f'<path class="soft" d="M60 {y}H540"/>', text(52, y + 5, str(recall), "small", "end")]
-    for samples in range(0, last, 10_000):
-        parts.append(text(60 + 480 * samples / last, 310, f"{samples // 1000}k", "small"))
-    parts.append(text(300, 332, "training samples seen, batch 64", "small"))
-    ends = []
-    for method, (recalls, samples) in sorted(curves.items(), key=lambda curve: curve[0] in names):
-        kind = LOSSES.get(names.get(method, ""), "soft")
-        places = [(60 + 480 * x / last, 290 - 240 * y / top) for x, y in zip(samples, recalls, strict=True)]
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        width = 2.5 if method in names else 1.6
-        parts.append(f'<polyline class="{kind}" points="{points}" style="fill: none; stroke-width: {width}"/>')
-        if method in names:
-            parts += [dot(round(x, 1), round(y, 1), kind, 3.5) for x, y in places]
-            ends.append((places[-1][1], f"{names[method]} {recalls[-1]:.1f}", kind))
-    below = 0.0
-    for y, words, kind in sorted(ends):
-        below = max(y, below + 20)  # names do not overlap
-        parts += [dot(556, round(below, 1), kind, 5), text(568, below + 5, words, "", "start")]
-    parts.append(text(556, below + 34, "grey: SogCLR,", "small", "start"))
-    parts.append(text(556, below + 52, "iSogCLR, NeuCLIP", "small", "start"))
-    description = (
-        "Recall on held-out glyphs during one epoch at batch 64. The default is above DCL and the published methods "
-        "during the whole run, and InfoNCE is lowest."
-    )
-    return svg(740, 350, "Learning curves", description, parts)
-
-
 def methods_on_glyphs() -> str:
     """The first table of results.md: mean and standard deviation of each method, from zero."""
     table = (FOLDER.parent / "results.md").read_text().split("| method | R@1 (%) |")[1].split("\n\n")[0]
@@ -319,7 +275,6 @@ def main() -> None:
         read_deposit_commit,
         one_call,
         main_result,
-        learning_curves,
         methods_on_glyphs,
     )
     for draw in drawings:

@@ -126,7 +126,7 @@ def test_the_drawings_are_what_their_script_draws():
     drawings = sorted((ROOT / "docs" / "concepts").glob("*.svg"))
     before = [drawing.read_text() for drawing in drawings]
     subprocess.run([sys.executable, ROOT / "docs" / "drawings.py"], check=True)
-    assert len(drawings) == 6 and [drawing.read_text() for drawing in drawings] == before
+    assert len(drawings) == 5 and [drawing.read_text() for drawing in drawings] == before
 
 
 def test_the_notebook_of_a_page_has_its_blocks(monkeypatch):
