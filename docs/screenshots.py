@@ -12,7 +12,7 @@ from pathlib import Path
 
 SITE = Path(__file__).resolve().parent.parent / "build" / "docs" / "docs"
 MAIN = ("index", "start", "which", "evidence", "guides/index", "guides/accelerate", "concepts/index", "papers/sogclr")
-MAIN += ("guides/own_data", "guides/working", "coming_from/libauc", "api/index", "results", "costs", "papers/index")
+MAIN += ("guides/own_data", "guides/working", "coming_from/index", "api/index", "results", "costs", "papers/index")
 WIDTHS = (1280, 390)
 # chromium has a least width of its own; a frame of the wanted one does not
 FRAME = """<body style="margin:0;overflow:hidden">
