@@ -51,17 +51,8 @@ class Elastic:
         launcher = ("torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}")
         arguments = ["--limit", str(LIMIT), "--batch-size", str(BATCH), "--epochs", "2", "--checkpoint-every", "1"]
         arguments += ["--eval-every", "100", "--timeout", "20", "--threads", "1", "--no-plots", "--no-progress"]
-        arguments += [
-            "--estimator",
-            "sogclr",
-            "--offload",
-            "disk",
-            "--shard",
-            "--cache-dir",
-            str(cache),
-            "--output",
-            str(output),
-        ]
+        arguments += ["--estimator", "sogclr", "--offload", "disk", "--shard"]
+        arguments += ["--cache-dir", str(cache), "--output", str(output)]
         command = [sys.executable, "-m", *launcher, "-m", "recipes.train_clip", *arguments, *options]
         self.output, self.log = output, log or Path(f"{output}.log")
         with open(self.log, "a") as log:

@@ -193,13 +193,13 @@ def _methods(args: argparse.Namespace, mode: str) -> dict[str, dict[str, Any]]:
     """Return the options of each chosen method; raise ValueError for a given option that none of them has."""
     given = {name: getattr(args, name, None) for name in HYPERPARAMETERS}
     given = {name: value for name, value in given.items() if value is not None}
-    own = {name: method_of(name) for name in args.compare or [args.estimator]}
-    known = {name for method in own.values() for name in method.known(mode)}
-    if unknown := sorted(set(given) - known):
-        raise ValueError(f"{', '.join(own)}: none takes {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    known = {name: method_of(name).known(mode) for name in args.compare or [args.estimator]}
+    every = {option for options in known.values() for option in options}
+    if unknown := sorted(set(given) - every):
+        raise ValueError(f"{', '.join(known)}: none takes {', '.join(unknown)}; known: {', '.join(sorted(every))}")
     return {
-        name: method.options(mode, {key: value for key, value in given.items() if key in method.known(mode)})
-        for name, method in own.items()
+        name: method_of(name).options(mode, {key: value for key, value in given.items() if key in options})
+        for name, options in known.items()
     }
 
 

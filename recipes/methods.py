@@ -155,8 +155,8 @@ def method_of(name: str) -> Method:
 def title_of(name: str, options: Mapping[str, Any]) -> str:
     """Return the title of a method, with the options that are not the defaults, such as ``NeuCLIP, prototypes 256``."""
     method = method_of(name)
-    known = {"group": 0, **method.defaults}
-    given = [f"{key} {value}" for key, value in options.items() if key not in known or known[key] != value]
+    unchanged = method.options(BIMODAL).items()
+    given = [f"{key} {value}" for key, value in options.items() if (key, value) not in unchanged]
     return ", ".join((method.title, *given))
 
 
