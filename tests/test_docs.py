@@ -1,6 +1,7 @@
 """The documentation pages: code blocks compile, names exist, links lead to files."""
 
 import importlib
+import importlib.util
 import inspect
 import pydoc
 import re
@@ -206,3 +207,13 @@ def test_the_guide_of_an_adapter_names_all_arguments(page, name):
     page = {"lightning": "transformers"}.get(page, page)
     text = (ROOT / "docs" / "guides" / f"{page}.md").read_text()
     assert [each for each in inspect.signature(adapter).parameters if not re.search(rf"\b{each}\b", text)] == []
+
+
+def test_the_log_of_commands_has_every_command_of_the_pages():
+    spec = importlib.util.spec_from_file_location("commands", ROOT / "docs" / "commands.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    log = script.LOG.read_text()
+    missing = [command for command, _ in script.commands() if f"`{command}`" not in log]
+    assert not missing, "run docs/commands.py"
+    assert "failed" not in log
