@@ -316,7 +316,19 @@ def scores(est: Estimator, since: Scores | None = None) -> Scores:
 
 
 def check_rows(est: Estimator) -> None:
-    """Raise a ``ValueError`` unless the rows contain a log-normalizer relative to the positive."""
+    """Raise a ``ValueError`` unless the rows contain a log-normalizer relative to the positive.
+
+    Example:
+        >>> import compopt
+        >>> compopt.curation.check_rows(compopt.SogCLREstimator(n=1000, reference="positive"))
+
+    Args:
+        est: an estimator with rows.
+
+    Raises:
+        TypeError: ``est`` is not an estimator.
+        ValueError: its rows have no such column.
+    """
     if not isinstance(est, Estimator):
         raise TypeError(f"est must be an estimator or the result of scores(), got {type(est).__name__}")
     kept = [column.name for each in est._objects().values() for column in each._columns()]
@@ -535,6 +547,11 @@ def _unit(features: Tensor) -> Tensor:
 
 def export(found: Scores, path: str | Path, keys: Sequence[str] | None = None) -> None:
     """Write scores to a file, one line per sample.
+
+    Example:
+        >>> import compopt
+        >>> found = compopt.curation.scores(compopt.ScoreKeeper(n=3))
+        >>> compopt.curation.export(found, "scores.csv", keys=["cat", "dog", "cow"])  # doctest: +SKIP
 
     Args:
         found: result of :func:`scores`.

@@ -163,15 +163,24 @@ def test_examples_in_docstrings_run(name, monkeypatch):
 
 
 # Modules with an API reference. Integrations are included if their packages are installed.
-LOOKED_UP = ["", ".data", ".diagnostics", ".estimator", ".functional", ".samplers", ".schedules", ".testing"]
+LOOKED_UP = [
+    "",
+    ".curation",
+    ".data",
+    ".diagnostics",
+    ".estimator",
+    ".functional",
+    ".samplers",
+    ".schedules",
+    ".testing",
+]
 LOOKED_UP += [
     f".integrations.{name}"
     for name in "accelerate amp dcp deepspeed lightning sentence_transformers transformers".split()
 ]
-ELSEWHERE = {".integrations.deepspeed"}  # shown on a page; an engine needs a launcher
 
 
-@pytest.mark.parametrize("module", [part for part in LOOKED_UP if part not in ELSEWHERE])
+@pytest.mark.parametrize("module", LOOKED_UP)
 def test_every_public_name_shows_its_use(module):
     module = importlib.import_module("compopt" + module)
     names = getattr(module, "__all__", defined_in(module))
@@ -202,7 +211,7 @@ def looked_up(parts: Sequence[str] = LOOKED_UP) -> dict[str, object]:
 def test_docstrings_begin_with_a_plain_sentence_and_an_example():
     """The first line is one short sentence without equations; the example comes next, before any equation."""
     wrong = {}
-    for name, value in looked_up([*LOOKED_UP, ".checkpoint", ".curation", ".losses", ".presets"]).items():
+    for name, value in looked_up([*LOOKED_UP, ".checkpoint", ".losses", ".presets"]).items():
         first, _, rest = inspect.cleandoc(value.__doc__).partition("\n")
         plain = len(first) <= 100 and first.endswith(".") and not re.search(r":math:|[\\$^]|_i\b|_ij\b|<-|sum_", first)
         example = rest.startswith("\nExample:\n    >>> ") or inspect.isfunction(value) and ">>>" not in rest

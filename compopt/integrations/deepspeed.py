@@ -24,6 +24,11 @@ def save_checkpoint(
 ) -> Any:
     """Save a checkpoint of the engine, and the rows of every rank with it.
 
+    Example:
+        >>> engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)  # doctest: +SKIP
+        >>> est.attach(engine)  # doctest: +SKIP
+        >>> save_checkpoint(engine, est, "run", client_state={"epoch": 1})  # doctest: +SKIP
+
     DeepSpeed saves the ``client_state`` of one rank, under ZeRO 3 of every rank; only the name of the checkpoint of
     rows is added to it. The rows are written first: a run that is killed in between resumes from the previous tag.
 
@@ -56,6 +61,10 @@ def load_checkpoint(
     engine: Any, est: Estimator, load_dir: str | os.PathLike[str], tag: str | None = None, **options: Any
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load a checkpoint of the engine, then the rows saved with it, on any number of ranks.
+
+    Example:
+        >>> path, client_state = load_checkpoint(engine, est, "run")  # doctest: +SKIP
+        >>> first_epoch = 0 if path is None else client_state["epoch"]  # doctest: +SKIP
 
     The rows of a universal checkpoint are those of the tag from which it was converted, see :func:`save_checkpoint`.
 

@@ -263,8 +263,8 @@ def _by_rate(results: Results, rows: Mapping[str, tuple[str, str]], batch: int) 
     return body
 
 
-def long_warmup(sets: Sequence[str] = SETS, batches: Sequence[int] = arms.MOMENTUM_BATCHES) -> str:
-    """Return a table of recall with a long warm-up, with the gain over the short one."""
+def long_warmup(sets: Sequence[str] = SETS, batches: Sequence[int] = arms.MOMENTUM_BATCHES, gains: bool = True) -> str:
+    """Return a table of recall with a long warm-up, and the gains over the short one."""
     finals, body = _complete(), []
     rates = {name: f", {title}" for name, title in arms.LONG_UNTUNED.items()}
     for batch, loss in product(batches, (*arms.LONG_TUNED, *arms.LONG_UNTUNED)):
@@ -272,10 +272,15 @@ def long_warmup(sets: Sequence[str] = SETS, batches: Sequence[int] = arms.MOMENT
         for task in sets:
             names = (loss, f"{loss}, {arms.LONG}{rates.get(loss, '')}")
             before, after = (finals.get(f"{task}: {name}, {batch}", []) for name in names)
-            row.append(_with(after, difference(by_seed(after, RECALL), by_seed(before, RECALL))))
+            row.append(_with(after, difference(by_seed(after, RECALL), by_seed(before, RECALL)) if gains else ""))
         if any(row):
             body.append([str(batch), loss, *row])
     return table(["batch", "", *sets], body, "rl" + "r" * len(sets))
+
+
+def small_batches() -> str:
+    """Return the table of :func:`long_warmup` without the gains."""
+    return long_warmup(gains=False)
 
 
 def best_peers(sets: Sequence[str] = SETS, batches: Sequence[int] = arms.MOMENTUM_BATCHES) -> str:
