@@ -123,3 +123,20 @@ def test_a_method_comes_nearer_to_a_stationary_point(method: str, monkeypatch: p
     assert found[60]["metrics"]["loss"] < found[0]["metrics"]["loss"]
     assert math.isfinite(found[60]["metrics"]["squared_norm"])
     assert found[60]["encoded"] - found[0]["encoded"] >= 2 * emc2.SMALL * 60
+
+
+def test_further_runs_for_gamma_use_the_pairs_of_the_tuning(file: Path) -> None:
+    visits.main(["tune", "--data", "digits", "--methods", SOGCLR])
+    tuned = len(STUDY.finished())
+    visits.main(["gamma", "--data", "digits"])
+    results = STUDY.finished()
+    further = [run for run in results.values() if run["job"]["seed"] in runs.WEIGHT_SEEDS]
+    grid = runs.GRIDS["gamma"]
+    assert len(further) == len(results) - tuned == len(runs.WEIGHED_AT) * len(grid) * len(runs.WEIGHT_SEEDS)
+    assert {run["job"]["options"]["gamma"] for run in further} == set(grid)
+    assert all("validation/recall" in run["metrics"] for run in further)
+    assert STUDY.best(name("digits", SOGCLR, *TUNED_AT), results) is not None
+    visits.main(["gamma", "--data", "digits"])
+    assert len(STUDY.finished()) == len(results)
+    table = visits.further_gammas(results)
+    assert table.count("\n| digits |") == len(runs.WEIGHED_AT)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.studies.visits tune   [--data digits ...] [--methods ...] [--minutes 60]
     python -m benchmarks.studies.visits final  [--data ...] [--methods ...] [--batches ...] [--visits ...]
+    python -m benchmarks.studies.visits gamma  [--data digits glyphs]   # further runs of SogCLR, for its gamma
     python -m benchmarks.studies.visits report   # results/visits.md, with the hours that are left
     python -m benchmarks.studies.visits plot     # results/visits.png
 
@@ -39,10 +40,15 @@ from benchmarks.studies.visits.runs import (
     STUDY,
     TUNED_AT,
     VISITS,
+    WEIGHED_AT,
+    WEIGHT_SEEDS,
     carry_out,
+    missing_weights,
     name,
     plan,
     score,
+    waiting,
+    weights,
 )
 
 LARGEST, FEWEST = 16, 20  # batch, and visits per row, of the cells in which the papers' methods should gain
@@ -57,6 +63,10 @@ Learning rate, temperature and the other settings of a method are chosen one aft
 with 20 visits, by the mean recall of two other seeds on other pairs, which on digits differ only in those held out. All
 cells use these settings."""
 WEIGHTS = "R@1 in per cent at batch 8 with 20 visits, mean of the two seeds of the tuning (FastCLIP: the final gamma)."
+WEIGHED = (
+    "SogCLR again, with the other settings as chosen: mean ± standard error of five more seeds, on the pairs of the "
+    "tuning. In parentheses: difference from gamma 0.8 by seed."
+)
 CHOSEN = "R@1 in per cent, mean of the two seeds of the tuning. The chosen settings are bold."
 
 
@@ -96,12 +106,13 @@ def error(values: Sequence[float]) -> float:
 def page(results: Results) -> str:
     """Return the page of the finished runs."""
     finals, (count, left) = STUDY.finals(results), plan(results)
-    tuned = sum(run["job"]["seed"] == TUNE_SEED for run in results.values())
+    seeds = [run["job"]["seed"] for run in results.values()]
+    tuned, weighed = (sum(map(is_one, seeds)) for is_one in (TUNE_SEED.__eq__, WEIGHT_SEEDS.__contains__))
     parts = [
         "# Many visits per row",
         provenance([*results.values()], "benchmarks/studies/visits/__main__.py"),
-        f"{tuned} of the runs, with two seeds each, choose settings; the others are final. {count:,} final runs are "
-        f"missing, about {left:.1f} hours.",
+        f"{tuned} of the runs, with two seeds each, choose settings, and {weighed} more are for gamma; the others are "
+        f"final. {count:,} final runs are missing, about {left:.1f} hours.",
         ABOUT,
         goal(finals),
         "![Gain over the better one of InfoNCE and DCL against visits per row](visits.png)",
@@ -115,7 +126,7 @@ def page(results: Results) -> str:
             head = ["visits per row", *(str(column.visits) for column in columns)]
             parts += [f"## {data.capitalize()}, batch {batch}", f"{n:,} training pairs, {m:,} held-out pairs{kept}."]
             parts += [table(head, rows)]
-    parts += ["## Weight of the newest value", WEIGHTS, gammas(results)]
+    parts += ["## Weight of the newest value", WEIGHTS, gammas(results), WEIGHED, further_gammas(results)]
     return "\n\n".join([*parts, settings(STUDY, results, CHOSEN, "validation", 1)])
 
 
@@ -150,6 +161,24 @@ def gammas(results: Results) -> str:
     return table(["", "gamma", *map(str, grid)], [*body, ["mean", "", *means]])
 
 
+def further_gammas(results: Results) -> str:
+    """Return the table of the further runs of SogCLR by gamma."""
+    grid, body = GRIDS["gamma"], []
+    for data, (batch, visits) in itertools.product(DATA, WEIGHED_AT):
+        runs = {gamma: weights(data, batch, visits, gamma, results) for gamma in grid}
+        if all(runs.values()) and all(job.key in results for jobs in runs.values() for job in jobs):
+            found = {gamma: [100 * score(results[job.key]) for job in jobs] for gamma, jobs in runs.items()}
+            body.append([data, str(batch), str(visits), *(_weighed(found, gamma) for gamma in grid)])
+    return table(["", "batch", "visits", *map(str, grid)], body, "lrrr")
+
+
+def _weighed(found: Mapping[float, Sequence[float]], gamma: float) -> str:
+    """Format recall with a gamma, and its difference from the largest gamma."""
+    shown = f"{mean(found[gamma]):.1f} ± {error(found[gamma]):.1f}"
+    gaps = [one - other for one, other in zip(found[gamma], found[max(found)], strict=True)]
+    return shown if gamma == max(found) else f"{shown} ({paired(gaps)})"
+
+
 def plot(results: Results, target: Path) -> None:
     """Draw the gain over the better one of InfoNCE and DCL against visits, a panel per data set and batch size."""
     import matplotlib.pyplot as plt
@@ -178,7 +207,7 @@ def plot(results: Results, target: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     describe: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     root = argparse.ArgumentParser("python -m benchmarks.studies.visits", **describe)
-    root.add_argument("command", choices=("tune", "final", "report", "plot"))
+    root.add_argument("command", choices=("tune", "final", "gamma", "report", "plot"))
     for option, values, kind in (
         ("--data", DATA, str), ("--methods", METHODS, str), ("--batches", BATCHES, int), ("--visits", VISITS, int)
     ):  # fmt: skip
@@ -190,7 +219,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         cells = itertools.product(args.data, args.batches, args.visits, args.methods)
         named = (name(data, method, batch, visits) for data, batch, visits, method in cells)
         arms = [arm for arm in named if arm in ARMS]
-        carry_out(arms, args.command == "final", args.minutes)
+        carry_out(lambda results: waiting(arms, args.command == "final", results), args.minutes)
+    elif args.command == "gamma":
+        carry_out(lambda results: missing_weights(args.data, results), args.minutes)
     elif args.command == "report":
         STUDY.path.with_suffix(".md").write_text(page(STUDY.finished()).rstrip() + "\n")
     else:

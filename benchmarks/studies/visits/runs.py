@@ -22,6 +22,8 @@ from benchmarks.studies.visits.data import DATA, DIM, SIZES, Pairs, load
 
 BATCHES, VISITS, SEEDS = (8, 16, 4, 64), (20, 40, 80, 10, 5), range(5)  # in the order of the runs
 TUNED_AT, TUNE_SEEDS = (8, 20), (TUNE_SEED, TUNE_SEED + 1)
+# further runs of SogCLR on the pairs of the tuning, for its gamma: batch sizes and visits, and their seeds
+WEIGHED_AT, WEIGHT_SEEDS = ((4, 20), (8, 20), (8, 40)), range(TUNE_SEED + 10, TUNE_SEED + 15)
 START = {
     "lr": 3e-3, "tau": 0.1, "gamma": 0.3, "rho": 1.0, "tau_lr": 2e-3, "prototypes": 256, "length": 64, "decay": 0.97
 }  # fmt: skip
@@ -148,8 +150,9 @@ def train(cell: Cell, options: Mapping[str, float], pairs: Pairs, seed: int) -> 
 
 def run_one(job: Job) -> dict[str, Any]:
     """Train and evaluate; a run of the tuning has the means of its seeds."""
-    cell, part, seeds = ARMS[job.arm], "test" if job.final else "validation", (job.seed,) if job.final else TUNE_SEEDS
-    pairs, began = load(cell.data, job.final), time.process_time()
+    final, seeds = job.seed in SEEDS, TUNE_SEEDS if job.seed == TUNE_SEED else (job.seed,)
+    cell, part = ARMS[job.arm], "test" if final else "validation"
+    pairs, began = load(cell.data, final), time.process_time()
     found = [pairs.recall(train(cell, job.options, pairs, seed)) for seed in seeds]
     steps = len(seeds) * cell.visits * (pairs.n // cell.batch)
     metrics = {f"{part}/{key}": round(mean(run[key] for run in found), 6) for key in found[0]}
@@ -165,11 +168,24 @@ def waiting(arms: Sequence[str], final: bool, results: Results) -> Iterator[Job]
         yield from STUDY.next_jobs(arm, results, final=True)
 
 
-def carry_out(arms: Sequence[str], final: bool, minutes: float) -> None:
-    """Make the missing runs in this process, and begin none after some minutes."""
+def weights(data: str, batch: int, visits: int, gamma: float, results: Results) -> list[Job]:
+    """Return the further runs of SogCLR with one gamma, with the chosen rate and temperature."""
+    chosen = STUDY.best(name(data, SOGCLR, *TUNED_AT), results)
+    options = {**chosen, "gamma": gamma} if chosen else {}
+    return [Job(name(data, SOGCLR, batch, visits), options, seed) for seed in WEIGHT_SEEDS if options]
+
+
+def missing_weights(datas: Sequence[str], results: Results) -> Iterator[Job]:
+    """Yield the missing ones of the further runs of SogCLR."""
+    for data, at, gamma in itertools.product(datas, WEIGHED_AT, GRIDS["gamma"]):
+        yield from (job for job in weights(data, *at, gamma, results) if job.key not in results)
+
+
+def carry_out(jobs: Callable[[Results], Iterator[Job]], minutes: float) -> None:
+    """Make the runs of ``jobs(results)`` in this process, and begin none after some minutes."""
     torch.set_num_threads(1)
     results, end, told = STUDY.finished(), time.monotonic() + 60 * minutes, stamp()
-    for job in tqdm(waiting(arms, final, results), unit="run"):
+    for job in tqdm(jobs(results), unit="run"):
         if time.monotonic() > end:
             return
         results[job.key] = {**run_one(job), **told}
