@@ -1,6 +1,7 @@
 """Run the shell commands of README and of the pages, and write benchmarks/results/commands.md.
 
-python docs/commands.py [--seconds 120] [--only TEXT ...]    # in a fresh clone, after `make docs test-clip`
+python docs/commands.py [--seconds 120]    # in a fresh clone, after `make docs test-clip`
+python docs/commands.py --only TEXT ...    # replaces the lines of the commands that contain a text
 
 A command that is still running after ``--seconds`` (targets of make: fifteen minutes) is stopped, with its processes,
 and reported as such. Commands that have placeholders or need other machines or a GPU are listed with the reason, and
@@ -118,20 +119,25 @@ def main() -> None:
     from benchmarks.report import environment, machine, table
 
     prepare()
-    rows, env = [], environment()
+    env, outcomes = environment(), logged()
     for command, page in commands():
         if any(text in command for text in args.only):
-            outcome = f"not run: {why}" if (why := reason(command)) else run(command, page, args.seconds)
-            print(f"{outcome:40s} {command}", flush=True)
-            rows.append([f"`{command}`", page, outcome])
-    if args.only == [""]:
-        about = (
-            f"`python docs/commands.py` in a fresh clone with a fresh environment: {machine(env)}, Python "
-            f"{env['python']}, torch {env['torch']}, commit {env['commit']}. A command that still runs after "
-            f"{args.seconds:.0f} s (targets of make: {TARGET} s) is stopped."
-        )
-        parts = ["# The commands of README and of the pages", about, table(["command", "page", "outcome"], rows, "l")]
-        LOG.write_text("\n\n".join(parts) + "\n")
+            outcomes[command] = f"not run: {why}" if (why := reason(command)) else run(command, page, args.seconds)
+            print(f"{outcomes[command]:40s} {command}", flush=True)
+    about = (
+        f"`python docs/commands.py` in a fresh clone with a fresh environment: {machine(env)}, Python {env['python']}, "
+        f"torch {env['torch']}, commit {env['commit']}. A command that still runs after {args.seconds:.0f} s (targets "
+        f"of make: {TARGET} s) is stopped."
+    )
+    rows = [[f"`{command}`", page, outcomes.get(command, "")] for command, page in commands()]
+    parts = ["# The commands of README and of the pages", about, table(["command", "page", "outcome"], rows, "l")]
+    LOG.write_text("\n\n".join(parts) + "\n")
+
+
+def logged() -> dict[str, str]:
+    """Return the outcomes in the log by command."""
+    lines = LOG.read_text().splitlines() if LOG.exists() else []
+    return {cells[0][1:-1]: cells[2] for line in lines if len(cells := line[2:-2].split(" | ")) == 3}
 
 
 if __name__ == "__main__":
