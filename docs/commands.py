@@ -1,11 +1,12 @@
 """Run the shell commands of README and of the pages, and write benchmarks/results/commands.md.
 
 python docs/commands.py [--seconds 120]    # in a fresh clone, after `make docs test-clip`
-python docs/commands.py --only TEXT ...    # replaces the lines of the commands that contain a text
+python docs/commands.py --only TEXT ...    # repeats the commands that contain a text
 
 A command that is still running after ``--seconds`` (targets of make: fifteen minutes) is stopped, with its processes,
-and reported as such. Commands that have placeholders or need other machines or a GPU are listed with the reason, and
-not run. The pages of open_clip use the environment of `make test-clip`.
+and reported as such. Commands that the log has are not run again. Commands that have placeholders or need other
+machines or a GPU are listed with the reason, and not run. The pages of open_clip use the environment of
+`make test-clip`.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def run(command: str, page: str, seconds: float) -> str:
     seconds = TARGET if command.startswith("make ") else seconds
     env = ROOT / (".venv-clip" if page in OPEN_CLIP else ".venv") / "bin"
     variables = {**os.environ, "PATH": f"{env}:{ROOT / '.venv/bin'}:{os.environ['PATH']}", "DS_ACCELERATOR": "cpu"}
+    if re.search("pictures|photos", command):
+        prepare()
     began = time.monotonic()
     process = subprocess.Popen(
         ["bash", "-c", command],
@@ -96,7 +99,7 @@ def run(command: str, page: str, seconds: float) -> str:
 
 
 def prepare() -> None:
-    """Make the folders that the guides take as given: pictures with texts, and pictures in folders of classes."""
+    """Make the folders that the pages take as given: pictures with texts, and pictures in folders of classes."""
     from PIL import Image
 
     from recipes import glyphs
@@ -113,23 +116,28 @@ def prepare() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--only", nargs="*", default=[""], metavar="TEXT", help="run the commands that contain a text")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="repeat the commands that contain a text")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    from benchmarks.report import environment, machine, table
-
-    prepare()
-    env, outcomes = environment(), logged()
+    outcomes = logged()
     for command, page in commands():
-        if any(text in command for text in args.only):
+        if any(text in command for text in args.only) if args.only else command not in outcomes:
             outcomes[command] = f"not run: {why}" if (why := reason(command)) else run(command, page, args.seconds)
             print(f"{outcomes[command]:40s} {command}", flush=True)
+            write(outcomes, args.seconds)
+
+
+def write(outcomes: dict[str, str], seconds: float) -> None:
+    """Write the log."""
+    from benchmarks.report import environment, machine, table
+
+    env = environment()
     about = (
         f"`python docs/commands.py` in a fresh clone with a fresh environment: {machine(env)}, Python {env['python']}, "
-        f"torch {env['torch']}, commit {env['commit']}. A command that still runs after {args.seconds:.0f} s (targets "
-        f"of make: {TARGET} s) is stopped."
+        f"torch {env['torch']}, commit {env['commit']}. A command that still runs after {seconds:.0f} s (targets of "
+        f"make: {TARGET} s) is stopped."
     )
-    rows = [[f"`{command}`", page, outcomes.get(command, "")] for command, page in commands()]
+    rows = [[f"`{command}`", page, outcomes[command]] for command, page in commands() if command in outcomes]
     parts = ["# The commands of README and of the pages", about, table(["command", "page", "outcome"], rows, "l")]
     LOG.write_text("\n\n".join(parts) + "\n")
 
