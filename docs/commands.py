@@ -36,6 +36,7 @@ NOT_RUN = {  # pattern of a command -> reason
     r"global_step100|torch_extensions": "a step of another program; tests/deepspeed runs it",
     r"test-full|make bench|make clean|benchmarks\.versions|fixtures\.make": "long, or changes the checkout",
     r"benchmarks\.studies": "a study of hours",
+    r"docs/commands\.py": "this script",
     r"^python -m (recipes\.clip_trainer|compopt\.integrations\.open_clip)$": "the name of a program",
     r"^pip install (torch|torchao|open_clip_torch webdataset)\b": "the environment has it",
 }

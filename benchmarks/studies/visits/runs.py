@@ -175,9 +175,9 @@ def weights(data: str, batch: int, visits: int, gamma: float, results: Results) 
     return [Job(name(data, SOGCLR, batch, visits), options, seed) for seed in WEIGHT_SEEDS if options]
 
 
-def missing_weights(datas: Sequence[str], results: Results) -> Iterator[Job]:
+def missing_weights(names: Sequence[str], results: Results) -> Iterator[Job]:
     """Yield the missing ones of the further runs of SogCLR."""
-    for data, at, gamma in itertools.product(datas, WEIGHED_AT, GRIDS["gamma"]):
+    for data, at, gamma in itertools.product(names, WEIGHED_AT, GRIDS["gamma"]):
         yield from (job for job in weights(data, *at, gamma, results) if job.key not in results)
 
 
