@@ -21,8 +21,7 @@ UNSEEN_SETS, UNSEEN_BATCHES = ("packages", "emoji"), (16,)  # first used when th
 RATES, TAUS = (1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.07, 0.1)
 LARGE_RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)  # for batches of 256 and more
 LARGEST_RATE = 1.6e-2  # of the default: InfoNCE at batch 1,024 is worse with more, on all four sets (validation data)
-WIDEN = {"lr": 2.0, "tau": 1.5, "skip": 3.0, "length": 2.0}
-LEARNED, LARGEST_TAU = ("iSogCLR", "FastCLIP v3"), 0.5  # LARGEST_TAU: the largest temperature of these losses
+WIDEN = {"lr": 2.0, "tau": 1.5, "rho": 2.0, "skip": 3.0, "length": 2.0}
 BATCHES = (8, 16, 64, 256, 1024)
 # also compared at equal time, with as many samples as fit into the time of REFERENCE (default_time.json)
 TIMED = tuple(f"{loss}, {batch}" for loss in ("InfoNCE", "DCL", "MoCo", DEFAULT) for batch in (16, 64, 256))
@@ -42,9 +41,6 @@ FIRST: dict[str, dict[str, Any]] = {
     "MoCo, DCL, moved": {"length": 1024, "momentum": 0.99},
     "SogCLR": {"gamma": 0.8},
     "SogCLR, positive": {"gamma": 0.8},
-    "iSogCLR": {"gamma": 0.8, "rho": 2.0},
-    "FastCLIP v3": {"gamma": 0.8, "rho": 1.0},
-    "NeuCLIP": {},
     "Residual": {},
     "Memory": {"length": 128},
 }
@@ -75,6 +71,14 @@ LONG_RUN_WARMUPS = {"warm-up 10 %": WARMUP, "warm-up 19 %": LONG_WARMUP / 4, LON
 # the longest one at a multiple of the rule's rate, and peers that are tuned with it
 LONG_UNTUNED = {**dict.fromkeys(UNTUNED, TWICE), f"{DEFAULT}, {NEW}": THRICE}
 LONG_TUNED, LONG_RATES, LONG_BATCHES = ("InfoNCE", "DCL", *QUEUES), (4e-3, 8e-3, 1.6e-2), (8, 16, 64)
+# methods with a learned temperature in the forms of the papers, with this warm-up at one batch size: loss -> settings
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "iSogCLR": {"gamma": 0.8, "rho": 1.0},
+    "FastCLIP v3": {"gamma": 0.2, "rho": 1.0},  # the last gamma
+    "NeuCLIP, Algorithm 1": {"rho": 1.0},
+}
+LONG_PUBLISHED = ("SogCLR", *PUBLISHED)
+RHOS, LARGEST_TAU = (0.5, 1.0, 2.0), 0.5  # LARGEST_TAU: the largest initial temperature of these losses
 VARIANTS = ("features as they were", "forces out of balance", "32 features", "512 features")
 # the default with the positive in the denominator, among so many candidates: title -> number
 CANDIDATES, CANDIDATES_BATCHES = {f"{number} candidates": number for number in (150, 500, 1000)}, (16, 64)
@@ -118,8 +122,7 @@ def _cell(task: str, row: str, batch: int, accumulate: int = 1, forward: int = 0
     queues = QUEUE_GRIDS if loss in QUEUES and (batch, accumulate) == (16, 1) else {}
     grids = {**mined, "lr": rates, **taus, **queues}
     where = {"batch": batch, "accumulate": accumulate, "forward": forward, "batches": kind}
-    most = {"skip": FURTHEST, **({"tau": LARGEST_TAU} if loss in LEARNED else {})}
-    return Cell(task=task, loss=loss, first=first, grids=grids, widen=WIDEN, most=most, **where)
+    return Cell(task=task, loss=loss, first=first, grids=grids, widen=WIDEN, most={"skip": FURTHEST}, **where)
 
 
 def default_rate(samples: int) -> float:
@@ -151,7 +154,7 @@ def _arms(task: str) -> dict[str, Cell]:
         for title, batch in product(CANDIDATES, CANDIDATES_BATCHES)
     }
     cells |= _with_momentum(task, MOMENTUM_BATCHES)
-    cells |= _warmups(task) | _long(task, LONG_BATCHES) | _untuned(task, MOMENTUM_BATCHES)
+    cells |= _warmups(task) | _published(task) | _long(task, LONG_BATCHES) | _untuned(task, MOMENTUM_BATCHES)
     cells |= {f"{loss}, 16 x 16": _cell(task, loss, 16, 16) for loss in ("InfoNCE", "DCL", "Residual")}
     cells |= {f"{DEFAULT}, 16 x 16": _default(task, 16, 16)}
     cells |= {f"{loss}, 256 cached": _cell(task, loss, 256, forward=16) for loss in ("InfoNCE", "DCL")}
@@ -214,6 +217,25 @@ def _long(task: str, batches: Sequence[int]) -> dict[str, Cell]:
         f"{loss}, {LONG}, {batch}": _warmed(_cell(task, loss, batch), after=f"{task}: {loss}, {batch}")
         for batch, loss in product(batches, LONG_TUNED)
     }
+
+
+def _published(task: str) -> dict[str, Cell]:
+    """Return the published methods with the long warm-up; "SogCLR" also has arms with the short one."""
+    cells = {}
+    for loss in LONG_PUBLISHED:
+        further = {**FIRST, **PUBLISHED}[loss]
+        rhos = {"rho": RHOS} if "rho" in further else {}
+        cells[f"{loss}, {LONG}, {VARIED}"] = Cell(
+            task=task,
+            loss=loss,
+            batch=VARIED,
+            warmup=LONG_WARMUP,
+            first={"lr": 4e-3, "tau": 0.07, **further},
+            grids={"lr": LONG_RATES, "tau": TAUS, **rhos},
+            widen=WIDEN,
+            most={"tau": LARGEST_TAU},
+        )
+    return cells
 
 
 def _untuned(task: str, batches: Sequence[int]) -> dict[str, Cell]:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compopt
-from benchmarks.studies.default.arms import CANDIDATES, DEFAULT, LARGEST_TAU, MICRO, MOMENTUM, Cell
-from benchmarks.studies.default.tasks import DIM, Task
+from benchmarks.studies.default.arms import CANDIDATES, DEFAULT, LARGEST_TAU, MICRO, MOMENTUM, VARIED, Cell
+from benchmarks.studies.default.tasks import DIM, SAMPLES, Task
 from benchmarks.studies.default.training import Loss
 
 Settings = Mapping[str, Any]
@@ -237,6 +237,22 @@ class Followed(nn.Module):
         self.est.step()
 
 
+class Annealed(nn.Module):
+    """Estimator whose gamma falls from 1 to ``gamma`` along a cosine in the first half of a run at batch 16."""
+
+    def __init__(self, est: compopt.ContrastiveEstimator, gamma: float) -> None:
+        super().__init__()
+        self.est, self.schedule = est, compopt.schedules.CosineGamma(est, SAMPLES // VARIED // 2, gamma)
+
+    def forward(self, z1: Tensor, z2: Tensor, index: Tensor) -> Tensor:
+        return self.est(z1, z2, index)
+
+    def step(self) -> None:
+        """Commit, and step the schedule."""
+        self.est.step()
+        self.schedule.step()
+
+
 def _momentum_queue(positive: bool, kind: type[MomentumQueue] = MomentumQueue) -> Build:
     return lambda task, o: kind(o["tau"], int(o["length"]), o["momentum"], positive, task.mode == "unimodal")
 
@@ -267,37 +283,13 @@ LOSSES: dict[str, Build] = {
         task.n, o["gamma"], o["tau"], reference="positive", mode=task.mode
     ),
     "iSogCLR": lambda task, o: compopt.ISogCLREstimator(
-        task.n,
-        o["gamma"],
-        o["rho"],
-        lr=0.01,
-        beta=0.9,
-        tau_init=o["tau"],
-        tau_min=0.01,
-        tau_max=LARGEST_TAU,
-        reference="none",
-        mode=task.mode,
+        task.n, o["gamma"], o["rho"], tau_init=o["tau"], tau_max=LARGEST_TAU, mode=task.mode
     ),
-    "FastCLIP v3": lambda task, o: compopt.FastCLIPEstimator(
-        task.n,
-        "v3",
-        gamma=o["gamma"],
-        tau=o["tau"],
-        rho=o["rho"],
-        lr=1e-4,
-        tau_min=None,
-        tau_max=None,
-        parametrization="linear",
-        mode=task.mode,
+    "FastCLIP v3": lambda task, o: Annealed(
+        compopt.FastCLIPEstimator(task.n, "v3", tau=o["tau"], rho=o["rho"], mode=task.mode), o["gamma"]
     ),
-    "NeuCLIP": lambda task, o: compopt.NeuCLIPEstimator(
-        DIM,
-        tau=o["tau"],
-        prototypes=1024,
-        restart_every=100,
-        learn_tau=False,
-        through_alpha=False,
-        mode=task.mode,
+    "NeuCLIP, Algorithm 1": lambda task, o: compopt.NeuCLIPEstimator(
+        DIM, tau=o["tau"], prototypes=1024, rho=o["rho"], learn_tau=True, mode=task.mode
     ),
     "Memory": lambda task, o: compopt.MemoryEstimator(DIM, int(o["length"]), o["tau"], mode=task.mode),
 }

@@ -58,8 +58,10 @@ WITH_LONG = (
     f"{100 * arms.LONG_WARMUP:.0f} % of the run. `recommended` has twice the rule's rate there, without tuning, and "
     f"three times with `{arms.NEW}`, which is `compopt.recommended(..., candidates=None, momentum=True)`. For other "
     "losses, learning rate and temperature are chosen again, starting from the settings that were chosen with the "
-    f"short warm-up, and at batch {VARIED} also the queues. The values in brackets are the gain over the same loss "
-    "with the short warm-up, where `recommended` has the rule's rate. The third table compares "
+    f"short warm-up, and at batch {VARIED} also the queues. iSogCLR, FastCLIP and NeuCLIP are those of the papers "
+    "(the reference is the positive; gamma falls along a cosine; Algorithm 1 with a learned temperature), and their "
+    "rho is chosen too. The values in brackets are the gain over the same loss with the short warm-up, where "
+    "`recommended` has the rule's rate. The third table compares "
     "`compopt.recommended(..., candidates=None, momentum=True)` with the best tuned loss of each cell, chosen by its "
     "recall on the test half among all but the default's own estimator with tuned settings, and has their differences "
     "in brackets."
@@ -267,7 +269,7 @@ def long_warmup(sets: Sequence[str] = SETS, batches: Sequence[int] = arms.MOMENT
     """Return a table of recall with a long warm-up, and the gains over the short one."""
     finals, body = _complete(), []
     rates = {name: f", {title}" for name, title in arms.LONG_UNTUNED.items()}
-    for batch, loss in product(batches, (*arms.LONG_TUNED, *arms.LONG_UNTUNED)):
+    for batch, loss in product(batches, (*arms.LONG_TUNED, *arms.LONG_PUBLISHED, *arms.LONG_UNTUNED)):
         row = []
         for task in sets:
             names = (loss, f"{loss}, {arms.LONG}{rates.get(loss, '')}")
@@ -287,7 +289,7 @@ def best_peers(sets: Sequence[str] = SETS, batches: Sequence[int] = arms.MOMENTU
     """Return a table of the best tuned loss of every cell, and of momentum features, with their difference from it."""
     finals, body, ours = _complete(), [], f"{DEFAULT}, {arms.NEW}"
     new = f"{ours}, {arms.LONG}, {arms.LONG_UNTUNED[ours]}"
-    peers = [name for loss in ROWS if loss not in OURS for name in (loss, f"{loss}, {arms.LONG}")]
+    peers = [name for loss in (*ROWS, *arms.PUBLISHED) if loss not in OURS for name in (loss, f"{loss}, {arms.LONG}")]
     for task in sets:
         best, mine = [], []
         for batch in batches:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import compopt
 from benchmarks.report import RESULTS
-from benchmarks.studies.default.arms import LARGEST_TAU, LEARNED, WIDEN, score
+from benchmarks.studies.default.arms import LARGEST_TAU, WIDEN, score
 from benchmarks.studies.default.losses import LOSSES, Settings
 from benchmarks.studies.default.tasks import DIM, Glyphs, Icons, Task, Words
 from benchmarks.studies.default.training import Loss, Setting, trained
@@ -157,13 +157,17 @@ LOSS: dict[str, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     "Memory": ({"length": 128}, {}),
     "DCL, labels": ({}, {}),
 }
-WIDER = {**WIDEN, "rho": 2.0}
 
 
 def loss_of(name: str, options: Settings) -> Callable[[Task], Loss]:
     """Return a function that builds a new loss for a task."""
     if name == "DCL, labels":
         return lambda task: Labelled(compopt.DCLEstimator(options["tau"], mode=task.mode), task.group)
+    if name == "iSogCLR":
+        fixed = {"lr": 0.01, "beta": 0.9, "tau_min": 0.01, "tau_max": LARGEST_TAU, "reference": "none"}
+        return lambda task: compopt.ISogCLREstimator(
+            task.n, options["gamma"], options["rho"], tau_init=options["tau"], mode=task.mode, **fixed
+        )
     return lambda task: LOSSES[name](task, options)
 
 
@@ -180,8 +184,8 @@ def _arms() -> Mapping[str, Tried]:
                 continue
             start = {"lr": case.rates[1], "tau": 0.07, **first}
             all_grids = {"lr": case.rates, "tau": case.tau, **grids}
-            most = {"tau": LARGEST_TAU} if loss in LEARNED else {}
-            found[f"{name}: {loss}"] = Tried(case=name, loss=loss, first=start, grids=all_grids, widen=WIDER, most=most)
+            most = {"tau": LARGEST_TAU} if loss == "iSogCLR" else {}
+            found[f"{name}: {loss}"] = Tried(case=name, loss=loss, first=start, grids=all_grids, widen=WIDEN, most=most)
     return found
 
 
