@@ -1,7 +1,7 @@
 """Run the shell commands of README and of the pages, and write benchmarks/results/commands.md.
 
 python docs/commands.py [--seconds 120]    # in a fresh clone, after `make docs test-clip`
-python docs/commands.py --only TEXT ...    # repeats the commands that contain a text
+python docs/commands.py --only "make test" "*by_feature*"    # repeats some commands
 
 A command that is still running after ``--seconds`` (targets of make: fifteen minutes) is stopped, with its processes,
 and reported as such. Commands that the log has are not run again. Commands that have placeholders or need other
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,12 +118,12 @@ def prepare() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="repeat the commands that contain a text")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="repeat some commands")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     outcomes = logged()
     for command, page in commands():
-        if any(text in command for text in args.only) if args.only else command not in outcomes:
+        if any(fnmatch(command, pattern) for pattern in args.only) if args.only else command not in outcomes:
             outcomes[command] = f"not run: {why}" if (why := reason(command)) else run(command, page, args.seconds)
             print(f"{outcomes[command]:40s} {command}", flush=True)
             write(outcomes, args.seconds)
