@@ -137,7 +137,7 @@ def write(outcomes: dict[str, str], seconds: float) -> None:
     about = (
         f"`python docs/commands.py` in a fresh clone with a fresh environment: {machine(env)}, Python {env['python']}, "
         f"torch {env['torch']}, commit {env['commit']}. A command that still runs after {seconds:.0f} s (targets of "
-        f"make: {TARGET} s) is stopped."
+        f"make: {TARGET} s) is stopped. Commit and limit are those of the last run; lines of earlier runs are kept."
     )
     rows = [[f"`{command}`", page, outcomes[command]] for command, page in commands() if command in outcomes]
     parts = ["# The commands of README and of the pages", about, table(["command", "page", "outcome"], rows, "l")]
