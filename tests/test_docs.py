@@ -78,10 +78,24 @@ def test_names_of_the_library_exist():
             value = getattr(value, part)
 
 
-def test_links_lead_to_files():
-    links = [(page, target) for page in PAGES for target in re.findall(r"\]\(([^)#]+)\)", page.read_text())]
-    inside = [(page, target) for page, target in links if not target.startswith("http")]
-    assert [(name(page), target) for page, target in inside if not (page.parent / target).exists()] == []
+def anchors(page):
+    """Return the anchors of a page's headings, as GitHub and MyST form them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    shown = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in shown}
+
+
+def test_links_lead_to_files_and_headings():
+    wrong = []
+    for page in [*PAGES, ROOT / "CHANGELOG.md"]:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if link.startswith("http"):
+                continue
+            if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+                wrong.append((name(page), link))
+    assert wrong == []
 
 
 def test_commands_name_modules_that_exist():
