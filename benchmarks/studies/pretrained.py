@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import compopt
 from benchmarks.report import RESULTS, mean_spread, paired, table
 from benchmarks.studies.default.training import features
-from benchmarks.studies.published import DIM, ICONS, NEAREST, POOL, TEXTS, Encoders, Pairs, mined
+from benchmarks.studies.published import DIM, ICONS, NEAREST, POOL, TEXTS, Encoders, Pairs, encoded, mined
 from benchmarks.studies.search import Arm, Job, Results, Search, by_seed, main, provenance, settings
 from recipes.batches import Shuffled, seeded
 
@@ -42,6 +42,7 @@ DATA, TUNED_ON, BATCHES = (*TEXTS, ICONS), "words", (8, 16, 64)
 RATES, TAUS, DECAYS = (2e-5, 5e-5, 1e-4, 2e-4), (0.02, 0.05, 0.1), (0.9, 0.95, 0.99)
 CANDIDATES = (150, 500, 1500)
 INFO, DCL, CACHED, SOG = "InfoNCE", "DCL", "InfoNCE, gradient cache", "SogCLR"
+GUIDED = "InfoNCE, guide"  # the encoder as it was before training finds false negatives
 OURS, MOMENTUM = "recommended", "recommended, momentum features"
 WITHOUT = ", candidates=None"  # last part of the name of a loss
 CHOSEN_K, FEWER = f"{OURS}, candidates chosen", f"{OURS}, candidates=500"
@@ -58,10 +59,16 @@ TUNED: dict[str, dict[str, tuple[float, ...]]] = {
     MOMENTUM + WITHOUT: {"decay": DECAYS},
     CHOSEN_K: {"candidates": CANDIDATES},
 }
-# loss -> its settings: the rate of CHOSEN_K, the decay of MOMENTUM + WITHOUT
-CARRIED: dict[str, dict[str, float]] = {OURS: {"lr": 5e-5}, MOMENTUM: {"lr": 5e-5, "decay": 0.99}, FEWER: {"lr": 5e-5}}
+# loss -> its settings: the rate of CHOSEN_K, the decay of MOMENTUM + WITHOUT, the rate and temperature of INFO
+CARRIED: dict[str, dict[str, float]] = {
+    OURS: {"lr": 5e-5},
+    MOMENTUM: {"lr": 5e-5, "decay": 0.99},
+    FEWER: {"lr": 5e-5},
+    GUIDED: {"lr": 5e-5, "tau": 0.05},
+}
 LOSSES = (*TUNED, *CARRIED)
-COMPARED = (INFO, DCL, SOG, OURS, OURS + WITHOUT, MOMENTUM, CHOSEN_K, FEWER)  # also in the cases that are not tuned
+# losses of the cases that are not tuned, too
+COMPARED = (INFO, DCL, SOG, OURS, OURS + WITHOUT, MOMENTUM, CHOSEN_K, FEWER, GUIDED)
 START = {"lr": 5e-5, "tau": 0.05, "decay": 0.95, "candidates": 500}  # where the tuning begins
 
 
@@ -139,6 +146,8 @@ def estimator(case: Case, options: Mapping[str, float], n: int) -> compopt.Contr
     tau, loss = options.get("tau"), case.loss
     if loss in (INFO, CACHED):
         return compopt.InfoNCEEstimator(tau, **given)
+    if loss == GUIDED:
+        return compopt.InfoNCEEstimator(tau, pairs=compopt.PairPolicy(false_negatives=0.0, guided=True), **given)
     if loss == "CLIP":
         return compopt.InfoNCEEstimator(0.05, learn_tau=True, multiply_tau=False, **given)
     if loss == DCL:
@@ -193,6 +202,7 @@ def train(case: Case, options: Mapping[str, float], task: Pairs, model: Encoders
     """Fine-tune a model in place."""
     torch.manual_seed(seed)
     est, negatives = estimator(case, options, task.n), mined(case.data, task, model) if case.mined else None
+    guide = encoded(model, task.train) if case.loss == GUIDED else None
     groups = [{"params": [*model.parameters()]}, {"params": [*est.parameters()], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], options["lr"], weight_decay=DECAY)
     est.attach(optimizer)
@@ -217,6 +227,9 @@ def train(case: Case, options: Mapping[str, float], task: Pairs, model: Encoders
             z1, z2, *further = forward(model, inputs, case)
         if further:
             given["negatives"] = further[0], drawn
+        if guide is not None:
+            seen = [guide[0][index], guide[1][index], *(guide[1][drawn] for _ in further)]
+            given["pairs"] = est.pairs.bind(guide=seen)
         for z in (z1, z2):
             z.retain_grad()
         est(z1, z2, index, **given).backward()
@@ -264,8 +277,9 @@ ABOUT = (
     f"seeds. Learning rate, temperature, number of candidates and the decay of a momentum copy are tuned for each loss "
     f"on `{TUNED_ON}` at batch {MICRO}, by R@1 of the validation half. All other columns and data sets use these "
     f"settings. `{OURS}` is the library's default, with 1,000 candidates; it is not tuned, and neither are "
-    f"`{MOMENTUM}` and `{FEWER}`: their rate is that of `{CHOSEN_K}`, 5e-5. `{CACHED}` has batches of {LARGE} with the "
-    "same number of samples."
+    f"`{MOMENTUM}` and `{FEWER}`: their rate is that of `{CHOSEN_K}`, 5e-5. `{CACHED}` has batches of {LARGE} with "
+    f"the same number of samples. `{GUIDED}` has the settings of InfoNCE, and leaves out the candidates that the "
+    "encoder before training finds more similar to the anchor than its positive."
 )
 AGAINST = (
     f"`{OURS}` and the losses that it is to replace, with the differences by seed, mean ± standard error; that to the "
