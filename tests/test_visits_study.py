@@ -131,7 +131,7 @@ def test_further_runs_for_gamma_use_the_pairs_of_the_tuning(file: Path) -> None:
     visits.main(["gamma", "--data", "digits"])
     results = STUDY.finished()
     further = [run for run in results.values() if run["job"]["seed"] in runs.WEIGHT_SEEDS]
-    grid = runs.GRIDS["gamma"]
+    grid = runs.WEIGHTS
     assert len(further) == len(results) - tuned == len(runs.WEIGHED_AT) * len(grid) * len(runs.WEIGHT_SEEDS)
     assert {run["job"]["options"]["gamma"] for run in further} == set(grid)
     assert all("validation/recall" in run["metrics"] for run in further)
@@ -140,3 +140,4 @@ def test_further_runs_for_gamma_use_the_pairs_of_the_tuning(file: Path) -> None:
     assert len(STUDY.finished()) == len(results)
     table = visits.further_gammas(results)
     assert table.count("\n| digits |") == len(runs.WEIGHED_AT)
+    assert table.count("\n| digits, mean |") == 1

@@ -42,6 +42,7 @@ from benchmarks.studies.visits.runs import (
     VISITS,
     WEIGHED_AT,
     WEIGHT_SEEDS,
+    WEIGHTS,
     carry_out,
     missing_weights,
     name,
@@ -62,10 +63,10 @@ standard error; bold: more than two standard errors above both.
 Learning rate, temperature and the other settings of a method are chosen one after another on each data set, at batch 8
 with 20 visits, by the mean recall of two other seeds on other pairs, which on digits differ only in those held out. All
 cells use these settings."""
-WEIGHTS = "R@1 in per cent at batch 8 with 20 visits, mean of the two seeds of the tuning (FastCLIP: the final gamma)."
+TRIED = "R@1 in per cent at batch 8 with 20 visits, mean of the two seeds of the tuning (FastCLIP: the final gamma)."
 WEIGHED = (
     "SogCLR again, with the other settings as chosen: mean ± standard error of five more seeds, on the pairs of the "
-    "tuning. In parentheses: difference from gamma 0.8 by seed."
+    "tuning. In parentheses: differences from gamma 0.9 by seed."
 )
 CHOSEN = "R@1 in per cent, mean of the two seeds of the tuning. The chosen settings are bold."
 
@@ -126,7 +127,7 @@ def page(results: Results) -> str:
             head = ["visits per row", *(str(column.visits) for column in columns)]
             parts += [f"## {data.capitalize()}, batch {batch}", f"{n:,} training pairs, {m:,} held-out pairs{kept}."]
             parts += [table(head, rows)]
-    parts += ["## Weight of the newest value", WEIGHTS, gammas(results), WEIGHED, further_gammas(results)]
+    parts += ["## Weight of the newest value", TRIED, gammas(results), WEIGHED, further_gammas(results)]
     return "\n\n".join([*parts, settings(STUDY, results, CHOSEN, "validation", 1)])
 
 
@@ -163,20 +164,27 @@ def gammas(results: Results) -> str:
 
 def further_gammas(results: Results) -> str:
     """Return the table of the further runs of SogCLR by gamma."""
-    grid, body = GRIDS["gamma"], []
-    for data, (batch, visits) in itertools.product(DATA, WEIGHED_AT):
-        runs = {gamma: weights(data, batch, visits, gamma, results) for gamma in grid}
-        if all(runs.values()) and all(job.key in results for jobs in runs.values() for job in jobs):
-            found = {gamma: [100 * score(results[job.key]) for job in jobs] for gamma, jobs in runs.items()}
-            body.append([data, str(batch), str(visits), *(_weighed(found, gamma) for gamma in grid)])
-    return table(["", "batch", "visits", *map(str, grid)], body, "lrrr")
+    body, means = [], []
+    for data in DATA:
+        total: dict[float, list[float]] = {gamma: [] for gamma in WEIGHTS}
+        for batch, visits in WEIGHED_AT:
+            runs = {gamma: weights(data, batch, visits, gamma, results) for gamma in WEIGHTS}
+            if all(runs.values()) and all(job.key in results for jobs in runs.values() for job in jobs):
+                found = {gamma: [100 * score(results[job.key]) for job in jobs] for gamma, jobs in runs.items()}
+                shown = [f"{mean(values):.1f} ± {error(values):.1f}" for values in found.values()]
+                gains = [f" ({gain})" if gain else "" for gain in _gains(found)]
+                body.append([data, str(batch), str(visits), *map("".join, zip(shown, gains, strict=True))])
+                total = {gamma: total[gamma] + found[gamma] for gamma in WEIGHTS}
+        if all(total.values()):
+            means.append([f"{data}, mean", "", "", *_gains(total)])
+    return table(["", "batch", "visits", *map(str, WEIGHTS)], [*body, *means], "lrrr")
 
 
-def _weighed(found: Mapping[float, Sequence[float]], gamma: float) -> str:
-    """Format recall with a gamma, and its difference from the largest gamma."""
-    shown = f"{mean(found[gamma]):.1f} ± {error(found[gamma]):.1f}"
-    gaps = [one - other for one, other in zip(found[gamma], found[max(found)], strict=True)]
-    return shown if gamma == max(found) else f"{shown} ({paired(gaps)})"
+def _gains(found: Mapping[float, Sequence[float]]) -> list[str]:
+    """Format the differences of recall from that with the largest gamma, which has none."""
+    base = max(found)
+    gaps = {gamma: [one - other for one, other in zip(found[gamma], found[base], strict=True)] for gamma in found}
+    return ["" if gamma == base else paired(gaps[gamma]) for gamma in found]
 
 
 def plot(results: Results, target: Path) -> None:

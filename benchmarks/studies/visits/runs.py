@@ -22,8 +22,9 @@ from benchmarks.studies.visits.data import DATA, DIM, SIZES, Pairs, load
 
 BATCHES, VISITS, SEEDS = (8, 16, 4, 64), (20, 40, 80, 10, 5), range(5)  # in the order of the runs
 TUNED_AT, TUNE_SEEDS = (8, 20), (TUNE_SEED, TUNE_SEED + 1)
-# further runs of SogCLR on the pairs of the tuning, for its gamma: batch sizes and visits, and their seeds
-WEIGHED_AT, WEIGHT_SEEDS = ((4, 20), (8, 20), (8, 40)), range(TUNE_SEED + 10, TUNE_SEED + 15)
+# further runs of SogCLR on the pairs of the tuning, for its gamma: batch sizes and visits, values, and their seeds
+WEIGHED_AT, WEIGHTS = ((4, 20), (8, 20), (8, 40)), (0.1, 0.3, 0.5, 0.8, 0.9)
+WEIGHT_SEEDS = range(TUNE_SEED + 10, TUNE_SEED + 15)
 START = {
     "lr": 3e-3, "tau": 0.1, "gamma": 0.3, "rho": 1.0, "tau_lr": 2e-3, "prototypes": 256, "length": 64, "decay": 0.97
 }  # fmt: skip
@@ -177,7 +178,7 @@ def weights(data: str, batch: int, visits: int, gamma: float, results: Results) 
 
 def missing_weights(names: Sequence[str], results: Results) -> Iterator[Job]:
     """Yield the missing ones of the further runs of SogCLR."""
-    for data, at, gamma in itertools.product(names, WEIGHED_AT, GRIDS["gamma"]):
+    for data, at, gamma in itertools.product(names, WEIGHED_AT, WEIGHTS):
         yield from (job for job in weights(data, *at, gamma, results) if job.key not in results)
 
 
