@@ -66,7 +66,8 @@ cells use these settings."""
 TRIED = "R@1 in per cent at batch 8 with 20 visits, mean of the two seeds of the tuning (FastCLIP: the final gamma)."
 WEIGHED = (
     "SogCLR again, with the other settings as chosen: mean ± standard error of five more seeds, on the pairs of the "
-    "tuning. In parentheses: differences from gamma 0.9 by seed."
+    "tuning. In parentheses: differences from gamma 0.9 by seed. The means are over "
+    f"the rows with batch {LARGEST} or less and {FEWEST} visits or more."
 )
 CHOSEN = "R@1 in per cent, mean of the two seeds of the tuning. The chosen settings are bold."
 
@@ -131,22 +132,37 @@ def page(results: Results) -> str:
     return "\n\n".join([*parts, settings(STUDY, results, CHOSEN, "validation", 1)])
 
 
+def columns(finals: Mapping[str, Any], data: str) -> list[Column]:
+    """Return the finished cells of a data set with small batches and many visits."""
+    cells = itertools.product([data], (b for b in BATCHES if b <= LARGEST), (v for v in VISITS if v >= FEWEST))
+    return [column for cell in cells if any((column := Column(finals, *cell)).gaps(method) for method in PAPERS)]
+
+
 def goal(finals: Mapping[str, Any]) -> str:
     """Return the number of cells with small batches and many visits in which methods are above both baselines."""
-    cells = itertools.product(DATA, (b for b in BATCHES if b <= LARGEST), (v for v in VISITS if v >= FEWEST))
-    columns = [column for cell in cells if any((column := Column(finals, *cell)).gaps(method) for method in PAPERS)]
-    won, body = sum(any(map(column.above, PAPERS)) for column in columns), []
-    for method in METHODS:
-        own = [column for column in columns if column.gaps(method)]
-        if own and method not in BASES:
-            gain = f"{mean(mean(column.gaps(method)) for column in own):+.1f}"
-            body.append([method, f"{sum(column.above(method) for column in own)} of {len(own)}", gain])
+    found = [column for data in DATA for column in columns(finals, data)]
+    won = sum(any(map(column.above, PAPERS)) for column in found)
     return (
-        f"In {won} of {len(columns)} finished cells with batch {LARGEST} or less and {FEWEST} visits or more, at least "
+        f"In {won} of {len(found)} finished cells with batch {LARGEST} or less and {FEWEST} visits or more, at least "
         f"one of the papers' {len(PAPERS)} methods is more than two standard errors above both InfoNCE and DCL. By "
-        "method, with the mean difference from the better one of the two:\n\n"
-        + table(["", "cells above both", "mean difference"], body)
+        "method and data set: mean difference from the better one of the two, least to greatest, and the number of "
+        f"cells above both.\n\n{summary(finals)}"
     )
+
+
+def summary(finals: Mapping[str, Any] | None = None) -> str:
+    """Return the table of the gains over the better one of InfoNCE and DCL, by method and data set."""
+    finals = STUDY.finals(STUDY.finished()) if finals is None else finals
+    found = {data: cells for data in DATA if (cells := columns(finals, data))}
+    body = [[m, *(_gain(m, cells) for cells in found.values())] for m in METHODS if m not in BASES]
+    return table(["", *(f"{data}, {len(cells)} cells" for data, cells in found.items())], body)
+
+
+def _gain(method: str, cells: Sequence[Column]) -> str:
+    if not (gains := [mean(gaps) for column in cells if (gaps := column.gaps(method))]):
+        return ""
+    won = sum(column.above(method) for column in cells)
+    return f"{mean(gains):+.1f} ({min(gains):+.1f} to {max(gains):+.1f}), {won}"
 
 
 def gammas(results: Results) -> str:
@@ -174,7 +190,8 @@ def further_gammas(results: Results) -> str:
                 shown = [f"{mean(values):.1f} ± {error(values):.1f}" for values in found.values()]
                 gains = [f" ({gain})" if gain else "" for gain in _gains(found)]
                 body.append([data, str(batch), str(visits), *map("".join, zip(shown, gains, strict=True))])
-                total = {gamma: total[gamma] + found[gamma] for gamma in WEIGHTS}
+                if batch <= LARGEST and visits >= FEWEST:
+                    total = {gamma: total[gamma] + found[gamma] for gamma in WEIGHTS}
         if all(total.values()):
             means.append([f"{data}, mean", "", "", *_gains(total)])
     return table(["", "batch", "visits", *map(str, WEIGHTS)], [*body, *means], "lrrr")
