@@ -93,7 +93,7 @@ def test_the_page_compares_with_the_better_baseline() -> None:
     page = visits.page(results)
     assert "| InfoNCE | 18.0 ± 0.7 |" in page and "| DCL | 20.0 ± 0.7 |" in page
     assert "| SogCLR | **22.0 ± 0.7 (+2.0 ± 0.0)** |" in page
-    assert "In 1 of 1 finished cells" in page and "| SogCLR | 1 of 1 | +2.0 |" in page
+    assert "In 1 of 1 finished cells" in page and "| SogCLR | +2.0 (+2.0 to +2.0), 1 |" in page
     assert "| digits | SogCLR | 10.0 | 50.0 | 10.0 | 10.0 |" in page  # by gamma
     assert "In 0 of 1 finished cells" in visits.page(results_of({INFONCE: 0.21, DCL: 0.18, SOGCLR: 0.2}))
 
@@ -125,7 +125,9 @@ def test_a_method_comes_nearer_to_a_stationary_point(method: str, monkeypatch: p
     assert found[60]["encoded"] - found[0]["encoded"] >= 2 * emc2.SMALL * 60
 
 
-def test_further_runs_for_gamma_use_the_pairs_of_the_tuning(file: Path) -> None:
+def test_further_runs_for_gamma_use_the_pairs_of_the_tuning(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (runs, visits):
+        monkeypatch.setattr(module, "WEIGHED_AT", ((4, 20), (8, 5)))
     visits.main(["tune", "--data", "digits", "--methods", SOGCLR])
     tuned = len(STUDY.finished())
     visits.main(["gamma", "--data", "digits"])
