@@ -155,7 +155,7 @@ def estimator(case: Case, options: Mapping[str, float], n: int) -> compopt.Contr
     if loss == "SigLIP":
         return compopt.SigLIPEstimator(**given)
     if loss == SOG:
-        return compopt.SogCLREstimator(n, tau=tau, **given)
+        return compopt.SogCLREstimator(n, gamma=0.9, tau=tau, **given)
     if loss.endswith(WITHOUT):
         given["candidates"] = None
     elif loss in (CHOSEN_K, FEWER):
