@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 N = 13
 DEFAULTS = {
     "bimodal": {
-        **{"gamma": 0.5, "lr": 0.01},
+        **{"gamma": 0.9, "lr": 0.01},
         **{"tau_init": 0.01, "tau_min": 0.005, "tau_max": 1.0, "rho": 6.0, "max_grad": 5.0},
     },
     "unimodal": {
@@ -38,7 +38,7 @@ def test_isogclr_defaults_by_mode(mode, beta):
     follow(BY_NAME["isogclr"], est, ref, N, batches(N, 8, seed=1))
 
 
-@pytest.mark.parametrize("mode, gamma, tau", [("bimodal", 0.5, 0.07), ("unimodal", 0.8, 0.1)])
+@pytest.mark.parametrize("mode, gamma, tau", [("bimodal", 0.9, 0.07), ("unimodal", 0.8, 0.1)])
 def test_defaults_by_mode(mode, gamma, tau):
     """A given value, also in a group, takes precedence over the default."""
     group = compopt.SogCLREstimator(N, mode=mode).sample_groups[0]

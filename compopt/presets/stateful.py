@@ -49,10 +49,9 @@ class SogCLREstimator(ContrastiveEstimator):
     Args:
         n: number of samples, or a list of sample groups such as ``[{"n": 1000, "gamma": 0.5}, {"n": 500}]``.
         gamma: in (0, 1]; weight of the newest value. 1 keeps no history. ``None``: 0.8 in unimodal mode
-            (section 5.3; the best values of Table 8 are 0.7 and 0.8), 0.5 in bimodal mode, where section 5.2 tunes
-            gamma in 0.6 to 0.99 and states no value, and LibAUC has 0.9. With 20 and 40 visits per row at batch 4 and
-            8, 0.3 and 0.5 are better than 0.8 and 0.9 (``benchmarks/results/visits.md``); with 2 visits and batch 16
-            to 64, 0.8 and 0.95 are better than 0.3 and 0.5 (``benchmarks/results/glyphs.md``).
+            (section 5.3; the best values of Table 8 are 0.7 and 0.8), 0.9 in bimodal mode (LibAUC's; section 5.2 tunes
+            gamma in 0.6 to 0.99 and states no value). The best value depends on the batch size ``B`` of all ranks;
+            ``B / (B + 8)`` fits those of ``benchmarks/results/visits.md``: 0.3 at batch 4, 0.5 at 8, 0.9 at 64.
         tau: temperature, > 0. ``None``: 0.1 in unimodal mode (section 5.1), 0.07 in bimodal mode (section 5.2).
         reference: see :class:`~compopt.MovingAverageEstimator`; ``"none"`` is the form of the paper.
         eps: added to the inner function, >= 0.
@@ -74,7 +73,7 @@ class SogCLREstimator(ContrastiveEstimator):
         eps: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        gamma, tau = by_mode(gamma, options, 0.5, 0.8), by_mode(tau, options, 0.07, 0.1)
+        gamma, tau = by_mode(gamma, options, 0.9, 0.8), by_mode(tau, options, 0.07, 0.1)
         normalizer = MovingAverageEstimator(sizes(n), gamma, reference, eps)
         super().__init__(normalizer, FixedTemperature(tau), sample_groups=n, **options)
 
@@ -130,7 +129,7 @@ class ISogCLREstimator(ContrastiveEstimator):
     ) -> None:
         gamma, lr, beta = (
             by_mode(given, options, *values)
-            for given, *values in ((gamma, 0.5, 0.8), (lr, 0.01, 0.03), (beta, 0.9, 0.5))
+            for given, *values in ((gamma, 0.9, 0.8), (lr, 0.01, 0.03), (beta, 0.9, 0.5))
         )
         temperature = TemperatureDual(
             sizes(n), rho, lr, tau_init, tau_min, tau_max, max_grad, optimizer=optimizer, beta=beta
