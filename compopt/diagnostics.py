@@ -301,7 +301,7 @@ def gradient_error(
     options: dict[str, Any] = {name: getattr(est, name) for name in ("mode", "normalize", "directions", "multiply_tau")}
     exact = torch.stack(global_gradient(z1, z2, tau, views=views, chunk_size=chunk_size, **options))
     total, batches = torch.zeros_like(exact), 0
-    training, seen = est.training, (est._last, est._shown)
+    training, seen = [(each, each.training) for each in est._tree()], (est._last, est._shown)
     learned = [(parameter, parameter.grad) for parameter in est.parameters()]
     est.eval()
     for parameter, _ in learned:
@@ -318,7 +318,8 @@ def gradient_error(
                 total[1].index_add_(0, there, g2)
                 batches += 1
     finally:
-        est.train(training)
+        for each, mode in training:
+            each.training = mode
         est._last, est._shown = seen  # restore the metrics of the caller's last call
         for parameter, grad in learned:
             parameter.grad = grad

@@ -49,8 +49,14 @@ class Schedule:
     def _move(self, t: int) -> None:
         values = [plain_value(self.key, self.fn(t)) for _ in self.est.sample_groups]
         with self.est._writing():
-            for group, value in zip(self.est.sample_groups, values, strict=True):
-                group[self.key] = value
+            before = [group[self.key] for group in self.est.sample_groups]
+            try:
+                for group, value in zip(self.est.sample_groups, values, strict=True):
+                    group[self.key] = value
+            except Exception:
+                for group, value in zip(self.est.sample_groups, before, strict=True):
+                    group[self.key] = value
+                raise
         self.t = t
 
     def step(self) -> None:

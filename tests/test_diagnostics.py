@@ -191,3 +191,10 @@ def test_the_error_of_a_normalizer_beside_rows_of_other_parts(make):
     est(*torch.randn(2, 6, 4, requires_grad=True).unbind(), torch.arange(6)).backward()
     est.step()
     assert compopt.diagnostics.normalizer_error(est, *z).isfinite()
+
+
+def test_the_gradient_error_restores_the_mode_of_each_part():
+    est = compopt.SogCLREstimator(N)
+    est.normalizer.eval()
+    diagnostics.gradient_error(est, *torch.randn(2, N, 5), batch_size=4)
+    assert est.training and not est.normalizer.training

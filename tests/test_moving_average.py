@@ -300,3 +300,14 @@ def test_loaded_averages_of_another_temperature_are_told(other, told):
         warnings.simplefilter("always")
         run(again, z1, z2, index, tau=tau)
     assert ["averaged at tau=0.1" in str(each.message) for each in found] == [True] * told
+
+
+def test_compositional_loss_refuses_rows_of_two_directions_and_empty_batches():
+    g, index = torch.rand(3) + 0.5, torch.arange(3)
+    with pytest.raises(ValueError, match="direction"):
+        compopt.compositional_loss(g, index, compopt.SogCLREstimator(4).normalizer, torch.square)
+    u = compopt.MovingAverageEstimator(4)
+    with pytest.raises(ValueError, match="empty"):
+        compopt.compositional_loss(g[:0], index[:0], u, torch.square)
+    u.step()
+    assert u.t == 0

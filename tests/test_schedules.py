@@ -56,6 +56,14 @@ def test_a_bad_schedule_is_refused(build, message):
         build(compopt.SogCLREstimator(N))
 
 
+def test_a_value_that_one_group_refuses_changes_no_group():
+    est = compopt.ISogCLREstimator([{"n": 4}, {"n": 4, "tau_max": 0.1}], tau_init=0.05)
+    schedule = Schedule(est, "tau_init", lambda t: 0.05 if t == 0 else 0.3)
+    with pytest.raises(ValueError, match="tau_init"):
+        schedule.step()
+    assert [group["tau_init"] for group in est.sample_groups] == [0.05, 0.05] and schedule.t == 0
+
+
 def test_the_schedule_takes_effect():
     est = compopt.SogCLREstimator(N, tau=0.1, dtype=torch.float64)
     schedule = CosineGamma(est, 5)

@@ -230,6 +230,8 @@ def compositional_loss(
     domain, width = _form(estimator)
     logs = domain == "log"
     with estimator._guard():
+        if isinstance(estimator, MovingAverageEstimator):
+            estimator._check_one_value()
         refuse_derivatives(("g", g))
         inner = _inner("g", g, width)
         if logs and inner.device.type == "cpu" and bool((inner <= 0).any()):
@@ -238,6 +240,8 @@ def compositional_loss(
                 f"compopt.losses.InnerAverage"
             )
     batch = _read(estimator, inner.log() if logs else inner, index, previous, beta, args)
+    if not len(batch.rows):
+        raise ValueError("g is empty on every rank; skip such a batch")
     inner = batch.values["inner"]
     average = (
         estimator._average(inner, batch, beta)

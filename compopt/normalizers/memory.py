@@ -58,8 +58,8 @@ class MemoryNormalizer(Normalizer):
         length: number of samples in the queue, ``m`` (unimodal: both views of these samples, in one queue of ``2 m``
             features).
         momentum: require ``keys=`` in every call; otherwise they are optional.
-        candidates: count the positive in the denominator, ``1 / candidates + mean_j e^{h_ij / tau_i}`` with the mean
-            over batch and queue, as :class:`~compopt.BatchNormalizer` does; ``None``: do not.
+        candidates: count the positive in the denominator, ``1 / k + mean_j e^{h_ij / tau_i}`` with the mean over batch
+            and queue, ``k`` the larger one of ``candidates`` and the number of negatives; ``None``: do not.
 
     These arguments cannot differ between sample groups. The oldest feature is ``m / B`` steps old: 8 to 16 were good in
     trials, 32 was harmful. In the equations, ``m`` is the number of slots that are negatives of an anchor: filled, and

@@ -103,11 +103,10 @@ class ScoredSampler(Sampler[int]):
         reference: Scores | None = None,
     ) -> None:
         self.est, self.warm_up, self.seed = est, checks.whole("warm_up", warm_up), checks.whole("seed", seed)
-        for name, value in (("share", share), ("returning", returning)):
-            if value is not None and not 0 <= checks.number(name, value) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {value!r}")
-        if share == 1:
-            raise ValueError("share=1 leaves out all samples; give less")
+        if not 0 <= checks.number("returning", returning) <= 1:
+            raise ValueError(f"returning must be in [0, 1], got {returning!r}")
+        if share is not None:
+            checks.decay("share", share)
         curation.check_rows(est)
         checks.flag("divide", divide)
         if not 0 < checks.number("drawn", drawn) <= 1:
