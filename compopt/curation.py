@@ -35,7 +35,7 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.collectives import doing
 from compopt.estimator.base import Estimator, Form, Hook
 from compopt.estimator.groups import GroupSpec, as_groups
-from compopt.estimator.reader import ROW_KEYS
+from compopt.estimator.reader import ROW_KEYS, either
 from compopt.kernel.block import same_sample
 from compopt.kernel.pairs import Pairs
 from compopt.stores.rows import Column
@@ -154,6 +154,7 @@ class ScoreKeeper(Estimator):
         values = {"similarity": pairs.positive[batch.own]}
         values |= {"rank": _positive_ranks(batch, pairs, self._unimodal)} if self.rank else {}
         own, valid = self._read(keys, values), None
+        own.bad = either(own.bad, batch.bad)  # indices on a device, which the estimator refuses without an error
         if own.depositing:
             if pairs.may_lack_negatives and isinstance(pairs.count, Tensor):
                 valid = pairs.count > 0

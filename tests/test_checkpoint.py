@@ -106,6 +106,12 @@ class Counter(compopt.Temperature):
         self.state = dict(state)
 
 
+def test_integer_state_is_deposited():
+    part = Counter()
+    part.deposit_state(calls=torch.tensor(3))
+    assert part.working_state(True)["calls"] == 3
+
+
 def own_part():
     return compopt.ContrastiveEstimator(compopt.MovingAverageEstimator(N), Counter())
 

@@ -2,6 +2,7 @@
 
 import csv
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -665,3 +666,16 @@ def test_the_share_of_a_run_without_a_commit_is_unknown():
     found = curation.scores(compopt.ScoreKeeper(8))
     with pytest.warns(UserWarning, match="no sample has been visited"):
         assert curation.wrong_share(found) == 0
+
+
+def test_a_batch_that_the_estimator_refuses_on_a_device_is_not_scored():
+    class Refusing(compopt.ScoreKeeper):
+        def _record(self, est, batch, pairs):
+            super()._record(est, replace(batch, bad=torch.tensor(True)), pairs)
+
+    est, keeper = compopt.DCLEstimator(0.1), Refusing(N)
+    keeper.attach(est)
+    z1, z2 = torch.randn(2, 4, 5, requires_grad=True).unbind()
+    est(z1, z2, torch.arange(4)).backward()
+    est.step()
+    assert keeper.read(torch.arange(N))["count"].tolist() == [0] * N

@@ -841,11 +841,14 @@ class Estimator:
         """Deposit new values for entries of :attr:`state`; if any value is not finite, change none of them."""
         before = self.working_state(True)
         new, old = list(tensors.values()), [before[name] for name in tensors]
-        if len({(value.shape, value.dtype) for value in (*new, *old)}) == 1:  # alike: one stacked operation for all
+        floats = [value.flatten() for value in new if value.is_floating_point()]
+        if not floats:  # integers are finite
+            accepted = new
+        elif len({(value.shape, value.dtype) for value in (*new, *old)}) == 1:  # alike: one stacked operation for all
             stacked = torch.stack(new)
             accepted = list(torch.where(all_finite(stacked), stacked, torch.stack(old)).unbind())
         else:
-            finite = all_finite(torch.cat([value.flatten() for value in new if value.is_floating_point()]))
+            finite = all_finite(torch.cat(floats))
             accepted = [torch.where(finite, *values) for values in zip(new, old, strict=True)]
         self._pending_state = {**before, **dict(zip(tensors, accepted, strict=True))}
 
