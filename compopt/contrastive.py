@@ -78,7 +78,7 @@ class ContrastiveEstimator(Container):
         normalize: L2-normalise the features. Otherwise the features are used unchanged; their norms must be below 1e15.
         multiply_tau: the objective is ``tau (alpha + rho)``; ``False``: ``alpha``, with weights ``w / tau``. A
             temperature that the optimizer learns, without ``rho``, needs ``False``: ``tau alpha`` falls as ``tau``
-            grows (a call warns, once).
+            grows.
         chunk_size: number of rows of the similarity matrix in memory at a time; ``None`` holds two ``B x B`` matrices.
             A chunk size saves memory and costs one more matrix product.
         process_group: the ranks whose batches form the global batch; ``None``: the default group, if

@@ -262,7 +262,9 @@ class MomentumEncoder:
         As in ``nn.Module.state_dict()``, the tensors are not copied; under FSDP2 they are this rank's shards. Averages
         of parameters in half precision are float32. Shared parameters and non-persistent buffers are not included.
         """
-        parameters = {_eager(name): self._average(name, own.detach()) for name, own, _ in self._moved()}
+        moved = self._moved()
+        parameters = {_eager(name): self._average(name, own.detach()) for name, own, _ in moved}
+        self._note_versions(moved)
         modules = self.module.named_modules()  # a module's own state_dict() may have other names
         derived = {f"{at}.{key}".lstrip(".") for at, module in modules for key in module._non_persistent_buffers_set}
         buffers = {_eager(name): own for name, own in self.module.named_buffers() if name not in derived}

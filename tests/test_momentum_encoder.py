@@ -439,10 +439,11 @@ def test_an_estimator_without_commits_is_refused():
     encoder.attach(est)
 
 
-def test_weights_loaded_into_a_copy_in_half_precision_are_averaged_from_then_on():
+@pytest.mark.parametrize("before", ["update", "state_dict"])
+def test_weights_loaded_into_a_copy_in_half_precision_are_averaged_from_then_on(before):
     model = nn.Linear(4, 3).bfloat16()
     encoder = compopt.MomentumEncoder(model, 0.75)
-    encoder.update()
+    getattr(encoder, before)()
     encoder.module.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
     encoder.update()
     torch.testing.assert_close(

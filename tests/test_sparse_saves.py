@@ -195,6 +195,15 @@ def test_a_state_that_cannot_fit_is_refused_before_it_is_copied(what, tmp_path):
         one.state_dict()
 
 
+def test_the_memory_that_a_container_has_left_counts_what_it_uses(tmp_path, monkeypatch):
+    for name, text in {"max": "5000", "current": "3000", "stat": "anon 1000\ninactive_file 500\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    monkeypatch.setattr(base, "CGROUP", tmp_path)
+    assert base.available_memory() == 2500  # the cache of files gives way
+    (tmp_path / "memory.max").write_text("max")
+    assert base.available_memory() > 2500
+
+
 @pytest.mark.parametrize("overwrite", ["load", "load_state_dict"])
 def test_rows_that_were_overwritten_are_not_taken_from_before(overwrite, tmp_path):
     est, other = sogclr(), sogclr()

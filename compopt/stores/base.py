@@ -18,6 +18,7 @@ from compopt import accelerator
 
 WORD = torch.complex128  # 16 bytes
 PAGE = mmap.PAGESIZE
+CGROUP = Path("/sys/fs/cgroup")  # of a container, whose processes share its memory
 BLOCK_ROWS = 1 << 20  # rows copied at a time, so that copying a large table needs little additional memory
 # Errors that NumPy and torch raise if an allocation fails, or if its size is out of range.
 NO_MEMORY = (MemoryError, ValueError, OverflowError, torch.cuda.OutOfMemoryError)
@@ -220,7 +221,9 @@ def available_memory() -> float:
         lines = Path("/proc/meminfo").read_text().splitlines()
         found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     with suppress(OSError, ValueError):  # of a container; "max": no limit
-        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        most, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        kept = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        found.append(max(0, most - used + int(kept["inactive_file"])))  # the system frees the cache of files first
     return min(found)
 
 
