@@ -236,6 +236,15 @@ def test_commits_by_hand_are_no_alarm():
     assert not loop.said
 
 
+def test_updates_of_a_network_are_none_of_the_model():
+    loop = Loop(compopt.NeuCLIPEstimator(4, prototypes=8, updates=2, rho=1.0), attach=False)
+    loop.call(8)  # micro-batches of the first window
+    assert not loop.said
+    loop.optimizer.step()
+    loop.est.step()
+    assert loop.est.t == 1
+
+
 def test_a_step_of_several_optimizers_is_one_update():
     """An update is counted when all optimizers have stepped; one optimizer steps more often here."""
     loop = Loop(attach=False)

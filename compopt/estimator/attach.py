@@ -187,9 +187,9 @@ class Attachments:
             self.stepped = dict.fromkeys(known, False)
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record a step of an optimizer, unless it has none of the parameters of the attached ones."""
+        """Record a step of an optimizer, unless it trains no model, or no parameter of the attached ones."""
         stepped = self.stepped  # read once: another thread may commit and set it to None meanwhile
-        if stepped is None:
+        if stepped is None or not any(p.requires_grad for p in _parameters(optimizer)):  # NeuCLIP's updates need none
             return
         attached = [each.listening() for each in self._attached.values()]
         own = {id(p) for each in attached if each is not None for p in _parameters(each)}
