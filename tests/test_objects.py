@@ -517,8 +517,8 @@ def test_nothing_is_copied_in_the_middle_of_a_commit_of_a_part(monkeypatch, tmp_
     est = isogclr()
     commit, refused = est.normalizer._table.commit, []
 
-    def interrupted(found_inf):
-        commit(found_inf)
+    def interrupted(prepared):
+        commit(prepared)
         for copies in (
             est.state_dict,
             est.normalizer.state_dict,
@@ -532,6 +532,20 @@ def test_nothing_is_copied_in_the_middle_of_a_commit_of_a_part(monkeypatch, tmp_
     monkeypatch.setattr(est.normalizer._table, "commit", interrupted)
     call(est, range(4)), est.normalizer.step()
     assert len(refused) == 4
+
+
+def test_a_commit_without_memory_for_one_part_changes_no_part(monkeypatch):
+    est = isogclr()
+    call(est, range(4))
+    before = tensors_of(est.state_dict())
+    with monkeypatch.context() as patch:
+        patch.setattr(est.temperature._table, "prepare", lambda found_inf: torch.empty(1 << 60))
+        with pytest.raises(RuntimeError, match="memory"):
+            est.step()
+    assert_same_bits(tensors_of(est.state_dict()), before)
+    assert est.pending == 1 and est.t == est.normalizer.t == 0
+    est.step()
+    assert est.t == est.normalizer.t == est.temperature.t == 1
 
 
 def test_defaults_are_those_of_the_container_whatever_was_done_before(tmp_path):

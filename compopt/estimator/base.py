@@ -747,16 +747,18 @@ class Estimator:
         # On an accelerator the host does not wait for the flag: where it is positive, the device keeps the old values.
         self._attachments.ended(self.pending)
         with self._writing(), torch.no_grad():
-            for each in objects:
-                each._commit_own(found_inf)
+            # first the work that needs memory: an error in it leaves all objects as they are
+            prepared = [None if each._table is None else each._table.prepare(found_inf) for each in objects]
+            for each, rows in zip(objects, prepared, strict=True):
+                each._commit_own(rows, found_inf)
         for each in objects:
             if each._hooks["step_post"]:
                 each._run("step_post", (), {} if found_inf is None else {"found_inf": found_inf})
 
-    def _commit_own(self, found_inf: Tensor | None) -> None:
-        """Write what is pending in this object alone."""
+    def _commit_own(self, rows: tuple[Tensor, Tensor] | None, found_inf: Tensor | None) -> None:
+        """Write what is pending in this object alone; ``rows``: the result of :meth:`RowTable.prepare`."""
         if self._table is not None:
-            self._table.commit(found_inf)
+            self._table.commit(rows)
         if self._pending_state is not None:
             self.commit_state(found_inf)
         if self._pending_notes is not None:

@@ -198,18 +198,26 @@ class RowTable:
         """Keep the proposals of one call, ``(B, D)`` each, until :meth:`commit` or :meth:`discard`."""
         self._deposits.append(Deposit.of(batch, read, proposals, valid))
 
-    def commit(self, found_inf: Tensor | None) -> None:
-        """Write the deposited proposals, unless ``found_inf`` (on the device) is positive."""
+    def prepare(self, found_inf: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Return row numbers of the store and rows for :meth:`commit`; ``None`` without deposits.
+
+        The rows keep their values if ``found_inf`` (on the device) is positive.
+        """
         if not self._deposits:
-            return
+            return None
         rows, old, new = merge(self._deposits, self.layout)
         if found_inf is not None:
             new = torch.where(found_inf.to(new.device) > 0, old, new)
         if self.sharded:
             picked = self._pick_owned(rows)
             rows, new = self.local(rows[picked]), new[picked]
-        self.rows.commit(rows, new)
-        self._deposits.clear()
+        return rows, new
+
+    def commit(self, prepared: tuple[Tensor, Tensor] | None) -> None:
+        """Write the result of :meth:`prepare`, and drop the deposits."""
+        if prepared is not None:
+            self.rows.commit(*prepared)
+            self._deposits.clear()
 
     def discard(self, first: int = 0) -> None:
         """Drop the deposits from number ``first`` on."""
