@@ -449,8 +449,7 @@ def _share(found: Scores, share: float | None) -> float:
     """Return the share of wrong pairs; estimate it if ``share`` is ``None``."""
     if share is None:
         return wrong_share(found)
-    if not 0 <= checks.number("share", share) <= 1:
-        raise ValueError(f"share must be in [0, 1], got {share!r}")
+    checks.fraction("share", share)
     return share
 
 
@@ -525,8 +524,7 @@ def rare(features: Tensor, share: float = 0.01, neighbours: int = 10, chunk_size
             ``neighbours`` is not smaller than the number of samples.
     """
     z = _unit(features)
-    if not 0 <= checks.number("share", share) <= 1:
-        raise ValueError(f"share must be in [0, 1], got {share!r}")
+    checks.fraction("share", share)
     if checks.count("neighbours", neighbours) >= len(z):
         raise ValueError(f"neighbours must be fewer than the {len(z)} samples, got {neighbours}")
     near = z.new_empty(len(z))

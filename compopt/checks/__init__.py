@@ -53,6 +53,12 @@ def decay(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be in [0, 1), got {value!r}")
 
 
+def fraction(name: str, value: Any) -> None:
+    """Refuse numbers outside [0, 1]."""
+    if not 0 <= number(name, value) <= 1:
+        raise ValueError(f"{name} must be in [0, 1], got {value!r}")
+
+
 def burn_in(name: str, value: Any) -> None:
     """Refuse values that are neither a count of at least 0 nor a fraction in [0, 1)."""
     if number(name, value) < 0 or (value >= 1 and (isinstance(value, float) or value != int(value))):

@@ -103,14 +103,12 @@ class ScoredSampler(Sampler[int]):
         reference: Scores | None = None,
     ) -> None:
         self.est, self.warm_up, self.seed = est, checks.whole("warm_up", warm_up), checks.whole("seed", seed)
-        if not 0 <= checks.number("returning", returning) <= 1:
-            raise ValueError(f"returning must be in [0, 1], got {returning!r}")
+        checks.fraction("returning", returning)
         if share is not None:
             checks.decay("share", share)
         curation.check_rows(est)
         checks.flag("divide", divide)
-        if not 0 < checks.number("drawn", drawn) <= 1:
-            raise ValueError(f"drawn must be in (0, 1], got {drawn!r}")
+        checks.unit_interval("drawn", drawn)
         if share is None:
             self._check_estimate()
         self.share, self.returning, self.divide = share, returning, divide
