@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import compopt
 from tests.database import BY_NAME, DATABASE, MODES
 from tests.helpers import batches, features, make, near
+from tests.launching import run_code
 from tests.pool import the_pool
 
 pytestmark = pytest.mark.distributed
@@ -291,3 +292,19 @@ def inside_join(group):
 def test_join_of_torch_is_refused():
     for (said,) in the_pool().run(inside_join, 2):
         assert said.startswith("an estimator cannot be called inside torch's Join") and "drop_last=True" in said
+
+
+GROUPS = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from compopt.distributed.ranks import Ranks, _timeout
+store = {"init_method": f"file://{sys.argv[1]}", "rank": 0, "world_size": 1}
+dist.init_process_group("gloo", timeout=timedelta(seconds=77), **store)
+for group in (None, dist.new_group([0], timedelta(seconds=17))):
+    print(_timeout(Ranks(group)._form_host_group()))
+"""
+
+
+def test_groups_for_messages_and_threads_have_the_timeout_of_their_group(tmp_path):
+    assert run_code(GROUPS, tmp_path / "store").stdout.split() == ["0:01:17", "0:00:17"]

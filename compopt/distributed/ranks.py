@@ -7,7 +7,9 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -88,12 +90,16 @@ class Ranks:
         return self._host
 
     def new_host_group(self) -> ProcessGroup | None:
-        """Create another CPU group of the same ranks, for collectives of another thread; ``None`` if torch cannot."""
+        """Create another CPU group of the same ranks, for collectives of another thread; ``None`` if torch cannot.
+
+        It has the timeout of the group.
+        """
         return None if self.size == 1 else collectives.answered(self._form_host_group, self.group, collectives.now())
 
     def _form_host_group(self) -> ProcessGroup | None:
+        timeout = _timeout(self.group)
         if self.group is dist.group.WORLD:
-            return dist.new_group(backend="gloo")
+            return dist.new_group(timeout=timeout, backend="gloo")
         # new_group is collective over the whole world, but only the members of this group run this code: use local
         # synchronization. There may be no group for CPU tensors yet.
         count, counts = len(dist.distributed_c10d._world.pg_names), [0] * self.size
@@ -104,7 +110,7 @@ class Ranks:
         if len(set(counts)) > 1:  # torch derives the group's name from this count
             return None
         members = dist.get_process_group_ranks(self.group)
-        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return dist.new_group(members, timeout, backend="gloo", use_local_synchronization=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self  # a copy of an estimator uses the same ranks
@@ -285,6 +291,13 @@ def _doubles(tensor: Tensor) -> Tensor:
     """Convert to float64; on the host if the device does not support float64."""
     device = tensor.device if accelerator.supports(tensor.device, torch.float64) else torch.device("cpu")
     return tensor.to(device).double()
+
+
+def _timeout(group: Any) -> timedelta | None:
+    """Return the timeout of a group, ``None`` if torch does not tell it; ``new_group`` would take torch's default."""
+    with suppress(AttributeError, RuntimeError):  # private in torch
+        return group._get_backend(group._device_types[0]).options._timeout
+    return None
 
 
 def _works_on_cpu(group: ProcessGroup | None) -> bool:
