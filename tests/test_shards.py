@@ -76,8 +76,23 @@ def test_growing_data_keeps_all_rows(shards, tmp_path):
         assert more.index({"__url__": str(shard)}, 0) == old.index({"__url__": str(shard)}, 0)
     assert [more.index({"__url__": str(shard)}, 0) for shard in shards[:2]] == [19, 24]
     write_shard(shards[3], ["000030000"])
-    with pytest.raises(ValueError, match=r"00003.tar has 1 samples, and 4 in the index"):
+    with pytest.raises(ValueError, match=r"00003.tar has 1 samples and \d+ bytes, and 4 and \d+ in the index"):
         ShardIndex.build(shards, extend=old)
+
+
+def test_shards_of_another_folder_are_not_taken_for_older_ones(tmp_path):
+    old = ShardIndex.build(write_shards(tmp_path / "train", [2, 3]))
+    more = write_shards(tmp_path / "extra" / "2024", [2, 3])
+    more[0].write_bytes(more[0].read_bytes() + bytes(10_240))  # their sizes are those of other samples
+    with pytest.raises(ValueError, match=r"00000.tar has 2 samples and .* needs another name"):
+        ShardIndex.build(more, extend=old)
+    for folder in ("extra", "."):
+        with pytest.raises(ValueError, match=r"2024/00000.tar cannot be told from 00000.tar of the index.*root="):
+            ShardIndex.build(more, extend=old, root=tmp_path / folder)
+    deep = ShardIndex.build(more, root=tmp_path)
+    with pytest.raises(ValueError, match=r"2024/00000.tar cannot be told from extra/2024/00000.tar"):
+        ShardIndex.build(more, extend=deep, root=tmp_path / "extra")
+    assert ShardIndex.build(tmp_path / "train", extend=deep, root=tmp_path).n == 10
 
 
 def test_shards_of_several_folders(tmp_path):
@@ -139,6 +154,19 @@ def test_bad_shards_are_named_before_training(shards, tmp_path):
         ShardIndex.build(shards)
 
 
+def test_other_files_of_the_folder_are_no_manifests(shards):
+    (shards[0].parent / "captions.json").write_text('{"caption": 1}\n{"caption": 2}\n')
+    assert ShardIndex.build(shards).n == sum(SIZES)
+
+
+def test_no_shard_is_left_out_in_silence(tmp_path):
+    (one,) = write_shards(tmp_path / "run[1]", [2])
+    (two,) = write_shards(tmp_path / "b", [3])
+    assert ShardIndex.build([one, two]).n == 5
+    with pytest.raises(FileNotFoundError, match=r"no shards at .*typo"):
+        ShardIndex.build([str(two), f"{tmp_path}/typo/*.tar"])
+
+
 CUTS = {  # content of a damaged shard of 48 samples, and what is said
     "at the end of a sample": (lambda whole: whole[: 512 * 60], "10 samples in 30720 bytes, and then 0 bytes of zeros"),
     "at the end of a file": (lambda whole: whole[:29696], "10 samples in 29696 bytes, and then 0 bytes of zeros"),
@@ -184,11 +212,10 @@ def test_shards_that_are_not_those_of_the_index(shards, tmp_path):
     names = [str(shard) for shard in shards]
     index.check([*names[:4], "s3://elsewhere/00001.tar"])
     shards[1].write_bytes(shards[1].read_bytes()[:2000])
-    for known in (index, ShardIndex.build(shards, extend=index)):
-        with pytest.raises(
-            ValueError, match=r"00001.tar has 2000 bytes, and \d+ when the index was built: it was repl"
-        ):
-            known.check(names[:4])
+    with pytest.raises(ValueError, match=r"00001.tar has 2000 bytes, and \d+ when the index was built: it was repl"):
+        index.check(names[:4])
+    with pytest.raises(ValueError, match=r"00001.tar has \d samples and 2000 bytes, and \d and \d+ in the index"):
+        ShardIndex.build(shards, extend=index)
     ShardIndex({shard.name: 4 for shard in shards}).check(names)  # this index has no sizes of files
     shards[1].rename(shards[1].with_name("new.tar"))
     with pytest.raises(FileNotFoundError, match="1 of 4 shards are missing or empty, such as .*00001.tar"):

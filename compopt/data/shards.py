@@ -26,6 +26,7 @@ _NAME = re.compile(r"^((?:.*/|)[^./][^.]*)[.]([^/]*)$")
 _META = re.compile(r"__[^/]*__($|/)")
 # Shards to read concurrently when counting samples, which is dominated by seeks.
 THREADS = 8
+LARGEST_WIDS = 64 << 20  # bytes of a file that may be a wids index; other JSON files beside shards may be large
 END = 2 * tarfile.BLOCKSIZE  # zeros at the end of a tar file, at least
 
 
@@ -96,8 +97,9 @@ class ShardIndex:
         Args:
             shards: a folder, a pattern with braces (``"data/{00000..00099}.tar"``) or wildcards, or a list of files.
                 Rows are assigned in this order; for a folder or wildcard in the order of the names.
-            extend: an index to append to. The shards of this index keep their rows.
-            root: folder to which the names of shards are relative; by default their deepest common folder.
+            extend: an index to append to. Its shards keep their rows.
+            root: folder to which the names of shards are relative; by default their deepest common folder. With shards
+                of several folders pass the same ``root`` in every call.
             progress: show a progress bar while samples are counted, if tqdm is installed.
             end_blocks: a shard whose samples are counted must end with the two blocks of zeros of a complete tar file;
                 ``False``: for writers that leave them out. A shard that was cut between two files is then not noticed.
@@ -106,10 +108,15 @@ class ShardIndex:
             The index; ``extend`` is not changed.
 
         Raises:
-            FileNotFoundError: a shard is missing.
-            ValueError: a shard is a URL, is truncated or empty, occurs twice, or has another size than in ``extend``.
+            FileNotFoundError: a shard is missing, or a folder or pattern has none.
+            ValueError: a shard is a URL, is truncated or empty, or occurs twice; ``extend`` has a shard of its name
+                with another size, or its file under a name that is relative to another folder.
         """
-        listed = shard_list(shards)
+        listed: list[str] = []
+        for each in [shards] if isinstance(shards, str | os.PathLike) else shards:
+            if not (found := shard_list(each)):
+                raise FileNotFoundError(f"no shards at {each}")
+            listed += found
         if not listed:
             raise FileNotFoundError(f"no shards at {shards}")
         if remote := next((shard for shard in listed if "://" in shard), None):
@@ -123,16 +130,18 @@ class ShardIndex:
         older = {} if extend is None else extend._shards
         index = cls({name: count for name, (_, count) in older.items()})
         index._bytes = {} if extend is None else dict(extend._bytes)
+        _check_folders(names, older)
         for name, file, count in zip(names, files, count_all(files, progress, end_blocks), strict=True):
-            if size_of(file):
-                index._bytes.setdefault(name, size_of(file))
+            size = size_of(file)
             if name not in older:
                 index._append(name, count)
-            elif older[name][1] != count:
+            elif (count, size) != (before := (older[name][1], index._bytes.get(name, size))):
                 raise ValueError(
-                    f"shard {name} has {count} samples, and {older[name][1]} in the index to extend; rows of a shard "
-                    f"that was written anew are not those of the old one: give it another name"
+                    f"shard {name} has {count} samples and {size} bytes, and {before[0]} and {before[1]} in the index "
+                    f"to extend: a shard that is new or was written anew needs another name"
                 )
+            if size:
+                index._bytes[name] = size
         return index
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -342,12 +351,30 @@ def shard_list(shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
     if Path(text).is_dir():
         found = (path for path in Path(text).iterdir() if re.search(r"\.tar(\.(gz|bz2|xz|zst))?$", path.name))
         return [os.fspath(path) for path in sorted(found)]
-    if re.search(r"[*?\[]", text):
+    if re.search(r"[*?\[]", text) and not os.path.exists(text):  # a name may contain brackets
         if "://" in text:
             raise ValueError(f"{text}: wildcards need a local disk; write a range, such as {{00000..00099}}.tar")
         root = Path(text).anchor
         return [os.fspath(path) for path in sorted(Path(root or ".").glob(text.removeprefix(root)))]
     return _expand_braces(text)
+
+
+def _check_folders(names: Iterable[str], older: Iterable[str]) -> None:
+    """Refuse names that may be those of older shards, relative to another folder."""
+
+    def shortened(name: str) -> Iterator[str]:
+        parts = name.split("/")
+        return ("/".join(parts[at:]) for at in range(1, len(parts)))
+
+    known = set(older)
+    longer = {short: name for name in known for short in shortened(name)}
+    for name in (each for each in names if each not in known):
+        found = next((short for short in shortened(name) if short in known), longer.get(name))
+        if found is not None:
+            raise ValueError(
+                f"shard {name} cannot be told from {found} of the index to extend; pass root=, the folder to which the "
+                f"names of that index are relative, or give new shards other names"
+            )
 
 
 def _expand_braces(text: str) -> list[str]:
@@ -418,7 +445,8 @@ def count_all(shards: list[Path], progress: bool, end_blocks: bool = True) -> li
 def _recorded(folder: Path) -> Iterator[tuple[str, int]]:
     """Yield recorded names and counts of shards in a folder; later entries override earlier ones."""
     for path in sorted(folder.glob("*.json")):
-        wids = None if path.name == "sizes.json" or path.name.endswith("_stats.json") else _read_json(path)
+        known = path.name == "sizes.json" or path.name.endswith("_stats.json") or size_of(path) > LARGEST_WIDS
+        wids = None if known else _read_json(path, required=False)
         if isinstance(wids, Mapping) and isinstance(wids.get("shardlist"), list):
             yield from ((Path(str(entry["url"])).name, int(entry["nsamples"])) for entry in wids["shardlist"])
     energon, sizes = _read_json(folder / ".nv-meta" / ".info.json"), _read_json(folder / "sizes.json")
@@ -432,12 +460,15 @@ def _img2dataset(shard: Path) -> int | None:
     return int(stats["successes"]) if isinstance(stats, Mapping) and "successes" in stats else None
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path, required: bool = True) -> Any:
+    """Return the content of a file, ``None`` if it does not exist, or cannot be read and is not ``required``."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:
+        if not required:  # any file of the user
+            return None
         raise ValueError(f"{path} cannot be read: {error}; mend or remove it, and the shards are counted") from error
 
 
