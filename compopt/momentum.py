@@ -242,7 +242,8 @@ class MomentumEncoder:
         known = self._averages.get(name)
         if known is None or (name in self._versions and self._versions[name] != own._version):  # loaded by the user
             known = own
-        self._averages[name] = known = known.to(own.device, torch.float32)
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be updated later
+            self._averages[name] = known = known.to(own.device, torch.float32)
         return known
 
     def _note_versions(self, moved: Sequence[tuple[str, Tensor, Tensor]]) -> None:
@@ -253,8 +254,8 @@ class MomentumEncoder:
         return f"{type(self).__name__}({type(self.module).__name__}, decay={self.decay})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the hook, which cannot be pickled."""
-        return {**self.__dict__, "_handle": None}
+        """Return the state without the hook, which cannot be pickled, and the versions, which a copy does not have."""
+        return {**self.__dict__, "_handle": None, "_versions": {}}
 
     def state_dict(self) -> dict[str, Any]:
         """Return averages and buffers by name, ``{"parameters": ..., "buffers": ...}``.
@@ -303,7 +304,7 @@ class MomentumEncoder:
                         f"torch.distributed.checkpoint"
                     )
                 pairs.append((value, given[name]))
-        self._begins = False
+        self._begins, self._calls = False, -math.inf
         for value, new in pairs:
             value.copy_(new)
         moved = self._moved()

@@ -166,22 +166,45 @@ def test_tied_parameters_stay_tied():
     torch.testing.assert_close(encoder.module[0].weight.detach(), start + 0.1)
 
 
+@pytest.mark.parametrize("how", ["resumed", "copied"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_averages_of_half_precision_do_not_stand_still(dtype):
+def test_averages_of_half_precision_do_not_stand_still(dtype, how):
     """A step of 0.001 from 1 is below half a unit in the last place; the average keeps it, also after a resume."""
     model = nn.Linear(4, 4).to(dtype)
     nn.init.ones_(model.weight)
     encoder = compopt.MomentumEncoder(model, 0.999)
     nn.init.constant_(model.weight, 2.0)
     for step in range(200):
-        if step == 100:
+        if step == 100 and how == "resumed":
             state = through_a_file(encoder.state_dict())
             encoder = compopt.MomentumEncoder(model, 0.999)
             encoder.load_state_dict(state)
+        elif step % 10 == 0 and how == "copied":
+            model, encoder = copy.deepcopy((model, encoder))
         encoder.update()
     average = encoder.state_dict()["parameters"]["weight"]
     torch.testing.assert_close(average, torch.full((4, 4), 2 - 0.999**200), rtol=1e-5, atol=0)
     assert torch.equal(encoder.module.weight, average.to(dtype))
+
+
+def test_a_state_read_in_inference_mode_does_not_end_the_training():
+    model = nn.Linear(4, 4).bfloat16()
+    encoder = compopt.MomentumEncoder(model, 0.5)
+    with torch.inference_mode():
+        state = encoder.state_dict()
+    encoder.update()
+    encoder.load_state_dict(state)
+    encoder.update()
+
+
+def test_a_loaded_encoder_that_only_evaluates_is_not_forgotten():
+    state = compopt.MomentumEncoder(model := nn.Linear(2, 2)).state_dict()
+    encoder = compopt.MomentumEncoder(model)
+    encoder.load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(300):
+            encoder(torch.ones(1, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import compopt
-from compopt.gradient_cache.inputs import by_sample, micro_batches
+from compopt.gradient_cache.inputs import by_sample, micro_batches, without_padding
 
 transformers = pytest.importorskip("transformers")
 
@@ -192,6 +192,20 @@ def test_a_rank_without_samples_has_one_empty_micro_batch():
     batch = {"input_ids": torch.zeros(1, 0).long(), "cu_seq_lens_q": torch.tensor([0])}
     (part,), counts, order = micro_batches(batch, compopt.TokenBudget(8), None)
     assert part["input_ids"].shape == (1, 0) and counts == [0] and order == []
+
+
+def test_padding_is_cut_from_tokens_only():
+    """Sizes of images may be those of the texts by chance."""
+    mask = torch.ones(4, 8).long()
+    mask[:, 6:] = 0
+    images = {"pixel_values": (4, 3, 4, 8), "image_embeds": (4, 8), "pixel_values_videos": (4, 8, 2)}
+    tokens = {"input_ids": (4, 8), "position_ids": (3, 4, 8), "bbox": (4, 8, 4)}
+    batch = {name: torch.ones(shape) for name, shape in images.items()} | {"attention_mask": mask}
+    batch |= {name: torch.ones(shape).long() for name, shape in tokens.items()} | {"embeds": torch.ones(4, 8, 2)}
+    found = {name: tuple(value.shape) for name, value in without_padding(batch).items()}
+    assert found == images | {
+        "attention_mask": (4, 6), "input_ids": (4, 6), "position_ids": (3, 4, 6), "bbox": (4, 6, 4), "embeds": (4, 6, 2)
+    }  # fmt: skip
 
 
 def test_inputs_of_another_form_are_split_by_a_function():

@@ -29,6 +29,16 @@ def test_the_bank_keeps_normalised_features(dtype):
         assert torch.equal(got, normalize(z, dim=1).to(dtype).float()[index])
 
 
+def test_a_bank_that_is_filled_in_inference_mode_can_be_written_later():
+    bank, again, (z1, z2) = FeatureBank(N), FeatureBank(N), table()
+    with torch.inference_mode():
+        put(bank, torch.arange(N), z1, z2)
+        again.load_state_dict(bank.state_dict())
+    for each in (bank, again):
+        put(each, [1], z1[:1], z2[:1])
+        assert torch.equal(each.rows[1], each.rows[0])
+
+
 def test_rows_that_are_not_finite_are_skipped():
     bank = FeatureBank(3)
     z1, z2 = table(3)

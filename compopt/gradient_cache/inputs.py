@@ -20,6 +20,7 @@ CUMULATIVE = "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k"
 LONGEST = "max_seqlen", "max_length_q", "max_length_k"
 GRIDS = {"pixel_values": ("image_grid_thw", 1), "pixel_values_videos": ("video_grid_thw", 2)}  # and the type of tokens
 CHANNELS = 3
+VISUAL = ("pixel", "image", "video")  # beginnings of the names of tensors that no mask of tokens describes
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class TokenBudget:
     that a budget that is too large for the memory fails at once. The features are returned to the order of the batch.
 
     With ``tokens``, a mapping with an ``attention_mask`` ``(b, T)`` is cut to the columns that the micro-batch uses, in
-    all tensors whose first or last two dimensions are ``(b, T)``. The features must not depend on padding: divide the
+    all tensors whose first two dimensions are ``(b, T)``, and in integers whose last two are; not in those whose name
+    begins with ``pixel``, ``image`` or ``video``. The features must not depend on padding: divide the
     texts of SigLIP, whose feature is that of the last column, by samples, and give ``position_ids`` to a model with
     absolute positions and padding on the left.
 
@@ -298,7 +300,7 @@ def pixels_of(sample: Any) -> int:
 
 
 def without_padding(inputs: Any) -> Any:
-    """Cut tensors to the columns that their ``attention_mask`` uses."""
+    """Cut tensors of tokens to the columns that their ``attention_mask`` uses."""
     if isinstance(inputs, tuple):
         return _tuple(inputs, map(without_padding, inputs))
     if not isinstance(inputs, Mapping):
@@ -309,11 +311,14 @@ def without_padding(inputs: Any) -> Any:
     used = mask.any(0).nonzero()[:, 0]
     start, length = int(used[0]), int(used[-1] - used[0]) + 1
 
-    def cut(value: Any) -> Any:
+    def cut(key: Any, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return without_padding(value)
+        if str(key).startswith(VISUAL):
+            return value
         if value.shape[:2] == mask.shape:
             return value.narrow(1, start, length)
-        return value.narrow(-1, start, length) if value.shape[-2:] == mask.shape else value
+        positions = not value.is_floating_point() and value.shape[-2:] == mask.shape  # (3, b, T), of Qwen2-VL
+        return value.narrow(-1, start, length) if positions else value
 
-    return {key: cut(value) for key, value in inputs.items()}
+    return {key: cut(key, value) for key, value in inputs.items()}

@@ -75,6 +75,7 @@ class FeatureBank:
         if self.rows is not None and self.rows.shape[2] != d:
             raise ValueError(f"z1 and z2 have d={d}, but the features so far had d={self.rows.shape[2]}")
 
+    @torch.inference_mode(False)  # inference tensors could not be written later
     def write(self, index: Tensor, rows: Tensor) -> None:
         """Store features of some samples.
 
@@ -179,6 +180,7 @@ class FeatureBank:
         if rows is None and any(bool(mask.any()) for mask in given.values()):
             raise ValueError("the state of the bank has samples with features, but no rows; load an earlier state")
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy a :meth:`state_dict` into this bank, in its own dtype.
 
