@@ -125,7 +125,8 @@ class ScoreKeeper(Estimator):
                 or loaded for an estimator with another mode, dtype or placement.
         """
         if not isinstance(est, ContrastiveEstimator):
-            raise TypeError(f"est must be a contrastive estimator, got {type(est).__name__}")
+            kind = type(est).__name__
+            raise TypeError(f"est must be a contrastive estimator, with whose step() a ScoreKeeper commits, got {kind}")
         if est.n not in (None, self.n):
             raise ValueError(f"n differs: the ScoreKeeper has {self.n}, the estimator {est.n}; give both the same n")
         if not (self.t or self.pending):

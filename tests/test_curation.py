@@ -334,7 +334,7 @@ def test_refusals(tmp_path):
         compopt.ScoreKeeper(N, rate=0.0)
     with pytest.raises(TypeError, match="rank"):
         compopt.ScoreKeeper(N, rank=1)
-    with pytest.raises(TypeError, match="est must be a contrastive estimator, got AdamW"):
+    with pytest.raises(TypeError, match="est must be a contrastive estimator, with whose .*, got AdamW"):
         compopt.ScoreKeeper(N).attach(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
     with pytest.raises(ValueError, match="n differs: the ScoreKeeper has 13, the estimator 14"):
         compopt.ScoreKeeper(N).attach(compopt.SogCLREstimator(N + 1))

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import warnings
 from functools import partial
 from unittest import mock
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import compopt
 from tests.pool import the_pool
 from tests.trainers import SKIPPED, UPDATES, Items, estimator, plain_loop, same, spoil
-from tests.training import DIM, MICRO, WINDOW, Encoders, needs_fsdp2, rows, weights
+from tests.training import DIM, MICRO, WINDOW, Encoders, N, needs_fsdp2, rows, weights
 
 pl = pytest.importorskip("lightning.pytorch")
 talk = "treespec|dirpath has changed|Checkpoint directory|Be aware|workers|ended before|logging interval|GPU"
@@ -227,6 +228,22 @@ def test_several_estimators(tmp_path):
     assert same(*results) and not torch.equal(results[0][1], results[0][2])
 
 
+class Scored(DualEncoder):
+    def setup(self, stage):
+        super().setup(stage)
+        self.scores = compopt.ScoreKeeper(N)
+        self.scores.attach(self.est)
+
+
+def test_a_score_keeper_is_saved_and_loaded_beside_its_estimator(tmp_path):
+    results = []
+    for checkpoint in (None, tmp_path / "step=2.ckpt"):
+        module = fit(tmp_path, Scored(), callbacks=[callback("scores")], ckpt_path=checkpoint)
+        assert module.scores.t == module.est.t == UPDATES
+        results.append((*result(module), rows(module.scores)))
+    assert same(*results)
+
+
 def test_validating_loads_no_rows(tmp_path):
     """A checkpoint without rows loads its weights, and one with rows does not change the estimator."""
     for own in (False, None):
@@ -255,6 +272,23 @@ def test_a_directory_that_is_not_given_or_has_other_rows_is_refused(tmp_path):
 def test_a_module_without_an_estimator_is_refused(tmp_path):
     with pytest.raises(TypeError, match=r"DualEncoder.loss.est must be an estimator"):
         fit(tmp_path, own=callback("loss.est"))
+
+
+def test_an_estimator_that_setup_replaces_is_noticed(tmp_path):
+    module, own = DualEncoder(), callback()
+    fit(tmp_path, module, own)
+    module.validation_step = lambda batch, batch_idx: None
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[own], enable_progress_bar=False)
+    trainer.validate(module, loader(), verbose=False)  # its setup() makes another one
+    assert module.est.t == 0
+    with pytest.raises(RuntimeError, match=r"setup\(\) has replaced the module's 'est'.*are not saved"):
+        trainer.save_checkpoint(tmp_path / "after.ckpt")
+    with pytest.warns(UserWarning, match=r"has replaced.*begins with the state of a new one"):
+        fit(tmp_path / "again", module, own)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*has replaced")
+        fit(tmp_path / "resumed", module, own, ckpt_path=tmp_path / "step=2.ckpt")  # has its rows
+        fit(tmp_path / "another", DualEncoder(), own)
 
 
 # several processes --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 import compopt
 from tests.pool import the_pool
 from tests.trainers import SKIPPED, UPDATES, Items, estimator, fresh_accelerate, placed, plain_loop, same, spoil
-from tests.training import MICRO, WINDOW, Encoders, rows, weights
+from tests.training import MICRO, WINDOW, Encoders, N, rows, weights
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
@@ -144,6 +144,20 @@ def test_several_estimators(tmp_path):
             assert shown == {"first/info_nce", "2/info_nce"}
     assert same(*results) and not torch.equal(results[0][1], results[0][2])
     assert all((tmp_path / "checkpoint-3" / folder).is_dir() for folder in ("compopt/first", "compopt/2"))
+
+
+def test_a_score_keeper_is_saved_and_loaded_beside_its_estimator(tmp_path):
+    results = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-2")):
+        keeper = compopt.ScoreKeeper(N)
+        with trainer(tmp_path, own=False) as made:
+            handle = keeper.attach(made.est)
+            made.add_callback(callback({"est": made.est, "scores": keeper}, made))
+            made.train(resume_from_checkpoint=checkpoint)
+            assert keeper.t == made.est.t == UPDATES
+            results.append((weights(made.model), rows(made.est), rows(keeper)))
+            handle.remove()
+    assert same(*results)
 
 
 def test_the_cross_entropy_is_logged_as_often_as_the_loss(tmp_path):

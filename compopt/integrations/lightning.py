@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 try:
     from lightning.pytorch import Callback
@@ -15,6 +17,7 @@ except ImportError as error:
     raise ImportError("this needs Lightning: pip install -e '.[lightning]' in the checkout of compopt") from error
 
 from compopt.checkpoint import save
+from compopt.curation import ScoreKeeper
 from compopt.estimator.base import Estimator
 from compopt.integrations import amp
 from compopt.integrations.refusals import load_rows, refuse_last_batch, refuse_ranks, warn_alone
@@ -30,7 +33,8 @@ class EstimatorCallback(Callback):
         >>> from compopt.integrations.lightning import EstimatorCallback
         >>> class Encoder(lightning.LightningModule):
         ...     def setup(self, stage):
-        ...         self.layer, self.est = torch.nn.Linear(4, 4), compopt.SogCLREstimator(n=16)
+        ...         if not hasattr(self, "est"):  # setup runs in every fit, validate and test
+        ...             self.layer, self.est = torch.nn.Linear(4, 4), compopt.SogCLREstimator(n=16)
         ...     def training_step(self, batch, number):
         ...         x, index = batch
         ...         return self.est(self.layer(x), x, index)
@@ -63,7 +67,8 @@ class EstimatorCallback(Callback):
 
     Args:
         est: path of the estimator in the ``LightningModule``, for example ``"loss.est"``: an attribute that its
-            ``setup`` creates, when the process group exists. Use one callback per estimator.
+            ``setup`` creates once, when the process group exists. Use one callback per estimator, and one for a
+            :class:`~compopt.ScoreKeeper`, which is only saved and loaded; attach it to its estimator before.
         optimizer: position, in the result of ``configure_optimizers``, of the optimizer that commits with its step.
             ``None``: the only optimizer.
         directory: folder on a file system shared by all ranks, used by this estimator and this run only.
@@ -75,11 +80,13 @@ class EstimatorCallback(Callback):
             ``ckpt_path``: the checkpoint has no rows.
         TypeError: the attribute ``est`` of the module is not an estimator.
         FileNotFoundError: the rows of the checkpoint are no longer in ``directory``.
+        RuntimeError: in saving: ``setup`` has replaced the estimator since training.
         ValueError, OSError, RuntimeError: in saving and loading of rows, see :func:`compopt.save` and
             :func:`compopt.load`.
 
     Warns:
-        UserWarning: a launcher started several processes, but the Trainer uses one process.
+        UserWarning: a launcher started several processes, but the Trainer uses one process; at the start of fitting:
+            ``setup`` has replaced the estimator that the module was trained with.
 
     Communicates: saving and loading are collective with a ``directory``, and also without if the state is
     :attr:`~compopt.Estimator.split`; commits communicate nothing.
@@ -95,6 +102,7 @@ class EstimatorCallback(Callback):
         self.est, self.optimizer, self.keep = est, optimizer, keep
         self.directory = None if directory is None else Path(directory)
         self._before_search: dict[str, Any] | None = None
+        self._trained: tuple[ReferenceType[Any], ReferenceType[Estimator]] | None = None  # module and its estimator
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Come before the callbacks that search a learning rate or batch size: these run without all others."""
@@ -103,6 +111,9 @@ class EstimatorCallback(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the optimizer, scaler or engine, and keep the state if a search follows."""
         est = self._estimator(pl_module)
+        if self._replaced(pl_module, est) and not est.t:
+            warnings.warn(f"{self._setup_again}; this training begins with the state of a new one", stacklevel=2)
+        self._trained = ref(pl_module), ref(est)
         if any(isinstance(each, BatchSizeFinder | LearningRateFinder) for each in trainer.callbacks):
             self._before_search = est.state_dict()
         self._attach(trainer, est)
@@ -110,6 +121,8 @@ class EstimatorCallback(Callback):
     def _attach(self, trainer: Any, est: Estimator) -> None:
         refuse_ranks(est, trainer.world_size, f"in setup() of the LightningModule, as self.{self.est}")
         warn_alone(trainer.world_size, "tell it how many devices there are: Trainer(devices=...)")
+        if isinstance(est, ScoreKeeper):  # it commits with the estimator that it is attached to
+            return
         if hasattr(trainer.strategy, "deepspeed_engine"):
             est.attach(trainer.strategy.deepspeed_engine)
             return
@@ -142,6 +155,8 @@ class EstimatorCallback(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the rows, or the name of their save, to Lightning's checkpoint, on every rank before it is written."""
         est = self._estimator(pl_module)
+        if self._replaced(pl_module, est):
+            raise RuntimeError(f"{self._setup_again}; the rows of the training are lost, and are not saved")
         saved = checkpoint.setdefault(KEY, {}).setdefault(self.est, {})
         if self.directory is None:
             saved["state"] = est.state_dict()
@@ -169,6 +184,17 @@ class EstimatorCallback(Callback):
                 f"directory= has the last {self.keep} saves; resume from a later checkpoint, and let keep= be what "
                 f"ModelCheckpoint keeps",
             )
+
+    def _replaced(self, pl_module: Any, est: Estimator) -> bool:
+        """Return whether the module was trained with another estimator."""
+        return self._trained is not None and self._trained[0]() is pl_module and self._trained[1]() is not est
+
+    @property
+    def _setup_again(self) -> str:
+        return (
+            f"setup() has replaced the module's {self.est!r}: it runs in every fit, validate, test and predict, so let "
+            f"it create the estimator once (if not hasattr(self, ...))"
+        )
 
     def _estimator(self, pl_module: Any) -> Estimator:
         try:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from compopt.checkpoint import save
+from compopt.curation import ScoreKeeper
 from compopt.distributed.wrappers import TrainingStep, training_step
 from compopt.estimator.base import Estimator
 from compopt.integrations import accelerate
@@ -76,7 +77,8 @@ class EstimatorCallback(TrainerCallback):
     Args:
         est: the estimator; it must be built after ``TrainingArguments``, which create the process group. Or a mapping
             of several, as for :class:`~compopt.integrations.sentence_transformers.EstimatorLoss`: the rows of each are
-            in ``checkpoint-N/<name>/<key>``, and the logged value is ``<key>/info_nce``.
+            in ``checkpoint-N/<name>/<key>``, and the logged value is ``<key>/info_nce``. A
+            :class:`~compopt.ScoreKeeper` among them is only saved and loaded; attach it to its estimator before.
         trainer: the ``Trainer``; its ``compute_loss`` calls the estimators.
         name: folder inside the checkpoint; must be different for each callback.
         resume_from: the argument of ``train(resume_from_checkpoint=...)``, if it is in another ``output_dir``.
@@ -123,7 +125,8 @@ class EstimatorCallback(TrainerCallback):
         self._have_batches_averaged(args)
         for est in self._estimators.values():
             est.discard()  # deposits of an attempt that ran out of memory
-            accelerate.attach(est, self.trainer.optimizer, self.trainer.accelerator)
+            if not isinstance(est, ScoreKeeper):  # it commits with the estimator that it is attached to
+                accelerate.attach(est, self.trainer.optimizer, self.trainer.accelerator)
         if state.global_step:
             self._load(self._resumed(args, state))
 

@@ -23,7 +23,8 @@ class DualEncoder(lightning.LightningModule):
 
     def setup(self, stage):  # after the process group
         self.samples = self.args.batch_size * self.trainer.world_size
-        self.est = compopt.recommended(dim=128, n=len(self.train_set), batch_size=self.samples)
+        if not hasattr(self, "est"):  # setup runs in every fit, validate and test
+            self.est = compopt.recommended(dim=128, n=len(self.train_set), batch_size=self.samples)
 
     def train_dataloader(self):
         place = {"num_replicas": self.trainer.world_size, "rank": self.trainer.global_rank}
