@@ -142,7 +142,10 @@ class ScoredSampler(Sampler[int]):
         return reference.score
 
     def __len__(self) -> int:
-        """Return the number of samples of the latest epoch on this rank; the next epoch may differ."""
+        """Return the number of samples of the latest epoch on this rank; the next epoch may differ.
+
+        The samples of an epoch are chosen when its iteration begins.
+        """
         return (self._n - len(self.left_out)) // (self._ranks.size if self.divide else 1)
 
     @property
