@@ -302,7 +302,7 @@ from compopt.distributed.ranks import Ranks, _timeout
 store = {"init_method": f"file://{sys.argv[1]}", "rank": 0, "world_size": 1}
 dist.init_process_group("gloo", timeout=timedelta(seconds=77), **store)
 for group in (None, dist.new_group([0], timedelta(seconds=17))):
-    print(_timeout(Ranks(group)._form_host_group()))
+    print(_timeout(Ranks(group)._form_host_group(None)))
 """
 
 

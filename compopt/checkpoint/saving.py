@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -32,6 +33,7 @@ from compopt.stores.table import RowTable
 
 StrPath = str | os.PathLike[str]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+:/")
+SLOWEST = timedelta(minutes=30)  # that one rank may write longer than another, in the background
 CLAIMS = 4  # largest number of directories locked per estimator; some trainers use a new one for every save
 
 
@@ -102,7 +104,7 @@ def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = Tru
 
     Communicates: collective; a few small messages. The first background save forms a separate process group, over which
     ranks exchange messages after they have written their files. The save fails if one rank finishes writing later than
-    another by more than the timeout of the group (30 minutes).
+    another by more than 30 minutes, the timeout of the group.
     """
     check_estimator(est)
     checks.count("keep", keep)
@@ -213,7 +215,7 @@ _beside: WeakKeyDictionary[Estimator, Ranks] = WeakKeyDictionary()
 def _ranks_beside(est: Estimator) -> Ranks:
     """Return ranks with a separate group, to keep messages apart from training; the first call is collective."""
     if est not in _beside:
-        group = est._ranks.new_host_group()
+        group = est._ranks.new_host_group(SLOWEST)
         if group is None and est._ranks.size > 1:
             raise RuntimeError(
                 "blocking=False needs a process group of its own, which torch cannot form for process_group= here "

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -89,15 +90,16 @@ class Ranks:
                 )
         return self._host
 
-    def new_host_group(self) -> ProcessGroup | None:
+    def new_host_group(self, timeout: timedelta | None = None) -> ProcessGroup | None:
         """Create another CPU group of the same ranks, for collectives of another thread; ``None`` if torch cannot.
 
-        It has the timeout of the group.
+        Its timeout is that of the group unless another one is given.
         """
-        return None if self.size == 1 else collectives.answered(self._form_host_group, self.group, collectives.now())
+        form = partial(self._form_host_group, timeout)
+        return None if self.size == 1 else collectives.answered(form, self.group, collectives.now())
 
-    def _form_host_group(self) -> ProcessGroup | None:
-        timeout = _timeout(self.group)
+    def _form_host_group(self, timeout: timedelta | None) -> ProcessGroup | None:
+        timeout = timeout or _timeout(self.group)
         if self.group is dist.group.WORLD:
             return dist.new_group(timeout=timeout, backend="gloo")
         # new_group is collective over the whole world, but only the members of this group run this code: use local
