@@ -297,8 +297,9 @@ class ContrastiveEstimator(Container):
 
         For cached features: encode the whole window without a graph, call this method once on all of it (the negatives
         are then those of the whole window), and encode each micro-batch again with
-        ``features.backward(gradient_slice)``. The rows are deposited as by a call. The gradients of :meth:`parameters`
-        are added to their ``.grad``, as by a backward pass.
+        ``features.backward(gradient_slice)``. The rows are deposited as by a call, also under ``torch.no_grad()``. The
+        gradients of :meth:`parameters`, and of a temperature that is a tensor, are added to their ``.grad``, as by a
+        backward pass.
 
         Args:
             z1, z2, index, ...: all arguments of a call; ``tau`` without a graph.
@@ -308,8 +309,8 @@ class ContrastiveEstimator(Container):
             of the features.
 
         Raises:
-            ValueError: a ``tau`` that requires a gradient, or a sampler with ``encode``, whose features would get none;
-                all errors of a call.
+            ValueError: a ``tau`` of the call, or one that was computed from other tensors, requires a gradient; a
+                sampler with ``encode``, whose features would get none; all errors of a call.
 
         Communicates: as a call.
         """
@@ -321,7 +322,7 @@ class ContrastiveEstimator(Container):
             if further is not None:
                 given["negatives"] = leaves[2] if positions is None else (leaves[2], positions)
             loss = self(**given)
-            loss.backward(inputs=[*leaves, *(p for p in self.parameters() if p.requires_grad)])
+            loss.backward(inputs=[*leaves, *self._differentiated()])
         return loss.detach(), *(z.grad for z in leaves if z.grad is not None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -331,6 +332,11 @@ class ContrastiveEstimator(Container):
             self._last = self._last.evaluated()
         self._shown = {name: value() if callable(value) else value for name, value in self._shown.items()}
         return {**super().__getstate__(), "_at_first": None}
+
+    def _differentiated(self) -> list[Tensor]:
+        """Return the tensors of the estimator that a backward pass gives a gradient."""
+        found = [*self.parameters(), getattr(self.temperature, "tensor", None)]
+        return [each for each in found if each is not None and each.requires_grad]
 
     # -- the steps of a call -----------------------------------------------------------------------------------
 
@@ -380,7 +386,7 @@ class ContrastiveEstimator(Container):
             tau = self.temperature.temperatures(batch.of("temperature").columns, hyper, batch.depositing)
             refuse_derivatives(("the temperature", tau))
         if not isinstance(tau, Tensor):
-            return tau
+            return float(tau)
         features = batch.values.get("z1")  # None in a diagnostic
         return at_least(tau.to(batch.rows.device), batch.dtype if features is None else features.dtype)
 

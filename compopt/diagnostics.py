@@ -24,7 +24,7 @@ from compopt.checks.inputs import check_features, check_tau
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.collectives import doing
 from compopt.functional import mean_of_views
-from compopt.kernel.features import with_gradients, working_dtype
+from compopt.kernel.features import full_precision, with_gradients, working_dtype
 from compopt.kernel.pairs import PairOptions, Pairs
 
 Views = Literal["averaged", "separate"]
@@ -67,7 +67,7 @@ def log_normalizers(
             type.
     """
     tau = _check(z1, z2, tau, mode, views, chunk_size, directions)
-    with torch.no_grad():
+    with torch.no_grad(), full_precision(z1.device):
         z = [_prepare(z, normalize) for z in (z1, z2)]
         return _of_views(_pairs(z, tau, mode, normalize, chunk_size, directions).log_ghat, mode, views)
 
@@ -131,13 +131,16 @@ def global_gradient(
         before the normalization.
     """
     tau = _check(z1, z2, tau, mode, views, chunk_size, directions)
-    with torch.enable_grad():
+    with torch.enable_grad(), full_precision(z1.device):
         z1, z2 = z1.detach().requires_grad_(), z2.detach().requires_grad_()
         z = [_prepare(z, normalize) for z in (z1, z2)]
         with torch.no_grad():
             pairs = _pairs(z, tau, mode, normalize, chunk_size, directions)
             alpha = _of_views(pairs.log_ghat, mode, views).expand_as(pairs.positive)
-            weight = 1.0 if multiply_tau else 1 / tau
+            factor: float | Tensor = 1.0  # of multiply_tau, which cancels 1 / tau
+            if isinstance(tau, Tensor) and tau.dim() == 2 and mode == "unimodal" and views == "averaged":
+                factor = tau.mean(1, keepdim=True) / tau  # both views have one alpha
+            weight = factor if multiply_tau else 1 / tau
             gradients, _ = pairs.gradients(alpha, weight / alpha.numel(), pairs.sum_weights(alpha))
         loss = with_gradients(z[0].new_zeros(()), list(zip(z, gradients.unbind(), strict=True)))
         g1, g2 = torch.autograd.grad(loss, (z1, z2))
@@ -170,7 +173,7 @@ def view_differences(z1: Tensor, z2: Tensor, normalize: bool = True) -> Tensor:
         ``(n,)``, mean squared differences of similarities.
     """
     check_features(z1, z2)
-    with torch.no_grad():
+    with torch.no_grad(), full_precision(z1.device):
         a, b = (_prepare(z, normalize) for z in (z1, z2))
         gap = a - b
         every = torch.linalg.vecdot(gap @ (a.T @ a + b.T @ b), gap)
@@ -221,7 +224,7 @@ def normalizer_error(
     checks.count("chunk_size", chunk_size)
     seen, tau, views = _about(est, z1, z2)
     n = len(z1)
-    with torch.no_grad():
+    with torch.no_grad(), full_precision(z1.device):
         a, b = (_prepare(z, est.normalize) for z in (z1, z2))
         generator = torch.Generator().manual_seed(seed)
         count = n if anchors is None else checks.count("anchors", anchors)
@@ -302,7 +305,7 @@ def gradient_error(
     exact = torch.stack(global_gradient(z1, z2, tau, views=views, chunk_size=chunk_size, **options))
     total, batches = torch.zeros_like(exact), 0
     training, seen = [(each, each.training) for each in est._tree()], (est._last, est._shown)
-    learned = [(parameter, parameter.grad) for parameter in est.parameters()]
+    learned = [(parameter, parameter.grad) for parameter in est._differentiated()]
     est.eval()
     for parameter, _ in learned:
         parameter.grad = None  # feature_gradients accumulates into .grad, which is restored below

@@ -461,7 +461,8 @@ def info_nce_loss(
     own = (q * positive).sum(1) * scale[:, 0]
     keys = (further or [positive])[0]
     if keys.dim() == 3:
-        log_sum = torch.logsumexp((keys @ q[:, :, None]).squeeze(2) * scale, dim=1)
+        with torch.autocast(q.device.type, enabled=False):
+            log_sum = torch.logsumexp((keys @ q[:, :, None]).squeeze(2) * scale, dim=1)
     else:
         none = {f"{side}_keys": q.new_empty(0, len(x), dtype=torch.int32) for side, x in (("row", q), ("column", keys))}
         log_sum = _LogSums.apply(q, keys, scale, {**none, "precision": None, "wave": None})[:, 0]

@@ -13,7 +13,7 @@ from torch.nn.functional import softplus
 from compopt import functional as F
 from compopt.estimator.parts import Call, Estimate
 from compopt.functional import Scalar
-from compopt.kernel.features import Features, Slope
+from compopt.kernel.features import Features, Slope, full_precision
 
 
 @dataclass
@@ -183,12 +183,16 @@ class Summary:
         return {
             "log_normalizer": self.alpha.mean(),
             "info_nce": self.cross_entropy().mean(),
-            "effective_negatives": torch.cat(self.effective()).nanmean(),
+            "effective_negatives": self._effective_negatives(),
             "tau_q10": spread.quantile(0.1),
             "tau_median": spread.quantile(0.5),
             "tau_q90": spread.quantile(0.9),
             "new_rows": self._new_rows(),
         }
+
+    def _effective_negatives(self) -> Tensor:
+        with full_precision(self.alpha.device):
+            return torch.cat(self.effective()).nanmean()
 
     def cross_entropy(self) -> Tensor:
         """Return ``-log softmax`` of each anchor's positive among its candidates, ``(B, A)``; 0 without negatives."""

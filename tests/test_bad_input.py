@@ -591,3 +591,8 @@ def test_feature_gradients_names_itself_where_arguments_do_not_fit():
 def test_a_third_output_of_the_model_is_recognised():
     with pytest.raises(TypeError, match="a scale that the model returns as a third output"):
         compopt.DCLEstimator()(*torch.randn(2, 4, 3), torch.tensor(14.3))
+
+
+def test_a_prefetch_of_other_lengths_names_them():
+    with pytest.raises(ValueError, match=r"index2.*3"):
+        compopt.SogCLREstimator(9).prefetch(torch.arange(4), torch.arange(3))

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import compopt
 from compopt import diagnostics
 from tests.database import MODES
-from tests.helpers import batches, features, near, run
+from tests.helpers import batches, features, generator, near, run
 from tests.reference import dense_global_gradient, dense_global_loss, dense_log_normalizers
 
 N = 23
@@ -142,6 +142,46 @@ def test_gradients_at_temperatures_per_sample(mode, multiply_tau):
         est.step()
     assert est.read(torch.arange(N))["tau"].unique().numel() > 5
     assert diagnostics.gradient_error(est, z1, z2, batch_size=N)["relative"] < 1e-9
+
+
+@pytest.mark.parametrize("multiply_tau", [True, False])
+@pytest.mark.parametrize("mode, views", CASES)
+def test_gradients_at_temperatures_per_direction(mode, views, multiply_tau):
+    """Compare with differences of the objective along random directions, which see every factor."""
+    z1, z2 = features(N, 5, seed=1)
+    tau = torch.rand(N, 2, generator=generator(2), dtype=z1.dtype) + 0.1
+    options = {"mode": mode, "normalize": False, **views}
+
+    def objective(z1, z2):
+        found = diagnostics.log_normalizers(z1, z2, tau, **options)
+        return (found * tau if multiply_tau else found).mean()
+
+    gradients = diagnostics.global_gradient(z1, z2, tau, multiply_tau=multiply_tau, **options)
+    for at, gradient in enumerate(gradients):
+        step = torch.randn(z1.shape, generator=generator(3), dtype=z1.dtype)
+        moved = [[z + sign * 1e-5 * step * (k == at) for k, z in enumerate((z1, z2))] for sign in (1, -1)]
+        slope = (objective(*moved[0]) - objective(*moved[1])) / 2e-5
+        near((gradient * step).sum(), slope, 1e-6)
+
+
+def test_autocast_changes_no_diagnostic():
+    z, est = torch.randn(2, N, 5), compopt.InfoNCEEstimator(0.1)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            est(*z)
+            found.append([
+                diagnostics.log_normalizers(*z, 0.1),
+                diagnostics.global_loss(*z, 0.1),
+                *diagnostics.global_gradient(*z, 0.1),
+                diagnostics.view_differences(*z),
+                diagnostics.normalizer_error(est, *z, batch_size=N),
+                *diagnostics.gradient_error(est, *z, batch_size=N).values(),
+                est.metrics["effective_negatives"],
+                compopt.functional.info_nce_loss(*z, torch.ones(N, 2, 5), temperature=0.01),
+            ])  # fmt: skip
+    for full, cast in zip(*found, strict=True):
+        assert cast.dtype == torch.float32 and torch.equal(full, cast)
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,38 @@ def test_temperatures_that_are_tensors_and_features_that_are_given():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("leaf", [True, False])
+def test_a_tensor_in_place_of_the_temperature_gets_its_gradient(leaf):
+    x1, x2, _, index = data(0, SHARES[1], torch.float64)
+    results, model = [], Encoders(torch.float64)
+    for run, size in ((whole, {}), (compopt.gradient_cache, {"micro_batch_size": 5}), (None, {})):
+        scale = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+        est = compopt.InfoNCEEstimator(tau=scale if leaf else scale * 1, multiply_tau=False)
+        if run is not None:
+            run(est, model, (x1, x2), index, encode=two, **size)
+        elif leaf:
+            est.feature_gradients(*(z.detach() for z in two(model, (x1, x2))), index)
+        else:
+            with pytest.raises(ValueError, match="tau requires a gradient"):
+                est.feature_gradients(*(z.detach() for z in two(model, (x1, x2))), index)
+            break
+        results.append(scale.grad)
+    for gradient in results[1:]:
+        torch.testing.assert_close(gradient, results[0])
+
+
+def test_features_of_a_sampler_that_require_a_gradient_are_refused():
+    x1, x2, _, index = data(0, SHARES[1], torch.float64)
+    model, est = Encoders(torch.float64), compopt.EMC2Estimator(N, tau=0.3, proposals="dataset", dtype=torch.float64)
+    est.normalizer.encode = encode = lambda at: two(model, (x1[at % len(x1)], x2[at % len(x2)]))
+    call = (est, model, (x1, x2), index)
+    with pytest.raises(ValueError, match="encode returned features that require a gradient.*bank"):
+        compopt.gradient_cache(*call, encode=two, micro_batch_size=5)
+    assert est.normalizer.encode is encode and est.pending == 0
+    est.normalizer.encode = torch.no_grad()(encode)
+    assert compopt.gradient_cache(*call, encode=two, micro_batch_size=5).isfinite() and est.pending == 1
+
+
 def test_without_gradients_it_returns_the_loss():
     *inputs, index = data(0, SHARES[1], torch.float64)
     est, model = compopt.SogCLREstimator(N), Encoders(torch.float64)

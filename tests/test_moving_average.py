@@ -311,3 +311,14 @@ def test_compositional_loss_refuses_rows_of_two_directions_and_empty_batches():
         compopt.compositional_loss(g[:0], index[:0], u, torch.square)
     u.step()
     assert u.t == 0
+
+
+def test_the_reference_is_fixed_once_the_rows_have_values():
+    est = compopt.SogCLREstimator(16)
+    est.sample_groups[0]["reference"] = "positive"
+    est(*torch.randn(2, 4, 3), torch.arange(4))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"reference is fixed at 'positive' after the first call.*'none'; build"):
+            est.sample_groups[0]["reference"] = "none"
+        est.step()
+    est.sample_groups[0].update(reference="positive", gamma=0.5)

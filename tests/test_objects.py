@@ -736,3 +736,16 @@ def test_forgotten_proposals_of_other_parts_are_named():
     with pytest.raises(ValueError, match=r"log_u of Average must have shape \(3, 1\), got \(3,\)"):
         alone._deposit(batch, {"log_u": torch.zeros(3)})
     assert alone.pending == 0
+
+
+def test_a_temperature_may_be_any_number():
+    class One(compopt.Temperature):
+        def check(self, group):
+            pass
+
+        def temperatures(self, rows, hyper, training):
+            return 1
+
+    batch = torch.randn(2, 4, DIM)
+    own, usual = compopt.ContrastiveEstimator(compopt.BatchNormalizer(), One(None, {})), compopt.DCLEstimator(1.0)
+    assert torch.equal(own(*batch), usual(*batch))

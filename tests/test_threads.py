@@ -1,8 +1,11 @@
 """A state copied in another thread during training is the state between two commits."""
 
 import copy
+import os
 import pickle
+import signal
 import threading
+import warnings
 
 import pytest
 import torch
@@ -198,3 +201,28 @@ def test_the_first_use_by_two_threads(kind):
         obj.step()
         thread.join(30)
         assert not thread.is_alive() and (obj.t, obj.pending) == (1, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_beside_a_thread_that_copies_may_read():
+    """The lock of another thread stays locked in the child, in which that thread does not exist."""
+    est, held, done = in_rows(), threading.Event(), threading.Event()
+
+    def hold():
+        with est._copying():
+            held.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks beside threads
+        child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # ends a child that waits
+        est.read(torch.arange(4))
+        os._exit(0)
+    done.set()
+    thread.join(30)
+    assert os.waitpid(child, 0)[1] == 0

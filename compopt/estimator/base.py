@@ -177,6 +177,7 @@ class Estimator:
 
     data_fingerprint: str | None = None
     learnable: torch.nn.Module | None = None
+    of_rows: tuple[str, ...] = ()  # hyper-parameters that say what the rows are; fixed after the first call
     state_grows = False  # True if tensors are added to `state` later; their names are then saved too
     _form: Form | None = None
     _row_keys: Sequence[str] = ROW_KEYS  # keys of a call that contain row numbers
@@ -228,7 +229,7 @@ class Estimator:
         """Create the members that copies and pickles do not share."""
         self._made = time.monotonic()
         self._reader: Reader | None = None
-        self._lock, self._busy = threading.RLock(), False
+        self._lock, self._busy, self._process = threading.RLock(), False, os.getpid()
         self._attachments, self._async_checks = Attachments(), AsyncChecks()
         self._saving: SaveHandle | None = None
 
@@ -408,6 +409,8 @@ class Estimator:
         """Block copies of the state and other writers; the thread that writes may enter the context again."""
         with ExitStack() as stack:
             for each in sorted(self._tree(), key=id):  # an order that does not depend on the container
+                if each._process != (process := os.getpid()):  # a fork: another thread may have held the lock
+                    each._lock, each._process = threading.RLock(), process
                 stack.enter_context(each._lock)
                 if copies and each._busy:
                     raise RuntimeError(
@@ -665,6 +668,8 @@ class Estimator:
     def _prefetch(self, index: Tensor, index2: Tensor | None = None) -> None:
         given = {"index": index} if index2 is None else {"index": index, "index2": index2}
         keys = {name: check_vector(name, value, None) for name, value in given.items()}
+        if "index2" in keys:
+            check_vector("index2", index2, len(keys["index"]))
         for each in (self, *self._followers()):
             each._reading().prefetch(keys)
 
@@ -1130,7 +1135,7 @@ class Estimator:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state and pending deposits without hooks, as torch optimizers do."""
-        own = ("_made", "_reader", "_lock", "_busy", "_attachments", "_async_checks", "_saving")
+        own = ("_made", "_reader", "_lock", "_busy", "_process", "_attachments", "_async_checks", "_saving")
         state = {name: value for name, value in self.__dict__.items() if name not in own}
         return {**state, "_hooks": {family: OrderedDict() for family in self._hooks}}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from weakref import WeakMethod
 
 import numpy as np
@@ -79,8 +79,8 @@ class SampleGroup(dict[str, Any]):
     """Sample group of one object: a dict whose assignments are checked.
 
     A value that the object refuses raises, and the group stays as it was. ``None`` sets the default. Several keys that
-    depend on each other, such as bounds, are set together by :meth:`update`. Keys can be neither added nor removed, and
-    ``n`` is fixed.
+    depend on each other, such as bounds, are set together by :meth:`update`. Keys can be neither added nor removed,
+    ``n`` is fixed, and the keys in ``of_rows`` of the object are fixed after its first call.
 
     Args:
         values: checked values.
@@ -100,8 +100,16 @@ class SampleGroup(dict[str, Any]):
             raise ValueError(
                 f"n of a sample group is fixed at {self['n']}, got {new['n']!r}; append rows with add_sample_group"
             )
-        complete = self._complete()
-        return {**self, **new} if complete is None else complete({**self, **new})
+        if (complete := self._complete()) is None:
+            return {**self, **new}
+        owner: Any = cast(Any, complete).__self__
+        for key in owner.of_rows:
+            if new.get(key, self[key]) != self[key] and (owner.t or owner.pending):
+                raise ValueError(
+                    f"{key} is fixed at {self[key]!r} after the first call, since the rows have values for it, got "
+                    f"{new[key]!r}; build another estimator"
+                )
+        return complete({**self, **new})
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.update({key: value})

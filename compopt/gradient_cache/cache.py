@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -131,7 +132,8 @@ def gradient_cache(
     Raises:
         TypeError: outputs are not tensors; ``batch`` or ``micro_batch_size`` does not match the towers.
         ValueError: inputs have several lengths; sizes do not sum up to the number of samples; batch normalisation, see
-            above; nothing requires a gradient; or raised by the call of ``est``.
+            above; nothing requires a gradient; features from ``encode`` of a sampler require one; or raised by the call
+            of ``est``.
         RuntimeError: DDP still waits for parameters that the last micro-batch did not use and requires
             ``find_unused_parameters=True``. Another rank refused its arguments, or its model raised in the first pass
             (except under FSDP2 and ZeRO 3, where the other ranks wait for parameters until the group's timeout).
@@ -158,15 +160,39 @@ def gradient_cache(
         _check_samples(towers[0], z1)
     torch.clear_autocast_cache()  # weights that were cast without a graph would have none in the second pass
     negatives = further if positions is None else (further, positions)
-    loss = est(z1, z2, index, index2=index2, labels=labels, tau=tau, negatives=negatives, keys=keys, pairs=pairs)
+    with _without_a_graph(est.normalizer):
+        loss = est(z1, z2, index, index2=index2, labels=labels, tau=tau, negatives=negatives, keys=keys, pairs=pairs)
     if torch.is_grad_enabled():
-        others = [x for x in (tau, further, *est.parameters()) if isinstance(x, Tensor)]
+        others = [x for x in (tau, further, *est._differentiated()) if isinstance(x, Tensor)]
         try:
             back_propagate(loss.detach(), towers, _differentiate(step.scale * loss, outputs, others), step)
         except BaseException:
             est.discard()  # the gradients of this window are incomplete
             raise
     return loss.detach()
+
+
+@contextmanager
+def _without_a_graph(normalizer: Any) -> Iterator[None]:
+    """Refuse features of ``encode`` that require a gradient, which the second pass would not give them."""
+    if (encode := getattr(normalizer, "encode", None)) is None:
+        yield
+        return
+
+    def checked(index: Tensor) -> Any:
+        made = encode(index)
+        if any(isinstance(z, Tensor) and z.requires_grad for z in ([made] if isinstance(made, Tensor) else made)):
+            raise ValueError(
+                "encode returned features that require a gradient, which the gradient cache does not pass on; let it "
+                "read a bank, or encode under torch.no_grad(), which is a bias; or call the estimator without the cache"
+            )
+        return made
+
+    normalizer.encode = checked
+    try:
+        yield
+    finally:
+        normalizer.encode = encode
 
 
 def _step_of(backward: Callable[[Tensor], Any] | None, reduce: bool) -> TrainingStep:

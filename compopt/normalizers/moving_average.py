@@ -68,7 +68,8 @@ class MovingAverageEstimator(Normalizer):
         process_group, offload, offload_dir, shard, dtype: placement and dtype of its own, see
             :class:`~compopt.Estimator`.
 
-    Hyper-parameters, which may differ between sample groups: ``gamma``, ``reference``, ``eps``.
+    Hyper-parameters, which may differ between sample groups: ``gamma``, ``eps``, and ``reference``, which is fixed
+    after the first call.
 
     State, per sample: ``log_u`` (in nats, in the rows' dtype) and the number of visits (int32), one each per direction
     (bimodal), or one shared by both views (unimodal: ``g_i`` is the mean of the two, objective V2); when used alone,
@@ -93,6 +94,7 @@ class MovingAverageEstimator(Normalizer):
         eq. 3 and 4.
     """
 
+    of_rows = ("reference",)
     _loaded = False  # the temperature of loaded rows was not compared yet
 
     @takes_options(Normalizer, PlacementOptions)
