@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from numbers import Integral, Real
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 from weakref import WeakMethod
 
 import numpy as np
@@ -100,23 +100,27 @@ class SampleGroup(dict[str, Any]):
             raise ValueError(
                 f"n of a sample group is fixed at {self['n']}, got {new['n']!r}; append rows with add_sample_group"
             )
-        if (complete := self._complete()) is None:
-            return {**self, **new}
-        owner: Any = cast(Any, complete).__self__
-        for key in owner.of_rows:
-            if new.get(key, self[key]) != self[key] and (owner.t or owner.pending):
+        complete = self._complete()
+        return {**self, **new} if complete is None else complete({**self, **new})
+
+    def edited(self, new: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values after a change by the user, as :meth:`completed`; refuse one that the rows contradict."""
+        found = self.completed(new)
+        owner: Any = getattr(self._complete(), "__self__", None)
+        for key in () if owner is None else owner.of_rows:
+            if found[key] != self[key] and (owner.t or owner.pending):
                 raise ValueError(
                     f"{key} is fixed at {self[key]!r} after the first call, since the rows have values for it, got "
-                    f"{new[key]!r}; build another estimator"
+                    f"{found[key]!r}; build another estimator"
                 )
-        return complete({**self, **new})
+        return found
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.update({key: value})
 
     def update(self, *args: Any, **values: Any) -> None:
         """Set several values together, or none if one of them is refused."""
-        super().update(self.completed(dict(*args, **values)))
+        super().update(self.edited(dict(*args, **values)))
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, which exists."""
@@ -161,7 +165,7 @@ class GroupView(MutableMapping[str, Any]):
         for key, value in new.items():
             group, own = self._places[key]
             of_parts.setdefault(id(group), (group, {}))[1][own] = value
-        for group, completed in [(group, group.completed(changed)) for group, changed in of_parts.values()]:
+        for group, completed in [(group, group.edited(changed)) for group, changed in of_parts.values()]:
             dict.update(group, completed)
 
     def __delitem__(self, key: str) -> None:
