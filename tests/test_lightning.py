@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import warnings
 from functools import partial
 from unittest import mock
@@ -289,6 +290,7 @@ def test_an_estimator_that_setup_replaces_is_noticed(tmp_path):
         warnings.filterwarnings("error", ".*has replaced")
         fit(tmp_path / "resumed", module, own, ckpt_path=tmp_path / "step=2.ckpt")  # has its rows
         fit(tmp_path / "another", DualEncoder(), own)
+    assert pickle.loads(pickle.dumps(own)).est == "est"
 
 
 # several processes --------------------------------------------------------------------------------

@@ -297,7 +297,7 @@ def _doubles(tensor: Tensor) -> Tensor:
 
 def _timeout(group: Any) -> timedelta | None:
     """Return the timeout of a group, ``None`` if torch does not tell it; ``new_group`` would take torch's default."""
-    with suppress(AttributeError, RuntimeError):  # private in torch
+    with suppress(AttributeError, IndexError, RuntimeError):  # private in torch
         return group._get_backend(group._device_types[0]).options._timeout
     return None
 

@@ -104,6 +104,9 @@ class EstimatorCallback(Callback):
         self._before_search: dict[str, Any] | None = None
         self._trained: tuple[ReferenceType[Any], ReferenceType[Estimator]] | None = None  # module and its estimator
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_trained": None}  # weak references cannot be pickled
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Come before the callbacks that search a learning rate or batch size: these run without all others."""
         trainer.callbacks.insert(0, trainer.callbacks.pop(trainer.callbacks.index(self)))
