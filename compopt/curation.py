@@ -154,7 +154,13 @@ class ScoreKeeper(Estimator):
         keys["index"] = self._index(keys["index"] if batch.named else None, len(rows))
         values = {"similarity": pairs.positive[batch.own]}
         values |= {"rank": _positive_ranks(batch, pairs, self._unimodal)} if self.rank else {}
-        own, valid = self._read(keys, values), None
+        try:
+            own, valid = self._read(keys, values), None
+        except IndexError as error:
+            if est.n in (None, self.n):
+                raise
+            grown = f"the estimator has grown to n={est.n}; call add_sample_group of the ScoreKeeper too"
+            raise IndexError(f"{error}; {grown}") from None
         own.bad = either(own.bad, batch.bad)  # indices on a device, which the estimator refuses without an error
         if own.depositing:
             if pairs.may_lack_negatives and isinstance(pairs.count, Tensor):

@@ -216,7 +216,7 @@ def test_a_call_that_the_keeper_refuses_deposits_nothing():
     kept(est)
     est.add_sample_group({"n": 3})
     z = features(4, D, seed=0)
-    with pytest.raises(IndexError, match="index"):
+    with pytest.raises(IndexError, match="index 14 is outside n=13.*has grown to n=16; call add_sample_group of"):
         est(*z, torch.arange(N - 2, N + 2))
     assert est.pending == 0
     est = compopt.DCLEstimator()
