@@ -210,7 +210,7 @@ def check_cached(est: Called, z1: Tensor, z2: Tensor, tau: Any, negatives: Any) 
     held = getattr(est.temperature, "tensor", None)
     if any(isinstance(x, Tensor) and x.requires_grad for x in (tau, None if held is None or held.is_leaf else held)):
         raise ValueError(
-            "tau requires a gradient, which this does not return; call the estimator on z1.detach()"
+            "tau= requires a gradient, which this does not return; call the estimator on z1.detach()"
             ".requires_grad_() and tau.detach().requires_grad_(), and take all three gradients from there"
         )
     with est._guard():

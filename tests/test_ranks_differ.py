@@ -232,7 +232,7 @@ def edited(group, kind):
     own = obj.sample_groups[0]
     for key in own:
         before, name = own[key], key.rpartition(".")[2]
-        if key == "n":
+        if name in ("n", "reference"):  # fixed after the first call
             continue
         if rank:
             own[key] = next(value for value in VALUES[name] if value != before)

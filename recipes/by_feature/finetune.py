@@ -51,9 +51,8 @@ def main(argv=None):
     )  # fmt: skip
     (train, evaluator), model = data(args.pairs, args.limit), published(args.model)
     est = compopt.recommended(model.get_embedding_dimension(), len(train), args.batch_size * settings.world_size)
-    train = add_index(train, anchors="anchor", positives="positive")  # equal texts are not negatives of each other
-    options = {"loss": EstimatorLoss(model, est, index_labels=True), "evaluator": evaluator}
-    trainer = SentenceTransformerTrainer(model, settings, train, **options)
+    train, loss = add_index(train, "anchor", "positive"), EstimatorLoss(model, est, index_labels=True)  # of equal texts
+    trainer = SentenceTransformerTrainer(model, settings, train, loss=loss, evaluator=evaluator)
     trainer.add_callback(EstimatorCallback(est, trainer))  # the memory in each checkpoint
     trainer.add_callback(stopping.StopAfter(args.stop_after))
     if not args.resume:
