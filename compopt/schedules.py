@@ -9,7 +9,7 @@ from typing import Any
 from compopt import checks
 from compopt.checks.values import MOST, entries, integer
 from compopt.estimator.base import Estimator
-from compopt.estimator.groups import plain_value
+from compopt.estimator.groups import plain_value, write
 
 
 class Schedule:
@@ -49,14 +49,8 @@ class Schedule:
     def _move(self, t: int) -> None:
         values = [plain_value(self.key, self.fn(t)) for _ in self.est.sample_groups]
         with self.est._writing():
-            before = [group[self.key] for group in self.est.sample_groups]
-            try:
-                for group, value in zip(self.est.sample_groups, values, strict=True):
-                    group[self.key] = value
-            except Exception:
-                for group, value in zip(self.est.sample_groups, before, strict=True):
-                    group[self.key] = value
-                raise
+            pairs = zip(self.est.sample_groups, values, strict=True)
+            write([change for group, value in pairs for change in group.changes({self.key: value})])
         self.t = t
 
     def step(self) -> None:

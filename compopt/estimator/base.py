@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -229,7 +230,8 @@ class Estimator:
         """Create the members that copies and pickles do not share."""
         self._made = time.monotonic()
         self._reader: Reader | None = None
-        self._lock, self._busy, self._process = threading.RLock(), False, os.getpid()
+        self._lock, self._busy = threading.RLock(), False
+        _locked.add(self)
         self._attachments, self._async_checks = Attachments(), AsyncChecks()
         self._saving: SaveHandle | None = None
 
@@ -409,8 +411,6 @@ class Estimator:
         """Block copies of the state and other writers; the thread that writes may enter the context again."""
         with ExitStack() as stack:
             for each in sorted(self._tree(), key=id):  # an order that does not depend on the container
-                if each._process != (process := os.getpid()):  # a fork: another thread may have held the lock
-                    each._lock, each._process = threading.RLock(), process
                 stack.enter_context(each._lock)
                 if copies and each._busy:
                     raise RuntimeError(
@@ -1135,7 +1135,7 @@ class Estimator:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state and pending deposits without hooks, as torch optimizers do."""
-        own = ("_made", "_reader", "_lock", "_busy", "_process", "_attachments", "_async_checks", "_saving")
+        own = ("_made", "_reader", "_lock", "_busy", "_attachments", "_async_checks", "_saving")
         state = {name: value for name, value in self.__dict__.items() if name not in own}
         return {**state, "_hooks": {family: OrderedDict() for family in self._hooks}}
 
@@ -1155,6 +1155,19 @@ class Estimator:
             lines.append(f"Sample Group {number}")
             lines += [f"    {key}: {group[key]}" for key in sorted(group)]
         return "\n".join([*lines, ")"])
+
+
+_locked: WeakSet[Estimator] = WeakSet()
+
+
+def _unlock() -> None:
+    """Give every estimator of a forked process a new lock: another thread may have held the old one."""
+    for each in _locked:
+        each._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
 
 
 def check_dtype(dtype: torch.dtype) -> torch.dtype:

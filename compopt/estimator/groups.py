@@ -16,6 +16,7 @@ from compopt import checks
 Groups = list[dict[str, Any]]
 #: A number of samples, or one mapping per data set: ``[{"n": 3_000_000, "gamma": 0.9}, {"n": 12_000_000}]``.
 GroupSpec = int | Sequence[Mapping[str, Any]]
+Changes = Sequence[tuple[dict[str, Any], dict[str, Any]]]  # groups of parts, and their checked values
 
 
 def sizes(n: Any) -> Groups:
@@ -75,6 +76,12 @@ def plain_value(key: str, value: Any) -> Any:
     return float(value) if isinstance(value, Real) else value
 
 
+def write(changes: Changes) -> None:
+    """Set values that are already checked."""
+    for group, values in changes:
+        dict.update(group, values)
+
+
 class SampleGroup(dict[str, Any]):
     """Sample group of one object: a dict whose assignments are checked.
 
@@ -118,9 +125,13 @@ class SampleGroup(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         self.update({key: value})
 
+    def changes(self, new: Mapping[str, Any]) -> Changes:
+        """Return what :func:`write` writes for a change by the user, or raise; change nothing."""
+        return [(self, self.edited(new))]
+
     def update(self, *args: Any, **values: Any) -> None:
         """Set several values together, or none if one of them is refused."""
-        super().update(self.edited(dict(*args, **values)))
+        write(self.changes(dict(*args, **values)))
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, which exists."""
@@ -157,16 +168,18 @@ class GroupView(MutableMapping[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         self.update({key: value})
 
-    def update(self, *args: Any, **values: Any) -> None:
-        """Set several values together, or none if one of them is refused."""
-        new = dict(*args, **values)
+    def changes(self, new: Mapping[str, Any]) -> Changes:
+        """Return what :func:`write` writes for a change by the user, or raise; change nothing."""
         checks.known_keys("the sample group", new, self)
         of_parts: dict[int, tuple[SampleGroup, dict[str, Any]]] = {}
         for key, value in new.items():
             group, own = self._places[key]
             of_parts.setdefault(id(group), (group, {}))[1][own] = value
-        for group, completed in [(group, group.edited(changed)) for group, changed in of_parts.values()]:
-            dict.update(group, completed)
+        return [(group, group.edited(changed)) for group, changed in of_parts.values()]
+
+    def update(self, *args: Any, **values: Any) -> None:
+        """Set several values together, or none if one of them is refused."""
+        write(self.changes(dict(*args, **values)))
 
     def __delitem__(self, key: str) -> None:
         raise TypeError(f"a hyper-parameter cannot be removed from its sample group: {key!r}")
