@@ -207,7 +207,7 @@ def check_cached(est: Called, z1: Tensor, z2: Tensor, tau: Any, negatives: Any) 
     """Refuse what a call with detached leaves would not detect; return the features of ``negatives`` and positions."""
     if getattr(est.normalizer, "encode", None) is not None:
         raise ValueError("encode of the sampler needs a backward pass of its features; call the estimator, not this")
-    held = getattr(est.temperature, "tensor", None)
+    held = est.temperature.tensor
     if any(isinstance(x, Tensor) and x.requires_grad for x in (tau, None if held is None or held.is_leaf else held)):
         raise ValueError(
             "tau= requires a gradient, which this does not return; call the estimator on z1.detach()"

@@ -335,7 +335,7 @@ class ContrastiveEstimator(Container):
 
     def _differentiated(self) -> list[Tensor]:
         """Return the tensors of the estimator that a backward pass gives a gradient."""
-        found = [*self.parameters(), getattr(self.temperature, "tensor", None)]
+        found = [*self.parameters(), self.temperature.tensor]
         return [each for each in found if each is not None and each.requires_grad]
 
     # -- the steps of a call -----------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def add_facts(est: Any, given: Any) -> None:
 
     Parameters on a device are compared there, as ``shared`` in ``values``.
     """
-    tau, learned = given.tau, getattr(est.temperature, "tensor", None)
+    tau, learned = given.tau, est.temperature.tensor
     shared = [*est.parameters(), *([] if learned is None else [learned])]
     wants = tau.requires_grad if isinstance(tau, Tensor) else tau is None and est.temperature.wants_gradient
     policy = {name: value.shape[1:] for name, value in given.values.items() if name[:-1] in ("guide", "within")}

@@ -228,6 +228,7 @@ class Temperature(Estimator, ABC):
     """
 
     learns: bool = False  # whether proposals() must be called with the gradients G; may be a property
+    tensor: Tensor | None = None  # a tensor of the user, 0-d, which all anchors share
 
     @property
     def wants_gradient(self) -> bool:

@@ -50,7 +50,6 @@ class FixedTemperature(Temperature):
     """
 
     def __init__(self, tau: float | Tensor = 0.07, learn: bool = False, dtype: torch.dtype = torch.float32) -> None:
-        self.tensor: Tensor | None = None
         checks.flag("learn", learn)
         if isinstance(tau, Tensor):
             if tau.dim() != 0:
