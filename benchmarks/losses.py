@@ -152,15 +152,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.rank:
         rank, port, how, place, timeout, patience, clock = args.rank
-        collectives.PATIENCE = float(patience)
-        collectives.MARK = min(collectives.MARK, collectives.PATIENCE / 2)
+        collectives.WARN_SECONDS = float(patience)
+        collectives.MARK = min(collectives.MARK, collectives.WARN_SECONDS / 2)
         one_rank(int(rank), port, how, json.loads(place), float(timeout), Path(clock))
         return
     env, results = environment(), []
     for loop, place in LOOPS.items():
         for how in WAYS:
             with tempfile.TemporaryDirectory() as folder:
-                answers = lose(how, place, args.timeout, collectives.PATIENCE, Path(folder))
+                answers = lose(how, place, args.timeout, collectives.WARN_SECONDS, Path(folder))
             if not all(answers):
                 raise SystemExit(f"{loop}, {how}: a rank noticed nothing: {answers}")
             results.append({"loop": loop, "how": how, "timeout": args.timeout, "answers": answers})

@@ -17,13 +17,13 @@ from compopt.checks.context import refuse_derivatives
 from compopt.distributed.handshake import add_facts
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.parts import Normalizer, Temperature
-from compopt.kernel.features import Encoder, Features, at_least, full_precision, other_units
+from compopt.kernel.features import Encoder, Features, full_precision, other_units, promote_tau
 from compopt.kernel.pairs import Negatives
 from compopt.pairs import NO_POLICY, BoundPolicy, PairPolicy
 
 
 @dataclass
-class Given:
+class CallArguments:
     """Checked arguments of one call on one rank.
 
     Attributes:
@@ -76,7 +76,7 @@ class Given:
         return Negatives(own, of["features"], positive, of.get("positions"), at, of.get("guide"), of.get("within"))
 
 
-class Called(Protocol):
+class CheckedEstimator(Protocol):
     """Protocol of the estimator against which arguments are checked."""
 
     normalize: bool
@@ -95,7 +95,7 @@ class Called(Protocol):
 
 
 def check_call(
-    est: Called,
+    est: CheckedEstimator,
     z1: Tensor,
     z2: Tensor,
     index: Tensor | None,
@@ -105,7 +105,7 @@ def check_call(
     negatives: Any,
     keys: Sequence[Tensor] | None,
     pairs: PairPolicy | BoundPolicy | None,
-) -> Given:
+) -> CallArguments:
     """Check all arguments that one rank can check by itself, in their order, and prepare the features."""
     ranks, normalizer, policy = est._ranks, est.normalizer, est.pairs if pairs is None else pairs
     further: Tensor | None = None
@@ -133,24 +133,24 @@ def check_call(
         prepared = None if further is None else Features.of(further, normalize=est.normalize)
     values = {"z1": own.unit[0], "z2": own.unit[1], **values}
     if isinstance(tau, Tensor):
-        tau = at_least(tau, own.unit.dtype)
+        tau = promote_tau(tau, own.unit.dtype)
         if tau.dim():  # one per sample: gathered from all ranks
             values["tau"] = tau.detach().to(own.unit.device)
     options = (policy, values, of_negatives, index is not None, torch.is_grad_enabled())
-    given = Given(of_samples, tau, prepared, *options, own, encoder, {})
+    given = CallArguments(of_samples, tau, prepared, *options, own, encoder, {})
     if ranks.size > 1:
         add_facts(est, given)
     return given
 
 
-def _check_index2(est: Called, index2: Tensor, batch: int) -> Tensor:
+def _check_index2(est: CheckedEstimator, index2: Tensor, batch: int) -> Tensor:
     """Return the checked positions in the second modality."""
     if est.mode == "unimodal":
         raise ValueError("index2 is for a second modality; in unimodal mode both views share the row of index")
     return inputs.check_vector("index2", index2, batch)
 
 
-def _check_tau(est: Called, tau: Tensor | float, batch: int) -> Tensor | float:
+def _check_tau(est: CheckedEstimator, tau: Tensor | float, batch: int) -> Tensor | float:
     """Return the checked temperature of a call."""
     if est.temperature.learns:
         raise ValueError("tau= must be left out: this estimator learns its own temperatures, see est.temperature")
@@ -159,7 +159,7 @@ def _check_tau(est: Called, tau: Tensor | float, batch: int) -> Tensor | float:
 
 
 def _check_negatives(
-    est: Called, negatives: Any, keys: dict[str, Tensor], named: bool, like: Tensor
+    est: CheckedEstimator, negatives: Any, keys: dict[str, Tensor], named: bool, like: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the features of further candidates, and their positions, by name, if there are any."""
     est.normalizer.check_negatives()
@@ -177,7 +177,7 @@ def _check_negatives(
 
 def _check_pairs(
     pairs: PairPolicy | BoundPolicy,
-    est: Called,
+    est: CheckedEstimator,
     like: Tensor,
     more: int | None,
     values: dict[str, Tensor],
@@ -203,7 +203,9 @@ def _check_pairs(
     return None if policy == NO_POLICY else policy
 
 
-def check_cached(est: Called, z1: Tensor, z2: Tensor, tau: Any, negatives: Any) -> tuple[Tensor | None, Tensor | None]:
+def check_cached(
+    est: CheckedEstimator, z1: Tensor, z2: Tensor, tau: Any, negatives: Any
+) -> tuple[Tensor | None, Tensor | None]:
     """Refuse what a call with detached leaves would not detect; return the features of ``negatives`` and positions."""
     if getattr(est.normalizer, "encode", None) is not None:
         raise ValueError("encode of the sampler needs a backward pass of its features; call the estimator, not this")

@@ -61,7 +61,7 @@ class Batch:
         bad: 0-d flag on the device: an index is out of range, or the batch is a single sample.
         dtype: working dtype of the call.
         depositing: the call is in training mode with gradients enabled.
-        alike: on a device, it is known on the host that a key has one value for the whole batch.
+        constant_key: on a device, it is known on the host that a key has one value for the whole batch.
         named: ``index`` was passed; otherwise its numbers are those of this batch only.
     """
 
@@ -77,7 +77,7 @@ class Batch:
     bad: Tensor | None
     dtype: torch.dtype
     depositing: bool
-    alike: bool = False
+    constant_key: bool = False
     named: bool = True
 
     def of(self, name: str = "") -> Rows:

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from compopt import checks
-from compopt.arguments import Given, check_cached, check_call, check_policy
+from compopt.arguments import CallArguments, check_cached, check_call, check_policy
 from compopt.batch import Batch
 from compopt.checks import Directions, Mode
 from compopt.checks.context import outside_of_graphs, refuse_derivatives, warn
 from compopt.checks.inputs import three_by_position
-from compopt.distributed.handshake import NOTHING
+from compopt.distributed.handshake import NULL_CONTEXT
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator.base import Fixed, Form, check_dtype
 from compopt.estimator.container import Container
 from compopt.estimator.groups import GroupSpec, Hyper, as_groups
 from compopt.estimator.options import with_arguments_of
 from compopt.estimator.parts import Call, Normalizer, Temperature
-from compopt.estimator.reader import ROW_KEYS, either
+from compopt.estimator.reader import ROW_KEYS, or_flags
 from compopt.functional import Scalar
 from compopt.kernel.block import Block
-from compopt.kernel.features import Slope, at_least, full_precision, with_gradients, zero_or_nan
+from compopt.kernel.features import TensorGradient, full_precision, promote_tau, with_gradients, zero_or_nan
 from compopt.kernel.pairs import PairOptions, Pairs
 from compopt.kernel.triton.block import block_of
 from compopt.kernel.triton.choice import BACKENDS, Backend
@@ -287,7 +287,7 @@ class ContrastiveEstimator(Container):
         given = check_call(self, z1, z2, index, index2, labels, tau, negatives, keys, pairs)
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
-            with self._undone_on_error() if batch.depositing else NOTHING:
+            with self._undone_on_error() if batch.depositing else NULL_CONTEXT:
                 return self._loss(batch, given)
 
     @outside_of_graphs
@@ -340,35 +340,35 @@ class ContrastiveEstimator(Container):
 
     # -- the steps of a call -----------------------------------------------------------------------------------
 
-    def _gather(self, given: Given) -> Batch:
+    def _gather(self, given: CallArguments) -> Batch:
         """Gather the samples of all ranks, and read their rows."""
         more = 0 if given.negatives is None else given.negatives.unit.shape[1]
         batch = self._read(given.keys, given.values, given.facts, least=2, more=more)
         batch.named = given.named
         if (shared := batch.values.pop("shared", None)) is not None:
-            batch.bad = either(batch.bad, self._async_checks.alike(shared))
+            batch.bad = or_flags(batch.bad, self._async_checks.check_equal(shared))
         if self._ranks.size == 1:
             batch.views = given.own.unit  # without a copy
         self._at_first = given.facts.get("parameters")
         return batch
 
-    def _loss(self, batch: Batch, given: Given) -> Tensor:
+    def _loss(self, batch: Batch, given: CallArguments) -> Tensor:
         """Return the loss, a node of the graph, and deposit new rows and temperatures."""
         hyper = self.temperature._hyper(batch)
         temperature = self._temperature(batch, given.tau, hyper)  # perhaps with a graph
         learned = temperature if given.graph and isinstance(temperature, Tensor) and temperature.requires_grad else None
         if "scale" not in self._settled:
-            self._look_at_temperature(temperature)
+            self._warn_logit_scale(temperature)
         with torch.no_grad():
             used = batch.values.get("tau", temperature)
             used = used.detach() if isinstance(used, Tensor) else used
             pairs = self._pairs(batch, given, used, learned is not None)  # log-sum-exps
             call = self._call(batch, pairs, used, given)
             if pairs.may_lack_negatives and not self.normalizer.outside:
-                self._look_for_negatives(call, 0.0)
+                self._skip_without_negatives(call, 0.0)
             estimate = self.normalizer.estimated(call)  # alpha, proposed rows; a network learns here
             if pairs.may_lack_negatives and self.normalizer.outside:
-                self._look_for_negatives(call, estimate.outside_count)
+                self._skip_without_negatives(call, estimate.outside_count)
             objective = Objective(call, estimate, self.temperature.rho(hyper), self.multiply_tau)
             value = self._value(objective, given)
             if batch.depositing:
@@ -388,9 +388,9 @@ class ContrastiveEstimator(Container):
         if not isinstance(tau, Tensor):
             return float(tau)
         features = batch.values.get("z1")  # None in a diagnostic
-        return at_least(tau.to(batch.rows.device), batch.dtype if features is None else features.dtype)
+        return promote_tau(tau.to(batch.rows.device), batch.dtype if features is None else features.dtype)
 
-    def _pairs(self, batch: Batch, given: Given, tau: float | Tensor, learned: bool) -> Pairs:
+    def _pairs(self, batch: Batch, given: CallArguments, tau: float | Tensor, learned: bool) -> Pairs:
         """Compute the statistics of all pairs of the batch, or, with several ranks, of this rank's anchors."""
         options = PairOptions(
             distinct=batch.distinct,
@@ -410,18 +410,18 @@ class ContrastiveEstimator(Container):
             self.temperature.look_at_negatives(pairs.least + self.normalizer.outside)
         return pairs
 
-    def _with_candidates(self, options: PairOptions, batch: Batch, given: Given) -> PairOptions:
+    def _with_candidates(self, options: PairOptions, batch: Batch, given: CallArguments) -> PairOptions:
         """Add further candidates and a policy of pairs. Collective with ``negatives``."""
         guide = [batch.values[name] for name in ("guide1", "guide2") if name in batch.values]
         key, negatives = batch.values.get("within1"), given.gather_negatives(batch, self._ranks)
         return options._replace(negatives=negatives, policy=given.policy, guide=guide, key=key)
 
-    def _block(self, batch: Batch, given: Given) -> type[Block]:
+    def _block(self, batch: Batch, given: CallArguments) -> type[Block]:
         """Return the class of the matrices for ``backend="triton"``."""
         unsupported = {"keys=": batch.values.get("k1"), "negatives=": given.negatives, "pairs=": given.policy}
         return block_of(self.backend, given.own.unit, unsupported)
 
-    def _look_at_temperature(self, temperature: float | Tensor) -> None:
+    def _warn_logit_scale(self, temperature: float | Tensor) -> None:
         """Warn, once, of a logit scale as the first temperature."""
         if not self.normalize or self.temperature.learns:
             return
@@ -436,14 +436,14 @@ class ContrastiveEstimator(Container):
             )
         self._settled.add("scale")  # a temperature that is learned, or follows a schedule, may grow
 
-    def _call(self, batch: Batch, pairs: Pairs, tau: float | Tensor, given: Given | None) -> Call:
+    def _call(self, batch: Batch, pairs: Pairs, tau: float | Tensor, given: CallArguments | None) -> Call:
         """Return the input of the normalizer; ``given`` is ``None`` for a diagnostic."""
         encoder, policy = (None, None) if given is None else (given.encoder, given.policy)
         part, read, unimodal = self.normalizer, batch.of("normalizer"), self.mode == "unimodal"
         about = (part._hyper(batch), self.chunk_size, encoder, part.t, part.pending, unimodal, policy, part.training)
         return Call(batch, read, pairs, tau, *about)
 
-    def _look_for_negatives(self, call: Call, outside: Scalar) -> None:
+    def _skip_without_negatives(self, call: Call, outside: Scalar) -> None:
         """Let a batch in which no anchor has a negative deposit nothing, and warn, once, of the first one.
 
         On a device the host does not wait: unless the keys on the host show that there is no negative, the state keeps
@@ -454,7 +454,7 @@ class ContrastiveEstimator(Container):
             return
         if lacking.device.type == "cpu":
             call.batch.depositing &= not bool(lacking)
-        elif call.batch.alike and not (pairs.negatives or self.normalizer.outside):
+        elif call.batch.constant_key and not (pairs.negatives or self.normalizer.outside):
             call.batch.depositing = False
         if "negatives" not in self._settled:
             self._async_checks.watch(lacking.to(torch.int32), self._warn_negatives)
@@ -468,7 +468,7 @@ class ContrastiveEstimator(Container):
                 "check these arguments"
             )
 
-    def _value(self, objective: Objective, given: Given) -> Tensor:
+    def _value(self, objective: Objective, given: CallArguments) -> Tensor:
         """Return the value, or NaN with a warning if a feature is not finite."""
         pairs, batch = objective.pairs, objective.batch
         value = objective.value().to(given.own.unit.dtype)
@@ -479,10 +479,10 @@ class ContrastiveEstimator(Container):
             value = value + zero_or_nan(*batch.features, *batch.momentum, *more, *pairs.options.guides)
         # before anything is deposited, since a warning may be an error; a finite value rules bad features out
         if value.device.type != "cpu" or not math.isfinite(value.item()):
-            self._look_at_features(given)
+            self._warn_bad_features(given)
         return value
 
-    def _look_at_features(self, given: Given) -> None:
+    def _warn_bad_features(self, given: CallArguments) -> None:
         """Warn about features of this rank that are not finite."""
         encoded = None if given.encoder is None else given.encoder.encoded
         units = [features.unit for features in (given.own, given.negatives, encoded) if features is not None]
@@ -509,9 +509,9 @@ class ContrastiveEstimator(Container):
         read, hyper = call.batch.of("temperature"), part._hyper(call.batch)
         return part.proposals(replace(call, read=read, hyper=hyper, t=part.t, window=part.pending), gradient)
 
-    def _gradients(self, objective: Objective, given: Given, learned: Tensor | None) -> list[Slope]:
+    def _gradients(self, objective: Objective, given: CallArguments, learned: Tensor | None) -> list[TensorGradient]:
         """Return the tensors that may require a gradient on this rank, with their gradients."""
-        encoder, found = given.encoder, list[Slope]()
+        encoder, found = given.encoder, list[TensorGradient]()
         if given.want_gradients:
             found = objective.feature_gradients(given.own, given.negatives)
         elif objective.ranks > 1 or (encoder is not None and encoder.wants_gradients):

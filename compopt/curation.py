@@ -35,7 +35,7 @@ from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.collectives import doing
 from compopt.estimator.base import Estimator, Form, Hook
 from compopt.estimator.groups import GroupSpec, as_groups
-from compopt.estimator.reader import ROW_KEYS, either
+from compopt.estimator.reader import ROW_KEYS, or_flags
 from compopt.kernel.block import same_sample
 from compopt.kernel.pairs import Pairs
 from compopt.stores.rows import Column
@@ -130,8 +130,8 @@ class ScoreKeeper(Estimator):
         if est.n not in (None, self.n):
             raise ValueError(f"n differs: the ScoreKeeper has {self.n}, the estimator {est.n}; give both the same n")
         if not (self.t or self.pending):
-            self._close()
-        self._join(est._opened())
+            self._reset_form()
+        self._set_form(est._ensure_form())
         if self._handle is not None:
             self._handle.remove()
         self._handle = est.register_call_hook(self._record)
@@ -141,8 +141,8 @@ class ScoreKeeper(Estimator):
             self._handle.extra_dict_ref += (weakref.ref(est._hooks[family]),)
         return self._handle
 
-    def _join(self, form: Form) -> None:
-        super()._join(replace(form, folder="scores"))
+    def _set_form(self, form: Form) -> None:
+        super()._set_form(replace(form, folder="scores"))
         self._row_keys = ROW_KEYS[: form.width]
 
     def _record(self, est: ContrastiveEstimator, batch: Batch, pairs: Pairs) -> None:
@@ -161,7 +161,7 @@ class ScoreKeeper(Estimator):
                 raise
             grown = f"the estimator has grown to n={est.n}; call add_sample_group of the ScoreKeeper too"
             raise IndexError(f"{error}; {grown}") from None
-        own.bad = either(own.bad, batch.bad)  # indices on a device, which the estimator refuses without an error
+        own.bad = or_flags(own.bad, batch.bad)  # indices on a device, which the estimator refuses without an error
         if own.depositing:
             if pairs.may_lack_negatives and isinstance(pairs.count, Tensor):
                 valid = pairs.count > 0
@@ -170,7 +170,7 @@ class ScoreKeeper(Estimator):
 
     @property
     def _unimodal(self) -> bool:
-        return self._opened().mode == "unimodal"
+        return self._ensure_form().mode == "unimodal"
 
     def _observed(self, own: Batch, pairs: Pairs) -> dict[str, Tensor]:
         """Return new values of the columns for the samples of a call, ``(B, D)`` each."""
@@ -318,7 +318,7 @@ def scores(est: Estimator, since: Scores | None = None) -> Scores:
         # n equal weights have n effective visits, weights that decay at rate r converge to 2 / r - 1. The variance
         # about a mean of n values has n - 1 degrees of freedom: the result is NaN for one visit (or rate=1).
         effective = torch.minimum(visits.double(), 2 / rate - 1)
-        uncertainty = (value["log_g_var"] / (effective - 1) / part._opened().width).sqrt()
+        uncertainty = (value["log_g_var"] / (effective - 1) / part._ensure_form().width).sqrt()
     score = -value["log_g" if kept else "log_u"]
     return Scores(score, visits, uncertainty, value.get("similarity"), value.get("rank"), _change(score, since))
 

@@ -343,7 +343,7 @@ def _about(est: ContrastiveEstimator, z1: Tensor, z2: Tensor) -> tuple[Batch, fl
         )
     check_features(z1, z2)
     with torch.no_grad():
-        seen = est._reading().look(torch.arange(len(z1), device="cpu"), z1)
+        seen = est._reading().read_committed(torch.arange(len(z1), device="cpu"), z1)
         tau = est._temperature(seen, None, est.temperature._hyper(seen))
     return seen, tau, "averaged" if est.normalizer.averages_views else "separate"
 
@@ -402,7 +402,7 @@ def _exact_of_anchors(
 def _estimate(est: ContrastiveEstimator, a: Tensor, b: Tensor, rows: Tensor, tau: float | Tensor) -> Tensor:
     """Return the estimates of a (stateless) normalizer for one batch, ``(B, A)``."""
     own = tau[rows] if isinstance(tau, Tensor) and tau.dim() else tau
-    batch = est._reading().look(rows, a, {"z1": a, "z2": b})
+    batch = est._reading().read_committed(rows, a, {"z1": a, "z2": b})
     options = PairOptions(True, est._anchors, unimodal=est.mode == "unimodal", bounded=est.normalize)
     pairs = Pairs(torch.stack([a, b]), own, [rows], options)
     return est.normalizer.estimate(est._call(batch, pairs, own, None)).alpha.expand_as(pairs.positive)

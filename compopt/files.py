@@ -100,7 +100,7 @@ def checksum(path: Path, crc32: bool = False) -> str:
 # -- locks -----------------------------------------------------------------------------------------------------------
 
 # Seconds to wait for a lock. A killed process still holds its locks while the kernel frees its memory.
-PATIENCE = 2.0
+LOCK_SECONDS = 2.0
 # A second flock by this process would be refused like that of another process. All users share the lock that it holds.
 _locks: weakref.WeakValueDictionary[Path, Lock] = weakref.WeakValueDictionary()
 _guard = threading.RLock()
@@ -163,7 +163,7 @@ def lock(path: Path, what: Path, remedy: str) -> Lock | None:
 
 def _acquire(path: Path, what: Path, remedy: str) -> Lock | None:
     """Lock a file; return ``None`` if the file system has no locks."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + LOCK_SECONDS
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         refused = _flock(descriptor)

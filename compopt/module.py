@@ -115,7 +115,7 @@ class StatefulEstimatorModule(EstimatorModule):
 
     def _with_parameters(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a state with parameters, which :meth:`load_state_dict` of the estimator requires."""
-        state = states.current(self.est, state)
+        state = states.upgraded(self.est, state)
 
         def completed(each: Estimator, state: Any) -> Any:
             if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):

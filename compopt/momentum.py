@@ -23,7 +23,7 @@ from compopt.estimator.base import Estimator
 SHARDED, ENGINE = "set_requires_gradient_sync", "set_gradient_accumulation_boundary"  # of FSDP2, of DeepSpeed
 FSDP1, COMPILED = "_fsdp_wrapped_module", "_orig_mod"
 SHARD = "to_local"  # of a DTensor
-FORGOTTEN = 256  # calls without an update
+CALLS_BEFORE_WARNING = 256  # calls without an update
 
 
 class MomentumEncoder:
@@ -111,10 +111,10 @@ class MomentumEncoder:
         if self._begins and not torch.compiler.is_compiling():
             self._check_begin()
         self._calls += 1
-        if self._calls == FORGOTTEN:
+        if self._calls == CALLS_BEFORE_WARNING:
             warnings.warn(
-                f"the copy of a MomentumEncoder was called {FORGOTTEN} times and never updated, so that it does not "
-                f"follow the model; call encoder.attach(est), or encoder.update() after each optimizer step",
+                f"the copy of a MomentumEncoder was called {self._calls} times and never updated, so that it does "
+                f"not follow the model; call encoder.attach(est), or encoder.update() after each optimizer step",
                 stacklevel=3,
             )
         return self.module(*args, **kwargs)

@@ -13,7 +13,7 @@ from torch.nn.functional import softplus
 from compopt import functional as F
 from compopt.estimator.parts import Call, Estimate
 from compopt.functional import Scalar
-from compopt.kernel.features import Features, Slope, full_precision
+from compopt.kernel.features import Features, TensorGradient, full_precision
 
 
 @dataclass
@@ -94,14 +94,14 @@ class Objective:
         g, share = g[self.batch.own], len(tau) * self.ranks / len(self.batch.rows) if self.ranks > 1 else 1
         return tau, (g / g.numel()).sum_to_size(tau.shape).to(tau.dtype) * share
 
-    def learned_gradients(self) -> list[Slope]:
+    def learned_gradients(self) -> list[TensorGradient]:
         """Return pairs of a parameter of the normalizer and its whole gradient."""
         shape = self.pairs.shape
         return [(p, (self._alpha_slope() * d.expand(shape)).sum().to(p.dtype)) for p, d in self.estimate.learned]
 
     # -- gradients of features, with constant pair weights -----------------------------------------------------
 
-    def feature_gradients(self, own: Features, negatives: Features | None) -> list[Slope]:
+    def feature_gradients(self, own: Features, negatives: Features | None) -> list[TensorGradient]:
         """Return the features and ``negatives`` of this rank with their gradients; consumes the pairs."""
         gradient, of_negatives = self._weighted()
         if self.estimate.through_alpha is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from compopt import checks
-from compopt.checks.values import MOST, entries, integer
+from compopt.checks.values import INT64_MAX, entries, integer
 from compopt.estimator.base import Estimator
 from compopt.estimator.groups import plain_value, write
 
@@ -68,7 +68,7 @@ class Schedule:
             TypeError, ValueError: ``t`` is missing, negative or not an integer. Nothing is changed in these cases.
         """
         entries("state_dict", state_dict, ("t",))
-        self._move(integer("t", state_dict["t"], 0, MOST))
+        self._move(integer("t", state_dict["t"], 0, INT64_MAX))
 
 
 class CosineGamma(Schedule):

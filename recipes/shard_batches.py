@@ -278,7 +278,7 @@ class ShardBatches(IterableDataset[Any]):
                 "the next epoch: set_epoch"
             )
         values.entries("state_dict", state_dict, mine)
-        epoch = values.integer("epoch", state_dict["epoch"], 0, values.MOST)
+        epoch = values.integer("epoch", state_dict["epoch"], 0, values.INT64_MAX)
         earlier, spans = [], Spans(np.array([[0, self.n]]))
         if not isinstance(state_dict["read"], list | tuple):
             raise TypeError(f"read of the checkpoint must be a list, got {type(state_dict['read']).__name__}")

@@ -18,7 +18,7 @@ PATIENCE, POSITIONS = 32, 20
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Reduce the numbers of calls before a warning."""
-    for name, value in {"PATIENCE": PATIENCE, "POSITIONS": POSITIONS}.items():
+    for name, value in {"CALLS": PATIENCE, "POSITIONS": POSITIONS}.items():
         assert getattr(forgotten, name) > value
         monkeypatch.setattr(forgotten, name, value)
 

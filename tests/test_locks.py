@@ -40,7 +40,7 @@ def locks_held():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(files, "PATIENCE", 0.0)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def holder(tmp_path):
 
 def test_a_second_run_is_told_who_holds_them_and_waits_for_one_that_is_about_to_end(holder, tmp_path, monkeypatch):
     """The locks of a killed run are free even while a process that it forked is still alive."""
-    monkeypatch.setattr(files, "PATIENCE", 0.0)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.0)
     who = rf"is in use by process {holder.pid} on {re.escape(os.uname().nodename)} since \d{{4}}-.*end that one, or "
     with pytest.raises(RuntimeError, match=who + "name another offload_dir") as raised:
         estimator(tmp_path / "rows")
@@ -71,12 +71,12 @@ def test_a_second_run_is_told_who_holds_them_and_waits_for_one_that_is_about_to_
     assert str(tmp_path / "checkpoints") in str(raised.value)
     compopt.load(est, tmp_path / "checkpoints")  # reading needs no lock
     assert len(list((tmp_path / "checkpoints").glob("checkpoint-*"))) == 1
-    monkeypatch.setattr(files, "PATIENCE", 30.0)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 30.0)
     subprocess.Popen([sys.executable, "-c", f"import time, os; time.sleep(0.5); os.kill({holder.pid}, 9)"])
     started = time.monotonic()
     est = estimator(tmp_path / "rows")
     assert time.monotonic() - started < 20
-    monkeypatch.setattr(files, "PATIENCE", 0.0)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.0)
     holder.wait()
     compopt.load(est, tmp_path / "checkpoints")
     compopt.save(est, tmp_path / "checkpoints")

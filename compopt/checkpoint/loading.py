@@ -89,9 +89,9 @@ def _attempt(est: Estimator, root: Path, t: int | None, last: bool) -> Checkpoin
     try:
         state, found = ranks.agree(lambda: _verify(est, source))
         for name, each in est._objects().items():
-            own = {**states.of(state, name), "state": found[name].state}
-            ranks.agree(partial(states.fill, each, own, partial(_read_rows, each, found[name])))
-        states.finish(est, state)
+            own = {**states.entries_of(state, name), "state": found[name].state}
+            ranks.agree(partial(states.load_object, each, own, partial(_read_rows, each, found[name])))
+        states.reset_progress(est, state)
     except Exception:  # raised on every rank
         named = source.path.resolve() == root.resolve()
         if last or named or all(ranks.gather_objects(ranks.agree(lambda: source.complete))):
@@ -124,7 +124,7 @@ def _verify(est: Estimator, source: Checkpoint) -> tuple[Mapping[str, Any], dict
         content = {**content["parts"][source.part], "data_fingerprint": content.get("data_fingerprint")}
     est._take_form_of(content["config"])
     with _named(path):
-        state = states.current(est, {**content, "version": 1 if old else states.FORMAT_VERSION})
+        state = states.upgraded(est, {**content, "version": 1 if old else states.FORMAT_VERSION})
         states.check_tree(est, state)
     check_data(est, str(path), content.get("data_fingerprint"))
     found = {}

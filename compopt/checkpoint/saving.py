@@ -159,7 +159,7 @@ def _begin(est: Estimator, directory: StrPath) -> Path:
     for each in est._tree():
         each._saving = None
     for handle in before.values():
-        handle.raise_untold()
+        handle.raise_unreported()
     est._begin_saving()
     return root
 
@@ -188,7 +188,7 @@ def _content(est: Estimator) -> tuple[dict[str, Any], dict[str, dict[str, Tensor
 
     Raises for a state that no load would accept, before older checkpoints are removed.
     """
-    content, own = states.about(est), {name: each.saved_state() for name, each in est._objects().items()}
+    content, own = states.metadata(est), {name: each.saved_state() for name, each in est._objects().items()}
     for name, each in est._objects().items():
         each.check_state(own[name])
     if not isinstance(est.data_fingerprint, str | None):

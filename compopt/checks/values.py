@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST = (1 << 63) - 1  # largest integer of 64 bits
+INT64_MAX = (1 << 63) - 1  # largest integer of 64 bits
 
 
 def bound(name: str) -> str:

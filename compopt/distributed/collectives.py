@@ -45,7 +45,7 @@ OPERATIONS = (
 )
 
 
-class Doing(NamedTuple):
+class Operation(NamedTuple):
     """Operation in progress on a rank, the number of commits before it, and that of its message in the group."""
 
     operation: str = OPERATIONS[0]
@@ -56,12 +56,12 @@ class Doing(NamedTuple):
         return self.operation if self.commits is None else f"{self.operation} (commit {self.commits})"
 
 
-ANYTHING = Doing()
+NO_OPERATION = Operation()
 # per thread: a save in the background does not change the operation of the training thread
-_doing: ContextVar[Doing] = ContextVar("doing", default=ANYTHING)
+_doing: ContextVar[Operation] = ContextVar("doing", default=NO_OPERATION)
 
 
-def now() -> Doing:
+def now() -> Operation:
     """Return the operation that :func:`doing` has set in this thread."""
     return _doing.get()
 
@@ -69,7 +69,7 @@ def now() -> Doing:
 @contextmanager
 def doing(operation: str, commits: int | None = None) -> Iterator[None]:
     """Set the operation that messages of this thread carry and that errors on other ranks name."""
-    token = _doing.set(Doing(operation, commits))
+    token = _doing.set(Operation(operation, commits))
     try:
         yield
     finally:
@@ -94,40 +94,41 @@ def refuse_different(operations: Sequence[int]) -> None:
 # -- collectives ---------------------------------------------------------------------------------------------------
 
 
-def all_gather(message: Tensor, group: ProcessGroup | None, size: int, what: Doing) -> Tensor:
+def all_gather(message: Tensor, group: ProcessGroup | None, size: int, what: Operation) -> Tensor:
     """Gather ``(...)`` into ``(K, ...)`` with the group's own backend."""
     gathered = message.new_empty((size, *message.shape))
     collect = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in newer torch
-    answered(lambda: collect(_lend(gathered.view(-1)), _lend(message.contiguous().view(-1)), group=group), group, what)
+    out, own = _lend(gathered.view(-1)), _lend(message.contiguous().view(-1))
+    run_collective(lambda: collect(out, own, group=group), group, what)
     return gathered
 
 
-def tell(message: Tensor, group: ProcessGroup | None, size: int, what: Doing) -> Tensor:
+def gather_small(message: Tensor, group: ProcessGroup | None, size: int, what: Operation) -> Tensor:
     """Gather small messages ``(...)`` into ``(K, ...)`` by an all-to-all: every rank sends directly to the others.
 
     An all-to-all has one hop; the all-gather of Gloo is a ring of ``K - 1`` sequential hops. The bytes are the same.
     A rank that waits for long warns which ranks are missing.
     """
-    heard = message.new_empty((size, *message.shape))
-    told = message.expand_as(heard).contiguous()
-    answered(lambda: _exchange(heard.view(-1), told.view(-1), group, what), group, what)
-    return heard
+    received = message.new_empty((size, *message.shape))
+    sent = message.expand_as(received).contiguous()
+    run_collective(lambda: _exchange(received.view(-1), sent.view(-1), group, what), group, what)
+    return received
 
 
-def all_reduce(tensor: Tensor, group: ProcessGroup | None, what: Doing) -> Tensor:
+def all_reduce(tensor: Tensor, group: ProcessGroup | None, what: Operation) -> Tensor:
     """Sum over ranks, in place."""
-    answered(lambda: dist.all_reduce(_lend(tensor), group=group), group, what)
+    run_collective(lambda: dist.all_reduce(_lend(tensor), group=group), group, what)
     return tensor
 
 
-def gather_objects(value: Any, group: ProcessGroup, size: int, what: Doing) -> list[Any]:
+def gather_objects(value: Any, group: ProcessGroup, size: int, what: Operation) -> list[Any]:
     """Gather picklable values into a list by rank."""
     everyone = [None] * size
-    answered(lambda: dist.all_gather_object(everyone, value, group=group), group, what)
+    run_collective(lambda: dist.all_gather_object(everyone, value, group=group), group, what)
     return everyone
 
 
-def answered(collective: Callable[[], Any], group: ProcessGroup | None, what: Doing) -> Any:
+def run_collective(collective: Callable[[], Any], group: ProcessGroup | None, what: Operation) -> Any:
     """Run a collective; raise a descriptive ``RuntimeError`` if other ranks do not take part."""
     started = time.monotonic()
     try:
@@ -153,13 +154,13 @@ def answered(collective: Callable[[], Any], group: ProcessGroup | None, what: Do
 # -- missing ranks: those that have left no mark in the group's store ------------------------------------------------
 
 # seconds after which a rank that waits leaves a mark, and warns first; further warnings come after twice the time
-MARK, PATIENCE = 5.0, 30.0
+MARK, WARN_SECONDS = 5.0, 30.0
 
 
-def _exchange(heard: Tensor, told: Tensor, group: ProcessGroup | None, what: Doing) -> None:
+def _exchange(received: Tensor, sent: Tensor, group: ProcessGroup | None, what: Operation) -> None:
     """Send equal parts of a message to all ranks, and warn which ranks do not take part."""
     started, until = time.monotonic(), MARK
-    work = dist.all_to_all_single(_lend(heard), _lend(told), group=group, async_op=True)
+    work = dist.all_to_all_single(_lend(received), _lend(sent), group=group, async_op=True)
     try:
         while not work.is_completed():
             with suppress(RuntimeError):  # not zero, which torch reads as no limit
@@ -167,17 +168,17 @@ def _exchange(heard: Tensor, told: Tensor, group: ProcessGroup | None, what: Doi
             if work.is_completed():
                 break
             others, they = _missing(group, what)
-            if until >= PATIENCE:
+            if until >= WARN_SECONDS:
                 waited = f"rank {dist.get_rank(group)} has waited {until:.0f} s in {what} for {others}"
                 other = "out of the loop or a call behind, or in another collective, such as dist.barrier()"
                 warn(f"{waited}: is {they} busy, {other}?")
-            until = max(PATIENCE, 2 * until)
+            until = max(WARN_SECONDS, 2 * until)
         work.wait()  # raises the error of a collective that has failed
     finally:
         del work  # which has the tensors; a traceback would keep it
 
 
-def _missing(group: ProcessGroup | None, what: Doing, patience: float = 0.0) -> tuple[str, str]:
+def _missing(group: ProcessGroup | None, what: Operation, patience: float = 0.0) -> tuple[str, str]:
     """Leave a mark for this message; return the ranks without one, and a pronoun, after ``patience`` or at the last."""
     rank, end = dist.get_rank(group), time.monotonic() + patience
     others = [other for other in range(dist.get_world_size(group)) if other != rank]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from compopt.distributed.collectives import CALL, Doing, doing
+from compopt.distributed.collectives import CALL, Operation, doing
 from compopt.distributed.ranks import Ranks
 
 KEYS = ("index", "index2", "labels")
@@ -46,10 +46,10 @@ FACTS = {
 REFUSED, SIZE, KINDS, PREFETCHED, MORE = range(1, 6)
 HEADER = 6 + len(FACTS)
 MOST_ENTRIES = 4  # of those that differ, in an error message
-NOTHING: AbstractContextManager[None] = nullcontext()
+NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
-class Fact(int):
+class Fingerprint(int):
     """Integer that stands for a value in a message; error messages contain the value."""
 
     def __new__(cls, number: int, value: object = None) -> Self:
@@ -60,9 +60,9 @@ class Fact(int):
     value: object
 
 
-def fingerprint(value: object) -> Fact:
-    """Return the fact for a value of FACTS that is not an integer, by a checksum of its ``repr``."""
-    return Fact(zlib.crc32(repr(value).encode()), value)
+def fingerprint(value: object) -> Fingerprint:
+    """Return the fingerprint of a value of FACTS that is not an integer, by a checksum of its ``repr``."""
+    return Fingerprint(zlib.crc32(repr(value).encode()), value)
 
 
 @dataclass
@@ -95,7 +95,7 @@ def tau_facts(tau: float | Tensor | None) -> dict[str, int]:
 
 
 def add_facts(est: Any, given: Any) -> None:
-    """Add the facts of a call to its checked arguments, an object of ``compopt.arguments.Given``.
+    """Add the facts of a call to its checked arguments, an object of ``compopt.arguments.CallArguments``.
 
     Parameters on a device are compared there, as ``shared`` in ``values``.
     """
@@ -124,7 +124,7 @@ def add_facts(est: Any, given: Any) -> None:
 def _parameters(est: Any, shared: Sequence[Tensor]) -> int:
     """Return the fact for these tensors on the host; on a device, and for a dual, for their values at the first call.
 
-    The host would wait for a device, where :meth:`AsyncChecks.alike` compares them in later calls.
+    The host would wait for a device, where :meth:`AsyncChecks.check_equal` compares them in later calls.
     """
     if est._at_first is not None and (est.temperature.learns or any(x.device.type != "cpu" for x in shared)):
         return int(est._at_first)
@@ -144,7 +144,7 @@ class Handshake:
 
     def guard(self) -> AbstractContextManager[None]:
         """Wrap the work of this rank before the exchange: if it raises, the other ranks raise too and do not wait."""
-        return NOTHING if self.ranks.size == 1 else self._guard()
+        return NULL_CONTEXT if self.ranks.size == 1 else self._guard()
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -155,7 +155,7 @@ class Handshake:
             message = self.ranks.blank()
             message[REFUSED] = 1
             try:
-                self.ranks.open(message, Doing(self.operation))
+                self.ranks.open(message, Operation(self.operation))
             except RuntimeError as other:  # other operation, or lost connection: raise the original error
                 raise error from other
             raise
@@ -175,7 +175,7 @@ class Handshake:
         keys = {name: key.cpu() for name, key in keys.items()}
         kinds = sum(1 << KEYS.index(name) for name in keys)
         header = [0, 0, size, kinds, prefetched, more, *(facts.get(name, 0) for name in FACTS)]
-        now = Doing(self.operation, facts.get("t"))
+        now = Operation(self.operation, facts.get("t"))
         table = self.ranks.open(self._message(header, keys), now)
         self._compare(table, facts)
         sizes = table[:, SIZE].tolist()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compopt import accelerator
 from compopt.distributed import collectives
-from compopt.distributed.collectives import CALL, OBSERVE, OPERATIONS, Doing, ProcessGroup
+from compopt.distributed.collectives import CALL, OBSERVE, OPERATIONS, Operation, ProcessGroup
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Control:
 
     host: ProcessGroup | None = None
     length: int = 64  # initial value
-    doing: Doing = Doing()
+    doing: Operation = Operation()
 
 
 _controls: WeakKeyDictionary[Any, Control] = WeakKeyDictionary()
@@ -96,7 +96,7 @@ class Ranks:
         Its timeout is that of the group unless another one is given.
         """
         form = partial(self._form_host_group, timeout)
-        return None if self.size == 1 else collectives.answered(form, self.group, collectives.now())
+        return None if self.size == 1 else collectives.run_collective(form, self.group, collectives.now())
 
     def _form_host_group(self, timeout: timedelta | None) -> ProcessGroup | None:
         timeout = timeout or _timeout(self.group)
@@ -149,7 +149,7 @@ class Ranks:
         """Lengthen future opening messages; call on every rank after the same opening."""
         self._control.length = max(self._control.length, length)
 
-    def open(self, message: Tensor | None = None, now: Doing | None = None) -> Tensor:
+    def open(self, message: Tensor | None = None, now: Operation | None = None) -> Tensor:
         """Send the first message of an operation and return the messages of all ranks, ``(K, length)``.
 
         Args:
@@ -175,7 +175,7 @@ class Ranks:
         # The message is the same for all operations, so that ranks in different operations raise here and do not wait
         # for each other in two collectives until the timeout.
         message[0] = OPERATIONS.index(now.operation)
-        table = collectives.tell(message, self.host, self.size, now)
+        table = collectives.gather_small(message, self.host, self.size, now)
         collectives.refuse_different(table[:, 0].tolist())
         return table
 
@@ -296,7 +296,7 @@ def _doubles(tensor: Tensor) -> Tensor:
 
 
 def _timeout(group: Any) -> timedelta | None:
-    """Return the timeout of a group, ``None`` if torch does not tell it; ``new_group`` would take torch's default."""
+    """Return the timeout of a group, ``None`` if torch does not report it; ``new_group`` would take torch's default."""
     with suppress(AttributeError, IndexError, RuntimeError):  # private in torch
         return group._get_backend(group._device_types[0]).options._timeout
     return None

@@ -13,14 +13,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from compopt.checks.context import STATE_MAKERS, called_from, outside_of_graphs, warn
-from compopt.estimator.entry import FAMILIES, Entry, check_entry, look_for_entries
+from compopt.estimator.entry import FAMILIES, Entry, check_entry, warn_unclaimed_entries
 
 Commit = Callable[[Tensor | None], None]
 
 UPDATES = 3  # model updates by other optimizers than the attached ones, without a commit, before a warning
 # Calls without a commit before a warning, if no update is observed (an optimizer may run no hooks). The number of calls
 # must also reach WINDOWS times the longest window so far, since gradient accumulation may be long.
-PATIENCE, WINDOWS = 256, 8
+CALLS, WINDOWS = 256, 8
 POSITIONS, BATCHES = 100, 2  # calls with index 0 .. B - 1 before a warning; minimum size of the data set in batches
 
 
@@ -79,7 +79,7 @@ class Attached:
         self.handle = RemovableHandle(tables[0], extra_dict=[*tables[1:], loading])
         for table in tables:
             table[self.handle.id] = self.hook
-        loading[self.handle.id] = look_for_entries
+        loading[self.handle.id] = warn_unclaimed_entries
 
     @outside_of_graphs
     def hook(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -89,7 +89,7 @@ class Attached:
         if commit is not None and not called_from(STATE_MAKERS):
             commit(getattr(optimizer, "found_inf", None))
 
-    def listening(self) -> torch.optim.Optimizer | None:
+    def live_optimizer(self) -> torch.optim.Optimizer | None:
         """Return the optimizer if it is alive and still has the hook; otherwise ``None``."""
         optimizer = self.optimizer()
         hooked = optimizer is not None and self.handle.id in optimizer._optimizer_step_post_hooks
@@ -103,8 +103,8 @@ class Attachments:
     updates the model, and positions in the batch as index. No check waits for a device.
 
     Attributes:
-        stepped: by the id of each optimizer that may have the model (see :meth:`note`), whether it has stepped since
-            the last call; ``None``: model updates are not counted.
+        stepped: by the id of each optimizer that may have the model (see :meth:`record_step`), whether it has stepped
+            since the last call; ``None``: model updates are not counted.
         unsure_of_positions: every index so far equals the positions in its batch.
     """
 
@@ -113,7 +113,7 @@ class Attachments:
         self._updates = 0  # model updates since the first call of this window
         self.stepped: dict[int, bool] | None = None
         self._longest, self._calls = 0, 0  # calls in the longest committed window, and in the present one
-        self._said_pending = False
+        self._warned_pending = False
         self.unsure_of_positions, self._positions = True, 0  # _positions: calls with batch positions so far
         self.counting = False  # an attached engine counts the updates that it skips
 
@@ -123,7 +123,7 @@ class Attachments:
         if carried is not None:
             check_entry(carried, [*_chain(optimizer)], inner)
         attached = self._attached.get(id(inner))
-        if attached is None or attached.listening() is not inner:
+        if attached is None or attached.live_optimizer() is not inner:
             attached = self._attached[id(inner)] = Attached(optimizer, inner, commit)
             self.counting |= attached.engine is not None
             self._updates, self.stepped = 0, None  # updates before this one was attached say nothing about it
@@ -145,39 +145,39 @@ class Attachments:
                 each.skipped = int(engine.skipped_steps)
         return found
 
-    def listening(self) -> str | None:
+    def attached_name(self) -> str | None:
         """Return the class name of an optimizer that is alive and has the hook, or ``None``."""
-        return next((each.kind for each in self._attached.values() if each.listening() is not None), None)
+        return next((each.kind for each in self._attached.values() if each.live_optimizer() is not None), None)
 
-    def gone(self) -> str | None:
+    def lost_name(self) -> str | None:
         """Return the class name of the last attached optimizer if no attached optimizer is alive; else ``None``."""
         alive = any(each.optimizer() is not None for each in self._attached.values())
         return None if alive else next((each.kind for each in reversed(self._attached.values())), None)
 
     # -- no commit ---------------------------------------------------------------------------------------------
 
-    def ended(self, window: int = 0) -> None:
+    def end_window(self, window: int = 0) -> None:
         """Record the commit of a window of ``window`` calls; 0: that all calls were dropped."""
         self._longest, self._calls = max(self._longest, window), 0
         self._updates, self.stepped = 0, None
 
-    def pending(self, calls: int) -> None:
+    def count_pending(self, calls: int) -> None:
         """Warn once if so many calls wait for a commit that the loop must lack one."""
         self._calls = calls
-        if self._said_pending:
+        if self._warned_pending:
             return
         if calls == 1:  # a loop that calls step() itself may commit late
-            by_hand = self._longest > 0 and self.gone() is None
-            watched = not by_hand and self.listening() is None
+            by_hand = self._longest > 0 and self.lost_name() is None
+            watched = not by_hand and self.attached_name() is None
             self._updates, self.stepped = 0, None
         else:  # in a window of usual length, the attached optimizer is expected to step
-            watched = self.stepped is None and calls > self._longest and self.listening() is not None
+            watched = self.stepped is None and calls > self._longest and self.attached_name() is not None
         if watched:
             self._watch()
         if self.stepped:
             self._count()
-        if calls >= max(PATIENCE, WINDOWS * self._longest) or self._updates >= UPDATES:
-            self._say_pending(calls, "")
+        if calls >= max(CALLS, WINDOWS * self._longest) or self._updates >= UPDATES:
+            self._warn_pending(calls, "")
 
     def _count(self) -> None:
         """Count an update if all optimizers have stepped, since it is not known which one has the model."""
@@ -186,30 +186,30 @@ class Attachments:
             self._updates += 1
             self.stepped = dict.fromkeys(known, False)
 
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
+    def record_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record a step of an optimizer, unless it trains no model, or no parameter of the attached ones."""
         stepped = self.stepped  # read once: another thread may commit and set it to None meanwhile
         if stepped is None or not any(p.requires_grad for p in _parameters(optimizer)):  # NeuCLIP's updates need none
             return
-        attached = [each.listening() for each in self._attached.values()]
+        attached = [each.live_optimizer() for each in self._attached.values()]
         own = {id(p) for each in attached if each is not None for p in _parameters(each)}
         if not own or not own.isdisjoint(map(id, _parameters(optimizer))):
             stepped[id(optimizer)] = True
 
-    def saving(self, t: int) -> None:
+    def check_before_save(self, t: int) -> None:
         """Warn once if calls have deposited, and nothing was ever committed or another optimizer updates the model."""
         self._count()
         calls = self._calls  # 0 for a part, whose container counts the calls
-        if (t == 0 or self._updates) and calls > 1 and not self._said_pending:
-            self._say_pending(calls, "; what is saved has none of them")
+        if (t == 0 or self._updates) and calls > 1 and not self._warned_pending:
+            self._warn_pending(calls, "; what is saved has none of them")
 
-    def _say_pending(self, calls: int, harm: str) -> None:
-        self._said_pending = True
+    def _warn_pending(self, calls: int, harm: str) -> None:
+        self._warned_pending = True
         meanwhile = f" in {self._updates} update{'s' * (self._updates > 1)} of the model" if self._updates else ""
         fact = f"{calls} calls have deposited{meanwhile} and none was committed{harm}: "
-        if (gone := self.gone()) is not None:
+        if (gone := self.lost_name()) is not None:
             remedy = f"the {gone} that est.attach() was given is gone; attach the optimizer that took its place"
-        elif (silent := self.listening()) is not None:
+        elif (silent := self.attached_name()) is not None:
             remedy = (
                 f"the attached {silent} has not run step() meanwhile; attach the optimizer whose step() updates the "
                 f"model (after deepspeed.initialize or prepare), or call est.step() after each update"
@@ -230,7 +230,7 @@ class Attachments:
 
     # -- batch positions ---------------------------------------------------------------------------------------
 
-    def positions(self, index: Tensor, n: int | None, remembered: bool) -> None:
+    def check_positions(self, index: Tensor, n: int | None, remembered: bool) -> None:
         """Warn if every index ``(b,)`` so far equals the positions in the batch.
 
         ``n`` is the number of rows, or ``None``; ``remembered``: samples of earlier batches are known by their index.
@@ -259,7 +259,7 @@ _hooks: list[Any] = []
 @outside_of_graphs
 def _note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for attachments in tuple(_watching):
-        attachments.note(optimizer)
+        attachments.record_step(optimizer)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

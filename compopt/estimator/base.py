@@ -26,7 +26,7 @@ from compopt.checks.context import in_backward, in_checkpoint, outside_of_graphs
 from compopt.checks.inputs import check_vector
 from compopt.data.prefetch_loader import PrefetchLoader
 from compopt.distributed.collectives import doing
-from compopt.distributed.handshake import NOTHING, Fact, Handshake, fingerprint
+from compopt.distributed.handshake import NULL_CONTEXT, Fingerprint, Handshake, fingerprint
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator import state_dict as states
 from compopt.estimator.attach import Attachments, HasOptimizer
@@ -89,14 +89,14 @@ class Fixed:
     # without __get__, so that reading the attribute costs nothing
     def __set__(self, est: Any, value: Any) -> None:
         if self.name in est.__dict__:
-            raise is_fixed(est, self.name, value)
+            raise fixed_attribute_error(est, self.name, value)
         est.__dict__[self.name] = value
 
     def __delete__(self, est: Any) -> None:
         raise AttributeError(f"{self.name} of {type(est).__name__} is fixed, since its state depends on it")
 
 
-def is_fixed(est: Any, name: str, value: object) -> AttributeError:
+def fixed_attribute_error(est: Any, name: str, value: object) -> AttributeError:
     """Return the error for an attempt to change an attribute that determines the meaning of the rows."""
     plain_types = str | bool | int | torch.dtype | None
     old, new = (repr(x) if isinstance(x, plain_types) else type(x).__name__ for x in (getattr(est, name), value))
@@ -206,27 +206,29 @@ class Estimator:
         self.training = True
         self._device = torch.device("cpu")  # of rows that are created later
         self._filled: list[dict[str, Any]] = []  # by group, the defaults of the mode
-        self._make_own()
+        self._init_unshared()
         self._defaults = plain(defaults)
         self.check(self._defaults)
-        groups = [self._joined(number, group) for number, group in enumerate([{}] if n is None else as_groups(n))]
-        self._groups = [SampleGroup(self._completed(group), self._completed) for group in groups]
+        groups = [
+            self._with_defaults(number, group) for number, group in enumerate([{}] if n is None else as_groups(n))
+        ]
+        self._groups = [SampleGroup(self._checked_group(group), self._checked_group) for group in groups]
         if self._placement != Placement():
-            self._opened()
+            self._ensure_form()
 
-    def _joined(self, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_defaults(self, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group with defaults for missing keys."""
         checks.known_keys(f"sample group {number}", group, {"n", *self._defaults})
         return plain({**self._defaults, **group})
 
-    def _completed(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _checked_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return the checked values of a group; values that are ``None`` become the defaults of the mode."""
         self.check(group)
         if self._form is not None:
             self.fill(group, self._form.mode)
         return group
 
-    def _make_own(self) -> None:
+    def _init_unshared(self) -> None:
         """Create the members that copies and pickles do not share."""
         self._made = time.monotonic()
         self._reader: Reader | None = None
@@ -267,13 +269,13 @@ class Estimator:
 
     # -- form: alone, or in a container ------------------------------------------------------------------------
 
-    def _opened(self) -> Form:
+    def _ensure_form(self) -> Form:
         """Return the form; without one, take that of an object that is used alone, and create the rows."""
         if self._form is None:
             with FIRST_USE:
                 if self._form is None:
                     dtype = self._dtype or torch.float32
-                    self._join(Form("single", 1, dtype, self._placement, Ranks(self._placement.process_group)))
+                    self._set_form(Form("single", 1, dtype, self._placement, Ranks(self._placement.process_group)))
         assert self._form is not None
         return self._form
 
@@ -282,13 +284,13 @@ class Estimator:
         """Return whether the form may still be replaced: no container has set it, and nothing was deposited."""
         return self._form is None or (self._form.mode == "single" and not (self.t or self.pending))
 
-    def _join(self, form: Form) -> None:
+    def _set_form(self, form: Form) -> None:
         """Take a form, or raise if this object has rows of another one."""
         if self._unused:
-            self._close()
-        self._become(self._twin(form, [dict(group) for group in self._groups]))
+            self._reset_form()
+        self._apply_prepared(self._prepare_form(form, [dict(group) for group in self._groups]))
 
-    def _close(self) -> None:
+    def _reset_form(self) -> None:
         """Return an unused object to its state before the first use: without rows, and without defaults of a mode."""
         if self._table is not None:
             self._table.remove()
@@ -297,8 +299,8 @@ class Estimator:
         self._form = self._table = self._reader = None
         self._filled = []
 
-    def _twin(self, form: Form, groups: list[dict[str, Any]]) -> Self:
-        """Return the object that this one will :meth:`_become` with a form and sample groups, or raise.
+    def _prepare_form(self, form: Form, groups: list[dict[str, Any]]) -> Self:
+        """Return the object that this one will :meth:`_apply_prepared` with a form and sample groups, or raise.
 
         The rows and the other state of an unused object are created; those of another one must fit.
         """
@@ -307,11 +309,11 @@ class Estimator:
             form = replace(form, dtype=self._dtype)
         if own != Placement():  # its own placement stays, for the ranks of the container
             form = replace(form, placement=replace(own, process_group=form.placement.process_group))
-        twin = object.__new__(type(self))
-        twin.__dict__ |= self.__dict__ | {"_groups": groups}
+        prepared = object.__new__(type(self))
+        prepared.__dict__ |= self.__dict__ | {"_groups": groups}
         if before is None:
-            twin._build(form)
-            return twin
+            prepared._build(form)
+            return prepared
         alone = before.mode == "single"
         for name in ("width", "dtype", "placement", *(() if alone else ("mode", "directions", "normalize", "within"))):
             if getattr(before, name) != getattr(form, name):
@@ -319,16 +321,16 @@ class Estimator:
                     f"this {type(self).__name__} is in use with {name}={getattr(before, name)!r}, the estimator has "
                     f"{getattr(form, name)!r}; build a second one"
                 )
-        twin._form = replace(form, folder=before.folder)
+        prepared._form = replace(form, folder=before.folder)
         if alone:  # what depends on the form is made again
-            twin.setup(form)
-            if any(name in self.state and self.state[name].shape != x.shape for name, x in twin.state.items()):
+            prepared.setup(form)
+            if any(name in self.state and self.state[name].shape != x.shape for name, x in prepared.state.items()):
                 raise ValueError(
                     f"this {type(self).__name__} was used alone, and its state has another shape in this estimator; "
                     f"build a second one"
                 )
-            twin.state = {**twin.state, **self.state}
-        return twin
+            prepared.state = {**prepared.state, **self.state}
+        return prepared
 
     def _build(self, form: Form) -> None:
         """Set defaults, rows and state of a form."""
@@ -345,17 +347,17 @@ class Estimator:
                 self._table = RowTable(counted, count(self._groups) or 0, form.placement, form.ranks, form.folder)
             self._table.store.to(self._device)
 
-    def _become(self, twin: Estimator) -> None:
-        """Take the attributes of a result of :meth:`_twin`; the sample groups stay the same objects."""
-        values, own = twin._groups, self._groups
+    def _apply_prepared(self, prepared: Estimator) -> None:
+        """Take the attributes of a result of :meth:`_prepare_form`; the sample groups stay the same objects."""
+        values, own = prepared._groups, self._groups
         for group, new in zip(own, values, strict=False):
             dict.update(group, new)
-        own += [SampleGroup(new, self._completed) for new in values[len(own) :]]
-        self.__dict__.update(twin.__dict__ | {"_groups": own})  # at once: another thread may see the form
+        own += [SampleGroup(new, self._checked_group) for new in values[len(own) :]]
+        self.__dict__.update(prepared.__dict__ | {"_groups": own})  # at once: another thread may see the form
 
     def _check_one_value(self, of: str = "width") -> None:
         """Refuse an operation with one value per sample if this object has two, as part of an estimator with two."""
-        if getattr(self._opened(), of) != 1:
+        if getattr(self._ensure_form(), of) != 1:
             raise ValueError(
                 f"this {type(self).__name__} is part of an estimator with two directions, and an operation of its own "
                 f"has one value per sample; build another one for it"
@@ -376,24 +378,24 @@ class Estimator:
     def _new_reader(self) -> Reader:
         with FIRST_USE:
             if self._reader is None:
-                handshake, every = Handshake(self._opened().ranks), self._objects()
+                handshake, every = Handshake(self._ensure_form().ranks), self._objects()
                 objects = {name: (each._groups, each._table, each._columns()) for name, each in every.items()}
                 dtype = max((each.dtype for each in every.values()), key=lambda dtype: dtype.itemsize)
                 self._reader = Reader(objects, handshake, self._async_checks, dtype, self._row_keys)
             return self._reader
 
     def _columns(self) -> list[Column]:
-        form = self._opened()
+        form = self._ensure_form()
         return self.columns(form.width, form.dtype)
 
     @property
     def _ranks(self) -> Ranks:
-        return self._opened().ranks
+        return self._ensure_form().ranks
 
     def _guard(self) -> AbstractContextManager[None]:
         """Wrap the checks of this rank before the exchange with the others, see :meth:`Handshake.guard`."""
         reader = self._reading()
-        return reader.handshake.guard() if reader.several else NOTHING
+        return reader.handshake.guard() if reader.several else NULL_CONTEXT
 
     @property
     def dtype(self) -> torch.dtype:
@@ -402,7 +404,7 @@ class Estimator:
 
     @dtype.setter
     def dtype(self, value: object) -> None:
-        raise is_fixed(self, "dtype", value)
+        raise fixed_attribute_error(self, "dtype", value)
 
     # -- locks -------------------------------------------------------------------------------------------------
 
@@ -478,7 +480,7 @@ class Estimator:
 
         Communicates: collective with several ranks.
         """
-        self._opened()
+        self._ensure_form()
         self._await_save()
         with doing("add_sample_group()", self.t), self._writing():
             if self.n is None:
@@ -493,12 +495,12 @@ class Estimator:
                         grown.callback(table.grow, before)
                 grown.pop_all()
             for each, added in new:
-                each._groups.append(SampleGroup(added, each._completed))
+                each._groups.append(SampleGroup(added, each._checked_group))
 
     def _new_groups(self, group: Mapping[str, Any]) -> list[tuple[Estimator, dict[str, Any]]]:
         """Return the checked group that :meth:`add_sample_group` appends to each object."""
         (given,) = as_groups([group])
-        return [(self, self._completed(self._joined(len(self._groups), given)))]
+        return [(self, self._checked_group(self._with_defaults(len(self._groups), given)))]
 
     def _hyper(self, batch: Batch) -> Hyper:
         """Return the hyper-parameters for the samples of a batch."""
@@ -506,11 +508,11 @@ class Estimator:
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def _configuration(self) -> Fact:
+    def _configuration(self) -> Fingerprint:
         """Return the fact for what must be equal on all ranks: the configuration, the options and the sample groups."""
         config = states.config(self)
         for name, each in self._objects().items():
-            shard = {"shard": each._opened().placement.shard}
+            shard = {"shard": each._ensure_form().placement.shard}
             (config["parts"][name] if name else config)["shared"] = each.shared_options() | shard
         return fingerprint({**config, "sample_groups": [dict(group) for group in self.sample_groups]})
 
@@ -536,7 +538,7 @@ class Estimator:
                 self._drop_skipped()
             if self._attachments.unsure_of_positions:
                 with self._guard():  # warning filters may turn a warning into an error
-                    self._attachments.positions(keys["index"], self.n, self._remembers_index)
+                    self._attachments.check_positions(keys["index"], self.n, self._remembers_index)
         progress = self._progress(training, facts or {}) if reader.several else {}
         batch = reader.read(keys, values, depositing, progress, least, more)
         if training:
@@ -608,7 +610,7 @@ class Estimator:
         with doing("read()", self.t), self._copying():
             rows = reader.agree(lambda: check_vector("index", index, None)).cpu()
             like = torch.zeros((), dtype=reader.dtype, device=self.device)
-            read = reader.look(rows, like).tables
+            read = reader.read_committed(rows, like).tables
         every = [column for each in read.values() for column in each.columns]
         dtypes = {name: {c.name: c.dtype for c in table.layout.columns} for name, table in reader.tables.items()}
         columns = {
@@ -678,7 +680,7 @@ class Estimator:
     def _deposit(self, batch: Batch, proposals: Mapping[str, Tensor], valid: Tensor | None = None) -> None:
         """Deposit the proposals of a call of this object."""
         if self._deposit_rows(batch, batch.of(), proposals, valid):
-            self._attachments.pending(self.pending)
+            self._attachments.count_pending(self.pending)
 
     def _deposit_rows(self, batch: Batch, read: Rows, proposals: Mapping[str, Tensor], valid: Tensor | None) -> bool:
         """Keep proposals for the rows of a batch until the commit; return whether there is anything to commit."""
@@ -717,7 +719,7 @@ class Estimator:
         return [each for each in owners if isinstance(each, Estimator)]
 
     def _begin_saving(self) -> None:
-        self._attachments.saving(self.t)
+        self._attachments.check_before_save(self.t)
         for each in self._tree():
             each._run("state_dict_pre")
 
@@ -750,7 +752,7 @@ class Estimator:
             if each._hooks["step_pre"]:
                 each._run("step_pre", (), {})
         # On an accelerator the host does not wait for the flag: where it is positive, the device keeps the old values.
-        self._attachments.ended(self.pending)
+        self._attachments.end_window(self.pending)
         with self._writing(), torch.no_grad():
             # first the work that needs memory: an error in it leaves all objects as they are
             prepared = [None if each._table is None else each._table.prepare(found_inf) for each in objects]
@@ -785,7 +787,7 @@ class Estimator:
 
     def _drop_pending(self) -> None:
         """Drop all pending proposals; no hook runs."""
-        self._attachments.ended()
+        self._attachments.end_window()
         with self._writing():
             for each in self._tree():
                 each._forget()
@@ -829,7 +831,7 @@ class Estimator:
         Communicates: nothing, neither at this call nor at a commit.
         """
         checks.flag("checkpoint", checkpoint)
-        self._opened()
+        self._ensure_form()
         carried = self if checkpoint else None
         return self._attachments.add(optimizer, self._commit, carried, getattr(self, "multiply_tau", False))
 
@@ -955,7 +957,7 @@ class Estimator:
     @property
     def split(self) -> bool:
         """Return whether ranks hold different parts of the state, so that :meth:`state_dict` is collective."""
-        self._opened()
+        self._ensure_form()
         objects = self._objects().values()
         return any(each.split_state or (each._table is not None and each._table.sharded) for each in objects)
 
@@ -999,7 +1001,7 @@ class Estimator:
         rank gets the complete state. Otherwise nothing.
         """
         self._begin_saving()
-        self._opened()
+        self._ensure_form()
         with doing("state_dict()", self.t), self._copying():
             state = states.state_dict(self)
         for name, own in state.get("parts", {}).items():
@@ -1038,14 +1040,14 @@ class Estimator:
         if self._unused and mode in ("bimodal", "unimodal") and width in ([1, "torch.int32"], [2, "torch.int32"]):
             directions, ranks = 2 if mode == "unimodal" else width[0], Ranks(self._placement.process_group)
             dtype = torch.float64 if config.get("dtype") == "torch.float64" else self.dtype
-            self._join(Form(mode, width[0], dtype, self._placement, ranks, directions, normalize=True))
+            self._set_form(Form(mode, width[0], dtype, self._placement, ranks, directions, normalize=True))
 
     def _checked_state(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a state as the pre-hooks of a load leave it, or raise if it cannot be loaded; change nothing."""
         if isinstance(state_dict, Mapping):
             state_dict = self._run("load_state_dict_pre", dict(state_dict))
             self._take_form_of(state_dict.get("config"))
-        self._opened()
+        self._ensure_form()
         with doing("load_state_dict()", self.t):
             return states.checked(self, state_dict)
 
@@ -1141,8 +1143,8 @@ class Estimator:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._make_own()
-        self._groups = [SampleGroup(group, self._completed) for group in self._groups]
+        self._init_unshared()
+        self._groups = [SampleGroup(group, self._checked_group) for group in self._groups]
 
     def __copy__(self) -> Self:
         """Return a deep copy, because two estimators must not write the same rows."""

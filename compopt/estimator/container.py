@@ -53,17 +53,17 @@ class Container(Estimator):
             raise ValueError(f"data_fingerprint differs: the rows of the parts are of {sorted(map(repr, data))}")
         for part in parts.values():
             if part._unused:
-                part._close()
-        groups, twins = self._groups_of_parts(sample_groups), {}
+                part._reset_form()
+        groups, prepared = self._groups_of_parts(sample_groups), {}
         with ExitStack() as created:  # a refused composition leaves its parts as they were
             for name, part in parts.items():
-                twins[name] = part._twin(replace(form, folder=name), groups[name])
-                table = twins[name]._table
+                prepared[name] = part._prepare_form(replace(form, folder=name), groups[name])
+                table = prepared[name]._table
                 if table is not None and table is not part._table:
                     created.callback(table.remove)
             created.pop_all()
         for name, part in parts.items():
-            part._become(twins[name])
+            part._apply_prepared(prepared[name])
         self._form = form
 
     _ranks: Ranks = cast(Ranks, None)  # an attribute, since every call reads it
@@ -109,7 +109,7 @@ class Container(Estimator):
                 groups[name] = [{"n": n, **group} for group in groups[name] for n in wanted]
             for group, changed in zip(groups[name], given or (), strict=False):
                 new = {own: changed[key] for key, (of, own) in self._names.items() if of == name and key in changed}
-                group |= part._completed(group | plain(new))
+                group |= part._checked_group(group | plain(new))
         return groups
 
     def _view(self, number: int) -> GroupView:
@@ -156,7 +156,7 @@ class Container(Estimator):
         if any(kept) or self._followed:
             committed = any(kept) and all(part.pending == 1 for part in self._parts.values() if part.pending)
             self.pending = 1 if committed else self.pending + 1  # steps of the parts have committed earlier calls
-            self._attachments.pending(self.pending)
+            self._attachments.count_pending(self.pending)
 
     def described(self) -> dict[str, Any]:
         kinds = {name: type(part).__name__ for name, part in self._parts.items()}

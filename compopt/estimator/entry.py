@@ -36,7 +36,7 @@ def check_entry(est: Any, chain: list[Any], inner: torch.optim.Optimizer) -> Non
     size += sum(value.nbytes for each in objects for value in each.state.values())
     if est.split:
         refuse_entry(est, "ranks hold different parts of it")
-    if any(each._opened().placement.offload == "disk" for each in objects):
+    if any(each._ensure_form().placement.offload == "disk" for each in objects):
         refuse_entry(est, "its rows are on the disk")
     if size > LIMIT:
         refuse_entry(est, f"it takes {size:,} bytes, more than the limit of {LIMIT:,}")
@@ -113,7 +113,7 @@ class Entry:
             )
 
 
-def look_for_entries(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def warn_unclaimed_entries(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Warn if the optimizer loads a state with the entry of an estimator, and no estimator takes it."""
     taken = _taken(optimizer._optimizer_load_state_dict_pre_hooks)
     left = [key for key in map(str, state_dict) if key.partition(".")[0] == KEY and key not in taken]

@@ -76,7 +76,7 @@ class AsyncChecks:
         values = " and ".join(f"{name} is {int(keys[name][0])}" for name in given)
         raise ValueError(f"{values} for the whole batch; a batch must have at least two distinct samples")
 
-    def alike(self, values: Tensor) -> Tensor:
+    def check_equal(self, values: Tensor) -> Tensor:
         """Return a flag on the device: values ``(B, k)`` that all samples share differ; refuse them later."""
         flag = ((values - values[:1]).abs() > SAME * values[:1].abs()).any()
         self.watch(flag.to(torch.int32), _refuse_different)
@@ -242,7 +242,7 @@ class Reader:
         blocks, everyone = self._gather(agreed, at.host_rows, fetch, own, values)
         return self._batch(agreed, at, blocks, everyone, like, depositing, least)
 
-    def look(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
+    def read_committed(self, index: Tensor, like: Tensor, values: Mapping[str, Tensor] | None = None) -> Batch:
         """Return the committed rows of ``index`` for this process alone; on shards collective, with an index per rank.
 
         The result is on the device of ``like``, and has its dtype if that is wider than the dtype of the rows.
@@ -287,7 +287,7 @@ class Reader:
         n = self.n
         for name in self.row_keys if n is not None else ():
             flag = check_range(name, keys[name], n, known[name]) if name in keys else None
-            bad = bad if flag is None else either(bad, flag.to(device))
+            bad = bad if flag is None else or_flags(bad, flag.to(device))
         rows = self._stack(there)
         if bad is not None:
             self.async_checks.watch(bad.to(torch.int32), self._refuse_index)
@@ -383,12 +383,12 @@ class Reader:
             tables[name] = Rows(columns, columns.pop(COUNT), block)
         if self._initial:
             self._fill_unseen(tables, at.rows, dtype)
-        bad = at.bad if least < 2 else either(at.bad, self.async_checks.two_samples(at.keys, at.known))
+        bad = at.bad if least < 2 else or_flags(at.bad, self.async_checks.two_samples(at.keys, at.known))
         index, on_device = at.known["index"], like.device.type != "cpu"
         distinct = len(at.keys) == 1 and index is not None and index.distinct
-        alike = on_device and any(found is not None and found.low == found.high for found in at.known.values())
+        constant = on_device and any(found is not None and found.low == found.high for found in at.known.values())
         sizes, more, own, rows = agreed.sizes, agreed.more, agreed.own, (at.rows, at.host_rows, tables)
-        return Batch(at.keys, dict(values), sizes, more, own, *rows, distinct, bad, dtype, depositing, alike=alike)
+        return Batch(at.keys, dict(values), sizes, more, own, *rows, distinct, bad, dtype, depositing, constant)
 
     def _fill_unseen(self, tables: Mapping[str, Rows], rows: Tensor, dtype: torch.dtype) -> None:
         """Give samples that were never visited the value of a hyper-parameter, in columns that have one."""
@@ -404,6 +404,6 @@ def _on(keys: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     return {name: key if key.device == device else accelerator.to_device(key, device) for name, key in keys.items()}
 
 
-def either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def or_flags(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     """Return the disjunction of two flags, of which ``None`` is False."""
     return one if other is None else other if one is None else one | other

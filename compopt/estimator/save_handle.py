@@ -34,8 +34,8 @@ class SaveHandle:
     def __init__(self, path: Path, write: Callable[[], object], abandon: Callable[[], None] | None = None) -> None:
         self.path, self._abandon, self._pid = path, abandon, os.getpid()
         self._result: list[BaseException | None] = []  # empty until the save has ended
-        self._told: list[str] = []  # how an error was reported to the user: "raised", "warned"
-        weakref.finalize(self, _warn, path, self._result, self._told)  # also when the interpreter exits
+        self._reported: list[str] = []  # how an error was reported to the user: "raised", "warned"
+        weakref.finalize(self, _warn, path, self._result, self._reported)  # also when the interpreter exits
         self._thread = threading.Thread(target=self._run, args=(write,), name="compopt-save")
         try:
             self._thread.start()
@@ -76,7 +76,7 @@ class SaveHandle:
         if not self._result:
             raise TimeoutError(f"{self.path} is not complete after {timeout} s; its save goes on")
         (error,) = self._result
-        self._told.append("raised")
+        self._reported.append("raised")
         if error is not None:
             raise error
         return self.path
@@ -86,22 +86,22 @@ class SaveHandle:
         if not self.done:
             self._thread.join(timeout)
 
-    def raise_untold(self) -> None:
+    def raise_unreported(self) -> None:
         """Wait, and raise the error of the save unless :meth:`wait` has already raised it."""
         self.settle()
-        if "raised" not in self._told:
+        if "raised" not in self._reported:
             self.wait()
 
     def warn(self) -> None:
         """Warn, once, if the save has failed and the error was not reported yet."""
         if self.done:
-            _warn(self.path, self._result, self._told)
+            _warn(self.path, self._result, self._reported)
 
     def _leave_to_parent(self) -> None:
         """Mark the save as ended in a forked process, which does not have the thread of its parent."""
         if os.getpid() != self._pid and not self._result:
             self._result.append(RuntimeError(f"{self.path} is written by the process of which this one is a fork"))
-            self._told.append("raised")
+            self._reported.append("raised")
             if self._abandon is not None:
                 self._abandon()
 
@@ -109,10 +109,10 @@ class SaveHandle:
         return f"SaveHandle({str(self.path)!r}, done={self.done})"
 
 
-def _warn(path: Path, result: list[BaseException | None], told: list[str]) -> None:
-    error = result[0] if result and not told else None
+def _warn(path: Path, result: list[BaseException | None], reported: list[str]) -> None:
+    error = result[0] if result and not reported else None
     if error is not None:
-        told.append("warned")
+        reported.append("warned")
         warnings.warn(
             f"{path} could not be written ({type(error).__name__}: {error}); earlier checkpoints are as they were, and "
             f"the next save raises this",

@@ -33,12 +33,12 @@ def config(est: Estimator) -> dict[str, Any]:
     if is_container(est):
         objects = est._objects()
         return {
-            "mode": est._opened().mode,
+            "mode": est._ensure_form().mode,
             "method": {name: type(each).__name__ for name, each in objects.items()},
             "options": est.structure(),
             "parts": {name: config(each) for name, each in objects.items()},
         }
-    form, columns = est._opened(), est._columns()
+    form, columns = est._ensure_form(), est._columns()
     return {
         "mode": form.mode,
         "method": type(est).__name__,
@@ -51,12 +51,12 @@ def config(est: Estimator) -> dict[str, Any]:
     }
 
 
-def about(est: Estimator) -> dict[str, Any]:
+def metadata(est: Estimator) -> dict[str, Any]:
     """Return the state without tensors, as a tree; what a manifest contains."""
     own: dict[str, Any] = {"config": config(est), "t": est.t}
     if is_container(est):
         del own["config"]["parts"]  # the parts contain their own
-        return {**own, "parts": {name: about(each) for name, each in est._objects().items()}}
+        return {**own, "parts": {name: metadata(each) for name, each in est._objects().items()}}
     notes = {"notes": dict(est.notes)} if est.notes else {}
     return {**own, "sample_groups": [dict(group) for group in est._groups], **notes}
 
@@ -84,7 +84,7 @@ def check_room(est: Estimator, share: int = 1) -> None:
 
 
 def _state_dict(est: Estimator) -> dict[str, Any]:
-    state = {"version": FORMAT_VERSION, **about(est)}
+    state = {"version": FORMAT_VERSION, **metadata(est)}
     if is_container(est):
         return {**state, "parts": {name: _state_dict(each) for name, each in est._objects().items()}}
     own = est.saved_state()
@@ -94,9 +94,9 @@ def _state_dict(est: Estimator) -> dict[str, Any]:
 
 def checked(est: Estimator, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a whole state for :func:`load`; refuse one that cannot be loaded."""
-    state = current(est, state)
+    state = upgraded(est, state)
     values.entries("state_dict", state, PARTS if is_container(est) else LEAF)
-    check_about(est, state)
+    check_metadata(est, state)
     if is_container(est):
         parts = {name: each._checked_state(state["parts"][name]) for name, each in est._objects().items()}
         return {**state, "parts": parts}
@@ -109,10 +109,10 @@ def checked(est: Estimator, state: Mapping[str, Any]) -> Mapping[str, Any]:
     return state
 
 
-def check_about(est: Estimator, state: Mapping[str, Any]) -> None:
+def check_metadata(est: Estimator, state: Mapping[str, Any]) -> None:
     """Refuse the state, or the manifest, of another estimator; tensors are not checked here."""
     _compare_configs(est, state["config"])
-    values.integer("t", state["t"], 0, values.MOST)
+    values.integer("t", state["t"], 0, values.INT64_MAX)
     if not is_container(est):
         values.mapping("notes", state.get("notes", {}))
         check_groups(est, state["sample_groups"], state["config"].get("n"))
@@ -124,25 +124,24 @@ def check_about(est: Estimator, state: Mapping[str, Any]) -> None:
         raise ValueError(f"parts must be those of this estimator, {[*own]}, the checkpoint has {[*parts]}")
 
 
-def of(state: Mapping[str, Any], name: str) -> Any:
+def entries_of(state: Mapping[str, Any], name: str) -> Any:
     """Return the entries of one object in a state, or in a manifest; ``""`` is an object that is saved alone."""
     return state["parts"][name] if name else state
 
 
 def check_tree(est: Estimator, state: Mapping[str, Any]) -> None:
-    """Check the state, or the manifest, of an estimator and of all its parts, see :func:`check_about`."""
-    check_about(est, state)
+    """Check the state, or the manifest, of an estimator and of all its parts, see :func:`check_metadata`."""
+    check_metadata(est, state)
     if is_container(est):
         for name, each in est._objects().items():
-            check_about(each, state["parts"][name])
+            check_metadata(each, state["parts"][name])
 
 
 def check_groups(est: Estimator, given: Any, sizes: Any) -> None:
     """Refuse sample groups that cannot replace those of an object; ``sizes`` are those of the configuration."""
     own = est._groups
-    if not isinstance(given, list | tuple) or not all(isinstance(group, Mapping) for group in given):
-        raise ValueError(f"sample_groups must be {len(own)} mappings, the checkpoint has {given!r}")
-    if len(given) != len(own):
+    mappings = isinstance(given, list | tuple) and all(isinstance(group, Mapping) for group in given)
+    if not mappings or len(given) != len(own):
         raise ValueError(f"sample_groups must be {len(own)} mappings, the checkpoint has {given!r}")
     if not values.equal([group.get("n") for group in given], sizes):
         raise ValueError(f"n of the sample groups must be that of config, {sizes}, the checkpoint has {given!r}")
@@ -176,12 +175,12 @@ def check_tensors(est: Estimator, state: Mapping[str, Any]) -> None:
 def load(est: Estimator, state: Mapping[str, Any]) -> None:
     """Load a whole state that :func:`checked` has accepted."""
     for name, each in est._objects().items():
-        own, table = of(state, name), each._table
-        fill(each, own, (lambda: None) if table is None else partial(table.load_state_dict, own["rows"]))
-    finish(est, state)
+        own, table = entries_of(state, name), each._table
+        load_object(each, own, (lambda: None) if table is None else partial(table.load_state_dict, own["rows"]))
+    reset_progress(est, state)
 
 
-def fill(est: Estimator, state: Mapping[str, Any], load_rows: Callable[[], None]) -> None:
+def load_object(est: Estimator, state: Mapping[str, Any], load_rows: Callable[[], None]) -> None:
     """Load checked state into one object; ``load_rows`` overwrites its rows."""
     with est._writing():
         est._reading().forget_prefetched()
@@ -192,10 +191,10 @@ def fill(est: Estimator, state: Mapping[str, Any], load_rows: Callable[[], None]
             # copies, since the caller's tensors may be views of a mapped file
             est.restore_state({name: value.detach().clone() for name, value in state["state"].items()})
         est.notes = dict(state.get("notes", {}))
-        finish(est, state)
+        reset_progress(est, state)
 
 
-def finish(est: Estimator, state: Mapping[str, Any]) -> None:
+def reset_progress(est: Estimator, state: Mapping[str, Any]) -> None:
     """Set the number of commits, and drop what is pending."""
     est._reading().forget_prefetched()
     est.t, est._committed = int(state["t"]), 0
@@ -205,16 +204,16 @@ def finish(est: Estimator, state: Mapping[str, Any]) -> None:
 # -- version 0.3 ---------------------------------------------------------------------------------------------------
 
 
-def current(est: Estimator, state: Mapping[str, Any]) -> Mapping[str, Any]:
+def upgraded(est: Estimator, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state, or a manifest, in the present form; refuse a newer one."""
     values.entries("state_dict", state, KEYS)
-    version = values.integer("version", state["version"], 1, values.MOST)
+    version = values.integer("version", state["version"], 1, values.INT64_MAX)
     if version > FORMAT_VERSION:
         raise ValueError(f"version {version} is newer than this library understands ({FORMAT_VERSION}); update compopt")
-    return of_0_3(est, state) if version == 1 else state
+    return convert_0_3(est, state) if version == 1 else state
 
 
-def of_0_3(est: Estimator, state: Mapping[str, Any]) -> dict[str, Any]:
+def convert_0_3(est: Estimator, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state, or a manifest, of 0.3 in the present form.
 
     All parts had one table: columns are split by part, and each part gets the visits. A sample that a part had not
@@ -223,62 +222,58 @@ def of_0_3(est: Estimator, state: Mapping[str, Any]) -> dict[str, Any]:
     old = values.mapping("config", state["config"])
     method = old.get("method")
     method = method if isinstance(method, Mapping) else {}
-    options = dict(values.mapping("options", old.get("options", {})))
-    groups = state.get("sample_groups")
-    groups = groups if isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups) else []
-
-    def part(each: Estimator, role: str) -> dict[str, Any]:
-        names = {c.name for c in each._columns()}
-        columns = values.mapping("columns", old.get("columns", {}))
-        sized = isinstance(old.get("n"), list) and each.n is not None
-        own = {
-            "mode": old.get("mode"),
-            "method": method.get(role),
-            "dtype": old.get("dtype"),
-            "n": old.get("n") if sized else [None],
-            "options": options.get(role, {}),
-            "columns": {n: c for n, c in columns.items() if n in names or (names and n == COUNT)},
-        }
-        keys = {key: (f"{role}.{key}", key) for key in (*(("n",) if each.n is not None else ()), *each.defaults)}
-        found: dict[str, Any] = {
-            "version": FORMAT_VERSION,
-            "config": own,
-            "t": state["t"],
-            "sample_groups": [
-                {key: group[old_key] for key, both in keys.items() for old_key in both if old_key in group}
-                for group in groups
-            ],
-        }
-        taus = values.mapping("meaning", state.get("meaning", {})).get("tau") or []
-        if len(set(taus)) == 1:
-            found["notes"] = {"tau": taus[0]}
-        if "rows" in state:
-            rows = values.mapping("rows", state["rows"])
-            found["rows"] = split_rows(each, {n: x for n, x in rows.items() if n in names or (names and n == COUNT)})
-        if "extra" in state:
-            found["state"] = values.mapping("extra", state["extra"]).get(role)
-            if role in state.get("entries", {}):
-                found["entries"] = state["entries"][role]
-        return found
-
     if not is_container(est):
-        return part(est, old_role(est, method))
-    objects = est._objects()
+        return _convert_object(est, old_role(est, method), state)
     if "scores" in method:
         warn(
             "the checkpoint has scores, which are rows of a keeper now: attach a compopt.ScoreKeeper(n) to the "
             "estimator, and pass the checkpoint to keeper.load_state_dict() or compopt.load(keeper, directory)"
         )
+    options = values.mapping("options", old.get("options", {}))
     kept = {key: value for key, value in options.items() if key not in (*method, "scores")}
     if "pairs" in kept:  # named spare_extra before
         kept["pairs"] = str(kept["pairs"]).replace("spare_extra", "spare_negatives")
     own = {"mode": old.get("mode"), "method": {k: v for k, v in method.items() if k != "scores"}, "options": kept}
-    return {
+    parts = {name: _convert_object(each, name, state) for name, each in est._objects().items()}
+    return {"version": FORMAT_VERSION, "config": own, "t": state["t"], "parts": parts}
+
+
+def _convert_object(est: Estimator, role: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of one object, whose part was named ``role``, from the whole state of 0.3."""
+    names, old = {c.name for c in est._columns()}, state["config"]
+
+    def own(columns: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: x for name, x in columns.items() if name in names or (names and name == COUNT)}
+
+    method = old.get("method")
+    keys = [*(("n",) if est.n is not None else ()), *est.defaults]
+    groups = state.get("sample_groups")
+    groups = groups if isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups) else []
+    found: dict[str, Any] = {
         "version": FORMAT_VERSION,
-        "config": own,
+        "config": {
+            "mode": old.get("mode"),
+            "method": method.get(role) if isinstance(method, Mapping) else None,
+            "dtype": old.get("dtype"),
+            "n": old.get("n") if isinstance(old.get("n"), list) and est.n is not None else [None],
+            "options": values.mapping("options", old.get("options", {})).get(role, {}),
+            "columns": own(values.mapping("columns", old.get("columns", {}))),
+        },
         "t": state["t"],
-        "parts": {name: part(each, name) for name, each in objects.items()},
+        "sample_groups": [
+            {key: group[name] for key in keys for name in (f"{role}.{key}", key) if name in group} for group in groups
+        ],
     }
+    taus = values.mapping("meaning", state.get("meaning", {})).get("tau") or []
+    if len(set(taus)) == 1:
+        found["notes"] = {"tau": taus[0]}
+    if "rows" in state:
+        found["rows"] = split_rows(est, own(values.mapping("rows", state["rows"])))
+    if "extra" in state:
+        found["state"] = values.mapping("extra", state["extra"]).get(role)
+        if role in state.get("entries", {}):
+            found["entries"] = state["entries"][role]
+    return found
 
 
 def old_role(est: Estimator, method: Any) -> str:

@@ -14,7 +14,7 @@ from compopt.checks.context import outside_of_graphs
 from compopt.checks.inputs import split_negatives
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.collectives import doing
-from compopt.distributed.handshake import NOTHING
+from compopt.distributed.handshake import NULL_CONTEXT
 from compopt.distributed.ranks import Ranks
 from compopt.distributed.wrappers import (
     TrainingStep,
@@ -154,7 +154,7 @@ def gradient_cache(
         pad(est._ranks, towers)
     # Where every pass gathers parameters, the other ranks wait in a pass, and a message would wait for them.
     alone = any(gathers(wrapper) for tower in towers for wrapper in tower.wrappers)
-    with NOTHING if alone else est._guard():
+    with NULL_CONTEXT if alone else est._guard():
         outputs = [output for tower in towers for output in tower.encode_all()]
         z1, z2, further, tau = _arguments(outputs, given, tau)
         _check_samples(towers[0], z1)

@@ -75,7 +75,7 @@ class Stateful:
         est = self.est
         est._begin_saving()
         with doing("state_dict()", est.t), est._copying():
-            about = states.about(est)
+            about = states.metadata(est)
             tensors = _flat({name: each.saved_state() for name, each in est._objects().items()})
             states.check_room(est, est._ranks.size)
             parts = {name: table.state_dict(own=_share(est)) for name, table in _tables(est).items()}
@@ -101,8 +101,8 @@ class Stateful:
             found = _checksums(est, parts)
             est._ranks.agree(lambda: _check_rows(est, state["checksums"], found, parts))
             for name, each in est._objects().items():
-                states.fill(each, states.of(state, name), partial(_load_shares, each, _of(name, parts)))
-            states.finish(est, state)
+                states.load_object(each, states.entries_of(state, name), partial(_load_shares, each, _of(name, parts)))
+            states.reset_progress(est, state)
         est._end_loading()
 
 
@@ -220,7 +220,7 @@ def _checked(est: Estimator, state_dict: Mapping[str, Any]) -> tuple[dict[str, A
     with torch.device("cpu"):
         tensors = from_bytes(content)
     for name, each in est._objects().items():
-        own = states.of(state, name)
+        own = states.entries_of(state, name)
         own["state"] = _of(name, tensors)
         states.check_tensors(each, own)
     parts = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in state_dict["rows"].items()}

@@ -45,7 +45,7 @@ class Diagonal(NamedTuple):
         return s[max(0, low - part.start) :][:count, first : first + count].diagonal()
 
 
-class Apart(NamedTuple):
+class Exclusions(NamedTuple):
     """Entries of a matrix that are not pairs, because the features are of one sample.
 
     Attributes:
@@ -83,7 +83,7 @@ class Apart(NamedTuple):
         return same
 
 
-class Form(NamedTuple):
+class BlockOptions(NamedTuple):
     """Facts that are the same for all matrices of a call.
 
     Attributes:
@@ -128,7 +128,7 @@ class Sums(NamedTuple):
         return log_total if self.shift is None else log_total + self.shift * scale
 
 
-class Given(NamedTuple):
+class ColumnWeights(NamedTuple):
     """Weights ``factor_j exp(s_ij scale_j - level_j)`` of anchors along the columns whose sums are known, ``(Q,)``."""
 
     scale: Tensor
@@ -136,7 +136,7 @@ class Given(NamedTuple):
     factor: Tensor
 
 
-class Kept(NamedTuple):
+class BlockRows(NamedTuple):
     """Some rows of a matrix: similarities (overwritten if they are not needed again), exponentials and sums by axis."""
 
     part: slice
@@ -153,11 +153,11 @@ class Block:
     Args:
         x, y: features along the rows, ``(P, d)``, and along the columns, ``(Q, d)``, no graph.
         form: facts of the call.
-        apart: entries that are not pairs.
+        exclusions: entries that are not pairs.
         rows: ``1 / tau`` of the anchors along the rows, a number or ``(P,)``; ``None``: the rows are not anchors.
         columns: the same of the first columns, ``(C,)``, if the rows are all their candidates; ``None``: the columns
             are not anchors, or :meth:`products` receives their weights.
-        given: :meth:`products` receives weights of anchors along the columns.
+        expects_weights: :meth:`products` receives weights of anchors along the columns.
         positives: entries of the positives, which become :attr:`minus_positive`.
         selected: policy for the pairs, or ``None``.
 
@@ -175,15 +175,15 @@ class Block:
         self,
         x: Tensor,
         y: Tensor,
-        form: Form,
-        apart: Apart,
+        form: BlockOptions,
+        exclusions: Exclusions,
         rows: Scalar | None = None,
         columns: Scalar | None = None,
-        given: bool = False,
+        expects_weights: bool = False,
         positives: Sequence[Diagonal] = (),
         selected: Selection | None = None,
     ) -> None:
-        self.x, self.y, self.form, self.apart, self.selected = x, y, form, apart, selected
+        self.x, self.y, self.form, self.exclusions, self.selected = x, y, form, exclusions, selected
         self.rows, self.columns, self.positives = rows, columns, positives
         self.recompute = form.chunk_size is not None or rows is None
         self.block_rows = form.chunk_size or (CPU_BLOCK_ROWS if x.device.type == "cpu" else max(1, len(x)))
@@ -191,9 +191,9 @@ class Block:
         self._parts = [slice(start, min(start + self.block_rows, len(x))) for start in starts]
         self._whole = len(self._parts) == 1
         # Exponentials may overwrite S unless S is needed again, for the columns, the moments or a policy.
-        self._again = form.tau is None and (selected is not None or form.moments or columns is not None or given)
-        self._buffers: list[Tensor] = []
-        self._kept: list[Kept] = []
+        later = selected is not None or form.moments or columns is not None or expects_weights
+        self._needs_s, self._buffers = form.tau is None and later, list[Tensor]()
+        self._kept: list[BlockRows] = []
         self._spare: Tensor | None = None
         if rows is not None:
             self._sweep()
@@ -208,8 +208,8 @@ class Block:
             s = self._similarities(part)
             for diagonal in self.positives:
                 positive.append(diagonal.of(s, part).neg())
-            same = self.apart.mask(s, part)
-            if same is not None:  # NaN remains at the positives, see Apart.mask()
+            same = self.exclusions.mask(s, part)
+            if same is not None:  # NaN remains at the positives, see Exclusions.mask()
                 for diagonal, value in zip(self.positives, positive[-len(self.positives) :], strict=False):
                     diagonal.of(s, part).add_(value, alpha=0)
             kept = self._exponentiate(s, part, same, columns)
@@ -268,7 +268,7 @@ class Block:
         more = len(self.y) - len(self.columns)
         return torch.nn.functional.pad(self.columns, (0, more), value=1.0) if more else self.columns
 
-    def _exponentiate(self, s: Tensor, part: slice, same: Tensor | None, before: Sums | None) -> Kept:
+    def _exponentiate(self, s: Tensor, part: slice, same: Tensor | None, before: Sums | None) -> BlockRows:
         """Turn a block of similarities into exponentials for both axes, in place if possible, and their sums.
 
         ``before`` are sums of the columns over other blocks.
@@ -279,22 +279,22 @@ class Block:
         if same is not None:
             by_row, by_column = same.sum(1), same.sum(0)
         columns = None if self.columns is None else Sums(e.sum(0), excluded=by_column)
-        return Kept(part, s, e, None, Sums(e.sum(1), excluded=by_row), columns)
+        return BlockRows(part, s, e, None, Sums(e.sum(1), excluded=by_row), columns)
 
-    def _below_maxima(self, s: Tensor, part: slice, same: Tensor | None, shift: Tensor | None) -> Kept:
+    def _below_maxima(self, s: Tensor, part: slice, same: Tensor | None, shift: Tensor | None) -> BlockRows:
         """Return exponentials relative to the maximum of each anchor; ``shift``: of the columns over other blocks."""
         if self.selected is not None:
             return self._select(self.selected, s, part, shift)
         by_row, by_column = (None, None) if same is None else (same.sum(1), same.sum(0))
         top, scratch, dot = s.amax(1), None, None
-        e = torch.sub(s, top[:, None], out=self._buffer(1 if self._again else 0, part))
+        e = torch.sub(s, top[:, None], out=self._buffer(1 if self._needs_s else 0, part))
         e = exp_(e.mul_(self._row_scale(part)))
         if self.form.moments:
             scratch = self._scratch(part)
             dot = torch.mul(e, s, out=scratch).sum(1)
         rows = Sums(e.sum(1), top, dot, by_row)
         if self.columns is None:
-            return Kept(part, s, e, None, rows)
+            return BlockRows(part, s, e, None, rows)
         # the maximum of the columns over the blocks so far may have grown; s is overwritten with their exponentials
         top, scale, dot = s.amax(0), self._column_scale, None
         top = top if shift is None else torch.maximum(shift, top)
@@ -304,18 +304,18 @@ class Block:
             theirs = theirs if scratch is None else s.copy_(theirs)
         else:
             theirs = exp_(s.sub_(top).mul_(scale))
-        return Kept(part, s, e, theirs, rows, Sums(theirs.sum(0), top, dot, by_column))
+        return BlockRows(part, s, e, theirs, rows, Sums(theirs.sum(0), top, dot, by_column))
 
-    def _select(self, selected: Selection, s: Tensor, part: slice, shift: Tensor | None) -> Kept:
+    def _select(self, selected: Selection, s: Tensor, part: slice, shift: Tensor | None) -> BlockRows:
         """Return exponentials of the pairs that a policy keeps, separate ones for each axis."""
         scale = self._row_scale(part)
         e, rows = self._of_logits(selected.logits(s, part.start, 1, scale), s, scale, 1, None, self._buffer(1, part))
         if self.columns is None:
-            return Kept(part, s, e, None, rows)
+            return BlockRows(part, s, e, None, rows)
         scale = self._column_scale
         logits = selected.logits(s, part.start, 0, scale)
         theirs, columns = self._of_logits(logits, s, scale, 0, shift, logits)
-        return Kept(part, s, e, theirs, rows, columns)
+        return BlockRows(part, s, e, theirs, rows, columns)
 
     def _of_logits(
         self, logits: Tensor, s: Tensor, scale: Scalar, dim: int, shift: Tensor | None, out: Tensor | None
@@ -337,7 +337,7 @@ class Block:
     def products(
         self,
         rows: Tensor | None,
-        columns: Tensor | Given | None,
+        columns: Tensor | ColumnWeights | None,
         pull: Scalar | None,
         of_rows: Tensor,
         of_columns: Tensor | None = None,
@@ -350,7 +350,7 @@ class Block:
         added.
 
         Args:
-            rows, columns: ``f_i`` of the anchors, ``(P,)`` and ``(Q,)``; columns may also be :class:`Given`.
+            rows, columns: ``f_i`` of the anchors, ``(P,)`` and ``(Q,)``; columns may also be :class:`ColumnWeights`.
             pull: subtracted from ``A`` at the positives, a number or ``(P,)``, or ``None``.
             of_rows, of_columns, of_further: results, ``(P, d)``, ``(C, d)`` and ``(Q - C, d)``.
             scale: factor of the results.
@@ -367,7 +367,7 @@ class Block:
             if self.recompute:
                 _add_back(a, self.x[part], 1, scale, of_columns, of_further)
         if not self.recompute:
-            a = self._buffers[1 if self._again else 0] if self._buffers else a
+            a = self._buffers[1 if self._needs_s else 0] if self._buffers else a
             add = 1 if of_columns is not None and of_columns.data_ptr() == of_rows.data_ptr() else 0
             _add_back(a, self.x, add, scale, of_columns, of_further)
 
@@ -377,17 +377,17 @@ class Block:
         self._buffers.clear()
         self._spare = None
 
-    def _recomputed(self) -> Iterator[Kept]:
+    def _recomputed(self) -> Iterator[BlockRows]:
         for part in self._parts:
             s = self._similarities(part)
-            self.apart.mask(s, part)
-            yield Kept(part, s) if self.rows is None else self._exponentiate(s, part, None, self.column_sums)
+            self.exclusions.mask(s, part)
+            yield BlockRows(part, s) if self.rows is None else self._exponentiate(s, part, None, self.column_sums)
 
-    def _combine(self, kept: Kept, rows: Tensor | None, columns: Tensor | Given | None) -> Tensor:
+    def _combine(self, kept: BlockRows, rows: Tensor | None, columns: Tensor | ColumnWeights | None) -> Tensor:
         """Scale one block into coefficients ``A_ij``, in place."""
         mine = None if rows is None else rows[kept.part, None]
-        if isinstance(columns, Given):
-            return self._with_given(kept, mine, columns)
+        if isinstance(columns, ColumnWeights):
+            return self._with_column_weights(kept, mine, columns)
         e = kept.rows
         assert e is not None and mine is not None
         if columns is None:
@@ -397,7 +397,7 @@ class Block:
         # both axes share the exponentials
         return e.mul_(torch.add(mine, columns, out=None if self._whole else self._scratch(kept.part)))
 
-    def _grown(self, kept: Kept, columns: Tensor) -> Tensor:
+    def _grown(self, kept: BlockRows, columns: Tensor) -> Tensor:
         """Return factors of the columns for the maxima of a block, which have grown since in other blocks."""
         assert kept.column_sums is not None and self.column_sums is not None
         shift, last = kept.column_sums.shift, self.column_sums.shift
@@ -405,7 +405,7 @@ class Block:
             return columns
         return columns * (shift - last).mul_(self._column_scale).exp_()
 
-    def _with_given(self, kept: Kept, mine: Tensor | None, columns: Given) -> Tensor:
+    def _with_column_weights(self, kept: BlockRows, mine: Tensor | None, columns: ColumnWeights) -> Tensor:
         """Return the coefficients of a block with anchors along the columns whose sums are of other ranks, too."""
         if self.form.tau is not None:
             by_column = (-columns.level).exp_().mul_(columns.factor)

@@ -14,7 +14,7 @@ from torch import Tensor
 from compopt import accelerator
 from compopt.checks.context import refuse_derivatives
 from compopt.checks.inputs import check_features
-from compopt.distributed.handshake import NOTHING
+from compopt.distributed.handshake import NULL_CONTEXT
 from compopt.pairs import MASKED
 
 NORM_MIN = 1e-12  # as F.normalize
@@ -23,7 +23,7 @@ NORM_MAX = math.sqrt(-MASKED)
 
 Encode = Callable[[Tensor], "Tensor | tuple[Tensor, Tensor]"]
 # A tensor and its gradient, or tensors of one shape and dtype and their gradients, stacked.
-Slope = tuple[Tensor | tuple[Tensor, ...], Tensor]
+TensorGradient = tuple[Tensor | tuple[Tensor, ...], Tensor]
 
 
 def working_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -60,10 +60,10 @@ def other_units(features: Sequence[Tensor], like: Tensor, normalize: bool) -> li
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Return a context that disables autocast, which would compute similarities in half precision."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else NOTHING
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else NULL_CONTEXT
 
 
-def at_least(tau: Tensor, dtype: torch.dtype) -> Tensor:
+def promote_tau(tau: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast ``tau`` to at least the working dtype, since ``1 / tau`` in half precision has only three digits."""
     wanted = working_dtype(tau.dtype, dtype)
     return tau if tau.dtype == wanted else tau.to(wanted)
@@ -102,7 +102,7 @@ class Features:
         stacked = torch.stack(given)
         return cls(given, *prepare(stacked, normalize), stacked.requires_grad)
 
-    def pull_back(self, gradient: Tensor) -> Slope:
+    def pull_back(self, gradient: Tensor) -> TensorGradient:
         """Return the given tensors and their gradients, from that of ``unit``, ``(k, b, d)``, which is overwritten."""
         if self.norm is not None:
             through_normalization(gradient, self.unit, self.norm)
@@ -131,7 +131,7 @@ class Encoder:
         self._autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         self._grad = torch.is_grad_enabled()
         self.encoded: Features | None = None
-        self.gradients: list[Slope] = []
+        self.gradients: list[TensorGradient] = []
 
     def __call__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return features of these samples as candidates of directions 1 and 2 (modalities 2 and 1), no graph."""
@@ -232,7 +232,7 @@ def _wanted(tensors: Tensor | tuple[Tensor, ...], gradient: Tensor) -> tuple[tup
     return tensors[part], gradient[part]
 
 
-def with_gradients(value: Tensor, slopes: Sequence[Slope]) -> Tensor:
+def with_gradients(value: Tensor, slopes: Sequence[TensorGradient]) -> Tensor:
     """Return ``value`` as a node of the graph of some tensors, passed in pairs with their gradients.
 
     Tensors that do not require a gradient are ignored; if none does, the result is ``value`` itself. Gradients are

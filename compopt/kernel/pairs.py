@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from compopt.distributed.ranks import Ranks
 from compopt.functional import Scalar
-from compopt.kernel.block import CPU_BLOCK_ROWS, Apart, Block, Diagonal, Form, Given, same_sample
+from compopt.kernel.block import CPU_BLOCK_ROWS, Block, BlockOptions, ColumnWeights, Diagonal, Exclusions, same_sample
 from compopt.pairs import Axis, PairPolicy, Selection
 
 # Above this 1/tau, exp(s/tau) of a unit-norm pair approaches the range of float32, and a maximum must be subtracted.
@@ -171,7 +171,7 @@ class Pairs:
         self._own = slice(first, first + own.shape[1])
         self._scale = scale_of(tau, own, self._batch, self.directions)
         uniform = tau if isinstance(tau, float) and is_uniform(tau, options) else None
-        self._form = Form(uniform, self.moments, options.chunk_size)
+        self._form = BlockOptions(uniform, self.moments, options.chunk_size)
         self._ranks = ranks if ranks is not None and ranks.size > 1 else Ranks.alone() if momentum else None
         # no maximum was subtracted, so that the offset of the sums is -s_ii / tau_i
         self._relative = self._ranks is None and uniform is not None
@@ -208,12 +208,12 @@ class Pairs:
         positive = torch.stack([torch.linalg.vecdot(*pair) for pair in pairs], dim=1)
         return policy.threshold(positive[:, : self.directions].expand(self.shape))
 
-    def _of_direction(self, direction: int, part: slice, form: Form | None = None) -> Block:
+    def _of_direction(self, direction: int, part: slice, form: BlockOptions | None = None) -> Block:
         """Return the matrix of some samples of a modality or view, which are anchors if it has a direction."""
         return self._matrix((direction,), (0, 1) if self.unimodal else (1 - direction,), part, False, form)
 
     def _matrix(
-        self, rows: Sequence[int], columns: Sequence[int], part: slice, shared: bool, form: Form | None = None
+        self, rows: Sequence[int], columns: Sequence[int], part: slice, shared: bool, form: BlockOptions | None = None
     ) -> Block:
         """Return the matrix of the views ``rows`` of some samples with the views ``columns`` of all samples.
 
@@ -231,21 +231,23 @@ class Pairs:
                 own.append(Diagonal(at * count, (at + 1) * count, to * B + part.start))
                 positives += [own[-1]] if row != column else []
         both = shared and not self.unimodal and self.directions == 2  # the columns are anchors, too
-        apart, selected = Apart(own, lambda: (self.names(rows, part), self.names(columns))), None
+        block, expects_weights = self.block if form is None else Block, not (shared or self._momentum)
+        exclusions, selected = Exclusions(own, lambda: (self.names(rows, part), self.names(columns))), None
         if self.negatives is not None or not self.distinct:
-            y, apart = self._with_further(y, apart, rows, part)
+            y, exclusions = self._with_further(y, exclusions, rows, part)
         if self.options.policy is not None:
-            selected = self._selection(self.options.policy, rows, columns, part, both or not (shared or self._momentum))
+            selected = self._selection(self.options.policy, rows, columns, part, both or expects_weights)
         of_rows = self._by_row(scale, rows, part) if rows[0] < self.directions else None
         of_columns = None if not both else scale[:, 1] if isinstance(scale, Tensor) else scale
-        block, given = self.block if form is None else Block, not (shared or self._momentum)
-        return block(x, y, form or self._form, apart, of_rows, of_columns, given, positives, selected)
+        return block(x, y, form or self._form, exclusions, of_rows, of_columns, expects_weights, positives, selected)
 
-    def _with_further(self, y: Tensor, apart: Apart, rows: Sequence[int], part: slice) -> tuple[Tensor, Apart]:
+    def _with_further(
+        self, y: Tensor, exclusions: Exclusions, rows: Sequence[int], part: slice
+    ) -> tuple[Tensor, Exclusions]:
         """Add further candidates to the columns of a matrix, and compare keys if samples may repeat."""
-        negatives, own = self.negatives if rows[0] == 0 else None, apart.own if self.distinct else None
+        negatives, own = self.negatives if rows[0] == 0 else None, exclusions.own if self.distinct else None
         if negatives is None:
-            return y, apart._replace(own=own)
+            return y, exclusions._replace(own=own)
 
         def same(some: slice) -> Tensor:
             """Return the mask of the further candidates for some rows; none is a candidate of view 2."""
@@ -254,7 +256,7 @@ class Pairs:
             # cat() instead of pad(), which raises for a tensor without entries in torch 2.4
             return torch.cat([found, found.new_ones(missing, found.shape[1])]) if missing else found
 
-        return torch.cat([y, negatives.everyone]), Apart(own, apart.keys, None if self.distinct else same)
+        return torch.cat([y, negatives.everyone]), Exclusions(own, exclusions.keys, None if self.distinct else same)
 
     def _of_negatives(self, negatives: Negatives) -> Block:
         """Return the matrix of this rank's further candidates, whose columns are the anchors of direction 1."""
@@ -268,8 +270,9 @@ class Pairs:
             axis, sides = self.options.axis, (None, None if limits is None else limits[:, 0])
             rows, columns = axis((), slice(0, 0), negatives.own), axis((0,), slice(0, self._batch))
             selected = Selection(policy, rows, columns, sides)
-        apart = Apart([]) if negatives.positions is None else Apart(None, None, further)
-        return Block(negatives.features, self._everyone[0], self._form, apart, given=True, selected=selected)
+        exclusions = Exclusions([]) if negatives.positions is None else Exclusions(None, None, further)
+        x, y = negatives.features, self._everyone[0]
+        return Block(x, y, self._form, exclusions, expects_weights=True, selected=selected)
 
     def _selection(
         self, policy: PairPolicy, rows: Sequence[int], columns: Sequence[int], part: slice, both: bool
@@ -540,18 +543,18 @@ class Pairs:
         gradient = torch.zeros_like(self._z)
         for direction, block in enumerate(self._blocks):
             rows = mine[:, direction] if direction < self.directions else None
-            given = None
+            weights = None
             if not self._momentum and self._meets(direction):
                 values = {"scale": scale, "level": level, "factor": factor}
-                given = Given(*[self._by_column(direction, name, value) for name, value in values.items()])
+                weights = ColumnWeights(*[self._by_column(direction, name, value) for name, value in values.items()])
             # both features of a positive pair are on this rank, so that its gradient needs no other rank
             pull = weight[:, direction] if self._momentum else weight.sum(1)
-            block.products(rows, given, pull, gradient[direction])
+            block.products(rows, weights, pull, gradient[direction])
             block.release()
         if self.negatives is None:
             return gradient, None
         outside = torch.zeros_like(self.negatives.features)
-        anchors = Given(scale[:, 0], level[:, 0], factor[:, 0])
+        anchors = ColumnWeights(scale[:, 0], level[:, 0], factor[:, 0])
         self._of_negatives(self.negatives).products(None, anchors, None, outside)
         return gradient, outside
 

@@ -172,7 +172,7 @@ def check_scores(name: str, value: Tensor, axes: int) -> None:
     check_values(name, value, ("(B,)", "(Q, L)")[axes - 1], axes)
 
 
-def alike(name: str, value: Any, like: Tensor) -> Tensor:
+def check_same_shape(name: str, value: Any, like: Tensor) -> Tensor:
     """Return ``value`` after a check that it is a tensor with the shape of ``like``."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor of shape {tuple(like.shape)}, got {type(value).__name__}")

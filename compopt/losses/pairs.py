@@ -16,7 +16,7 @@ from compopt.checks.inputs import check_vector
 from compopt.estimator.base import Estimator
 from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
-from compopt.losses.base import CHECKS, TOTAL, CompositionalLoss, alike, check_scores, log_mean_exp
+from compopt.losses.base import CHECKS, TOTAL, CompositionalLoss, check_same_shape, check_scores, log_mean_exp
 from compopt.losses.compositional import Domain
 from compopt.stores.rows import Column
 
@@ -50,7 +50,7 @@ class PairLoss(CompositionalLoss):
         """
         with self._guard():
             check_scores("scores", scores, 1)
-            labels = alike("labels", labels, scores).cpu()
+            labels = check_same_shape("labels", labels, scores).cpu()
             if bool(labels.isnan().any()):
                 sample = int(labels.isnan().nonzero()[0])
                 raise ValueError(f"labels must be numbers, got nan for sample {sample}; leave such samples out")

@@ -16,7 +16,7 @@ from compopt.estimator.base import Estimator
 from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
 from compopt.kernel.features import working_dtype
-from compopt.losses.base import CHECKS, CompositionalLoss, alike, check_scores, log_mean_exp
+from compopt.losses.base import CHECKS, CompositionalLoss, check_same_shape, check_scores, log_mean_exp
 from compopt.losses.compositional import Domain
 
 
@@ -47,14 +47,15 @@ class ListLoss(CompositionalLoss):
         """
         with self._guard():
             check_scores("scores", scores, 2)
-            relevance, index = (alike(k, v, scores) for k, v in (("relevance", relevance), ("index", index)))
+            relevance, index = (check_same_shape(k, v, scores) for k, v in (("relevance", relevance), ("index", index)))
             dtype = working_dtype(scores.dtype, self.dtype)
             relevance = relevance.to(scores.device, dtype)
             query, item = torch.nonzero(_grades(relevance) > 0, as_tuple=True)
             pair = check_vector("index", index[query.to(index.device), item.to(index.device)], len(query))
-            every = (
-                torch.full((len(scores),), scores.shape[1]) if items is None else alike("items", items, scores[:, 0])
-            )
+            if items is None:
+                every = torch.full((len(scores),), scores.shape[1])
+            else:
+                every = check_same_shape("items", items, scores[:, 0])
             if every.device.type == "cpu" and not bool(((every >= 1) & every.isfinite()).all()):
                 raise ValueError(
                     f"items must be at least 1 and finite, the number that each query ranks, got {every.tolist()!r}"

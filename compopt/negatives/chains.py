@@ -185,7 +185,7 @@ class Chains(SampledPairs):
             streams = rng.streams(self._counters, positions, range(directions.start, directions.stop))
             scores = similarity * flat(self._scale[at])
             given = flat(self._burn_in[at]) if isinstance(self._burn_in, Tensor) else self._burn_in
-            burn_in = burn_in_count(given, candidates.most if candidates.alike else candidates.count)
+            burn_in = burn_in_count(given, candidates.most if candidates.equal_counts else candidates.count)
             if slot is None:
                 slot = self._start(at, candidates, scores, streams)
                 # one pool per call: a chain that moved into the batch in view 1 may return in view 2

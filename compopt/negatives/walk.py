@@ -40,8 +40,8 @@ class Candidates:
     """Negatives of some anchors in one direction, numbered from 0 to ``|N_i| - 1``.
 
     Columns are the ``B`` features of the other modality, or in unimodal mode the ``2 B`` features of both views. No
-    anchor has more than ``most`` negatives. With ``alike`` it is known on the host that all anchors have ``most``
-    negatives, and ``count`` is ``(1,)`` instead of ``(b,)``.
+    anchor has more than ``most`` negatives. With ``equal_counts`` it is known on the host that all anchors have
+    ``most`` negatives, and ``count`` is ``(1,)`` instead of ``(b,)``.
     """
 
     def __init__(self, keys: Sequence[Tensor], positions: Tensor, distinct: bool, views: int) -> None:
@@ -49,7 +49,7 @@ class Candidates:
         self.width = views * self._batch
         self.most = self.width - views
         self._same: Tensor | None = None
-        self.alike = distinct
+        self.equal_counts = distinct
         if distinct:
             self.count = torch.full_like(positions[:1], self.most)
         else:
@@ -79,7 +79,7 @@ class Candidates:
 class Pool:
     """Candidates shared by all anchors, with the attributes of :class:`Candidates`."""
 
-    alike = True
+    equal_counts = True
 
     def __init__(self, size: int, like: Tensor) -> None:
         self.width = self.most = size
@@ -143,7 +143,7 @@ def walk(
     # the same words give the uniform number: the draw of a slot uses the high bits, the uniform number the low bits
     keys = rng.uniform(words, scores.dtype).log_().neg_().add_(proposed)
     counts = step >= burn_in
-    if not candidates.alike:  # anchors with fewer negatives have fewer proposals
+    if not candidates.equal_counts:  # anchors with fewer negatives have fewer proposals
         keys.masked_fill_(step >= candidates.count, -torch.inf)
         counts = counts & (step < candidates.count)
     where, accepted = move(keys, proposed, slots, scores.gather(0, start[None])[0], start)

@@ -13,7 +13,7 @@ from compopt.checks.context import warn
 from compopt.estimator.parts import Call, Estimate, Normalizer
 from compopt.functional import add_positive
 
-FEW = 3  # negatives of an anchor, among which weights that sum to one hardly distinguish
+FEW_NEGATIVES = 3  # negatives of an anchor, among which weights that sum to one hardly distinguish
 
 
 class BatchNormalizer(Normalizer):
@@ -58,7 +58,7 @@ class BatchNormalizer(Normalizer):
 
     def __init__(self, include_positive: bool = False, candidates: int | None = None) -> None:
         self.candidates = None if candidates is None else checks.count("candidates", candidates)
-        self._told = False  # of few negatives
+        self._warned = False  # of few negatives
         super().__init__(None, {"include_positive": include_positive})
 
     def shared_options(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class BatchNormalizer(Normalizer):
     def estimate(self, call: Call) -> Estimate:
         include = call.hyper.choose("include_positive", {True: 1.0, False: 0.0})
         if isinstance(include, float) and include == 0.0:  # the weights of an anchor sum to one
-            self._look_at_negatives(call.pairs.least)
+            self._warn_few_negatives(call.pairs.least)
             return Estimate(call.pairs.log_ghat, positive_weight=None if call.pairs.moments else 1.0)
         log_sum = call.pairs.log_sum
         if self.candidates is None:
@@ -83,10 +83,10 @@ class BatchNormalizer(Normalizer):
         total = total.where(include > 0, log_sum) if isinstance(include, Tensor) else total
         return Estimate(total - call.pairs.log_count)
 
-    def _look_at_negatives(self, least: int) -> None:
+    def _warn_few_negatives(self, least: int) -> None:
         """Warn, once, of so few negatives that their weights hardly differ."""
-        if 0 < least <= FEW and not self._told:
-            self._told = True
+        if 0 < least <= FEW_NEGATIVES and not self._warned:
+            self._warned = True
             warn(
                 f"batches with {least} negatives per anchor: weights without the positive sum to 1 (DCL), however "
                 f"similar these few are; use InfoNCEEstimator, a memory (recommended), or larger batches"

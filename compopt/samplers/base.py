@@ -362,7 +362,7 @@ class BankSampler(Sampler[list[int]]):
         for name in {**own, **other}:
             if not values.equal(own.get(name), other.get(name)):
                 raise ValueError(f"the state is of a sampler with {name}={other.get(name)!r}, not {own.get(name)!r}")
-        values.integer("epoch", state_dict["epoch"], 0, values.MOST)
+        values.integer("epoch", state_dict["epoch"], 0, values.INT64_MAX)
         values.integer("batch", state_dict["batch"], 0, len(self) - 1)
         checks.flag("follows", state_dict["follows"])
         values.mapping("plans", state_dict["plans"])
@@ -370,7 +370,7 @@ class BankSampler(Sampler[list[int]]):
         if math.ceil(self.n / self.batch_size) == len(self):
             sizes.append(self.n)  # the last batch may be smaller
         for epoch, plan in state_dict["plans"].items():
-            values.integer("the epoch of a plan", epoch, 0, values.MOST)
+            values.integer("the epoch of a plan", epoch, 0, values.INT64_MAX)
             size = next((size for size in sizes if getattr(plan, "shape", None) == (size,)), sizes[-1])
             expected = {"samples": torch.empty(size, dtype=torch.int64, device="meta")}
             values.tensors(f"plans[{epoch}]", {"samples": plan}, expected)

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from compopt import checks, curation, rng
 from compopt.checks.inputs import check_vector
-from compopt.checks.values import MOST, entries, equal, integer
+from compopt.checks.values import INT64_MAX, entries, equal, integer
 from compopt.curation import Scores
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator.base import Estimator
@@ -238,7 +238,8 @@ class ScoredSampler(Sampler[int]):
         for name, own in (("n", self._n), ("seed", self.seed)):
             if not equal(own, state_dict[name]):
                 raise ValueError(f"the state is of a sampler with {name}={state_dict[name]}, not {own}")
-        epoch, begun, share = integer("epoch", state_dict["epoch"], 0, MOST), state_dict["begun"], state_dict["share"]
+        epoch = integer("epoch", state_dict["epoch"], 0, INT64_MAX)
+        begun, share = state_dict["begun"], state_dict["share"]
         checks.flag("begun", begun)
         if share is None:
             self._check_estimate()

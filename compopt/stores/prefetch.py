@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compopt.distributed.collectives import PREFETCH, Doing, doing, tell
+from compopt.distributed.collectives import PREFETCH, Operation, doing, gather_small
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.stores.table import RowTable
 from compopt.stores.write_behind import Ticket, WriteBehind
 
 # Largest number of batches in flight; older ones belong to a loop that ended early.
-MOST = 4
+MAX_IN_FLIGHT = 4
 
 
 class Fetch(NamedTuple):
@@ -79,15 +79,15 @@ class Prefetcher:
             tickets |= dict.fromkeys(self._shards, exchange)
         if tickets:
             self._under_way.append(Fetch(self._started, rows, tickets))
-            self._drop_before(self._started - MOST + 1)
+            self._drop_before(self._started - MAX_IN_FLIGHT + 1)
 
     def _exchange(self, number: int, rows: Tensor, device: torch.device) -> dict[str, Ticket]:
         """Exchange the row numbers of the global batch, and start to read the local ones; runs in the thread."""
-        now = Doing(PREFETCH, number=number)
-        sizes = tell(torch.tensor(len(rows), device="cpu"), self._group, self._ranks.size, now).tolist()
+        now = Operation(PREFETCH, number=number)
+        sizes = gather_small(torch.tensor(len(rows), device="cpu"), self._group, self._ranks.size, now).tolist()
         message = torch.zeros(max(sizes), dtype=torch.int64, device="cpu")
         message[: len(rows)] = rows
-        gathered = tell(message, self._group, self._ranks.size, now)
+        gathered = gather_small(message, self._group, self._ranks.size, now)
         everyone = torch.cat([gathered[rank, :size] for rank, size in enumerate(sizes)])
         with self._issuing:
             if number < self._first:

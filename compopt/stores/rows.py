@@ -234,13 +234,13 @@ def _reduce(
 ) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
     """Reduce runs of equal (sorted) rows to ``(values, mask of finite runs, mask of visited directions)``."""
     runs = Runs(rows)
-    alike = {name: x for name, x in proposals.items() if layout[name].reduce == "one"}
-    chosen = _choice(runs, count, alike, valid) if alike else None
+    single_choice = {name: x for name, x in proposals.items() if layout[name].reduce == "one"}
+    chosen = _choice(runs, count, single_choice, valid) if single_choice else None
     finite = torch.ones_like(rows, dtype=torch.bool)
     reduced = {}
     for name, x in proposals.items():
         finite &= (x.isfinite() if valid is None else x.isfinite() | ~valid).all(dim=1)
-        if chosen is not None and name in alike:
+        if chosen is not None and name in single_choice:
             reduced[name] = x.gather(0, chosen)
             continue
         # Weights of 0 or 1 instead of a selection, since the host would wait for its size; `where` instead of a

@@ -228,7 +228,7 @@ class TemperatureDual(Temperature):
         """
         if self.mode != "global":
             raise AttributeError("individual temperatures are rows: est.read(index)['tau']")
-        self._opened()  # creates the state
+        self._ensure_form()  # creates the state
         return self.state["tau"].clone()
 
     def constants(self) -> list[float] | None:
@@ -390,4 +390,4 @@ class TemperatureDual(Temperature):
         if index is None:
             raise TypeError("index is None; individual temperatures need data-set positions")
         tau = self.read(index)["tau"]
-        return tau[:, 0] if self._opened().mode == "single" else tau
+        return tau[:, 0] if self._ensure_form().mode == "single" else tau

@@ -37,9 +37,6 @@ def assert_sums(o, actual, expected, rtol):
         if ours is None:
             continue
         torch.testing.assert_close(ours.log_total().cpu().double(), theirs.log_total(), rtol=rtol, atol=20 * rtol)
-        log_squares = [side.squares.cpu().double().log() + 2 * (0 if side.top is None else side.top.cpu().double())
-                       for side in (ours, theirs)]  # fmt: skip
-        torch.testing.assert_close(*log_squares, rtol=2 * rtol, atol=40 * rtol)
         if o.counted:
             assert torch.equal(ours.number.cpu().double(), theirs.number)
         if o.moments:

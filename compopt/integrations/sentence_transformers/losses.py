@@ -40,7 +40,7 @@ from compopt.pairs import PairPolicy
 from compopt.presets import InfoNCEEstimator
 
 ADD_INDEX = "compopt.integrations.sentence_transformers.add_index"
-LOOKS = 8  # number of batches for which labels are checked for classes
+CHECKED_BATCHES = 8  # number of batches for which labels are checked for classes
 GATHER = "gather_across_devices"
 READ = {*RankingOptions.__annotations__, "temperature", "citation"}  # attributes of the sentence-transformers loss
 BOTH: RankingOptions = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
@@ -176,7 +176,7 @@ class EstimatorLoss(nn.Module):
         self._accepted = self._options()
         modules = (as_module(each, state=False) for each in self._by_dimension.values())
         self.estimators = nn.ModuleList(modules)  # for changes of device, and for parameters of the trainer's optimizer
-        self._looks = 0
+        self._checked_batches = 0
         self._latest: dict[int, Tensor | None] = {}  # labels of the latest call, by dimension
 
     def __getattr__(self, name: str) -> Any:
@@ -340,11 +340,11 @@ class EstimatorLoss(nn.Module):
                 f"{len(rows)} labels per sample and {columns} columns of text; give the row of the sample, or those "
                 f"of anchor and positive, or one for every column"
             )
-        if self._looks < LOOKS:  # detect classes by repeated values; unique() is too slow for every step
-            self._looks += 1
+        if self._checked_batches < CHECKED_BATCHES:  # unique() is too slow for every step
+            self._checked_batches += 1
             different = len(rows[0].unique())
             if batch >= 8 and 2 * different < batch:
-                self._looks = LOOKS
+                self._checked_batches = CHECKED_BATCHES
                 warnings.warn(
                     f"a batch of {batch} samples has {different} different labels, and equal ones are one sample; the "
                     f"label column must hold each sample's row (add_index), not its class",
@@ -354,8 +354,10 @@ class EstimatorLoss(nn.Module):
 
     def _warn_about_ignored_rows(self, labels: Tensor | None) -> None:
         """Warn once about several integers per sample, the form of the duplicates that :func:`add_index` declares."""
-        if self._looks < LOOKS and labels is not None and labels.dim() == 2 and labels.dtype in INTEGERS:
-            self._looks = LOOKS
+        if self._checked_batches == CHECKED_BATCHES or labels is None:
+            return
+        if labels.dim() == 2 and labels.dtype in INTEGERS:
+            self._checked_batches = CHECKED_BATCHES
             warnings.warn(
                 f"the label column has {labels.shape[1]} integers per sample, as add_index writes for equal texts, and "
                 f"this loss, which has no rows, ignores them: equal texts are negatives of each other; pass "

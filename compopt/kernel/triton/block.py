@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from compopt.functional import Scalar
-from compopt.kernel.block import Block, Given, Sums
+from compopt.kernel.block import Block, ColumnWeights, Sums
 from compopt.kernel.triton import sweep
 from compopt.kernel.triton.choice import Backend, Precision, precision_of, reason_for_torch
 from compopt.kernel.triton.sweep import Anchors, AnchorSums, Operands, ranked
@@ -38,8 +38,8 @@ class TritonBlock(Block):
 
     def _operands(self) -> Operands:
         """Return the operands of the kernels, without anchors."""
-        assert self.apart.keys is not None
-        rows, columns = self.apart.keys()
+        assert self.exclusions.keys is not None
+        rows, columns = self.exclusions.keys()
         count, keys = len(rows[0]), ranked(torch.stack([torch.cat(pair) for pair in zip(rows, columns, strict=True)]))
         low = torch.bfloat16 if self._precision == "bf16" else self.x.dtype
         x, y, tau = self.x.to(low).contiguous(), self.y.to(low).contiguous(), self.form.tau
@@ -51,7 +51,7 @@ class TritonBlock(Block):
             others,
             shared=None if tau is None else 1 / tau,
             moments=self.form.moments,
-            counted=self.apart.own is None,
+            counted=self.exclusions.own is None,
             precision=self._precision,
             wave=self.form.chunk_size,
         )
@@ -82,7 +82,7 @@ class TritonBlock(Block):
     def products(
         self,
         rows: Tensor | None,
-        columns: Tensor | Given | None,
+        columns: Tensor | ColumnWeights | None,
         pull: Scalar | None,
         of_rows: Tensor,
         of_columns: Tensor | None = None,
@@ -94,7 +94,7 @@ class TritonBlock(Block):
         o = self._operands()
         if rows is not None and self.rows is not None:
             o = replace(o, rows=self._anchors(self.rows, len(self.x), rows, self._tops[0]))
-        if isinstance(columns, Given):
+        if isinstance(columns, ColumnWeights):
             if self.form.tau is None:
                 given = self._anchors(columns.scale, len(self.y), columns.factor, columns.level)
             else:

@@ -7,8 +7,8 @@ Compile-time constants are in capitals:
 integers. ``KEYS``: number of keys. ``AXIS``: axis of the candidates, 1 if the anchors are along the rows. ``SHIFTED``:
 a maximum is subtracted from the exponents; otherwise all anchors have the scale ``shared``.
 
-Exponents are in units of ``log 2``. ``found`` is the mask of the entries that are not pairs: those outside the matrix
-``(P, Q)``, which read row or column 0, and those whose row and column have an equal key.
+Exponents are in units of ``log 2``. ``excluded`` is the mask of the entries that are not pairs: those outside the
+matrix ``(P, Q)``, which read row or column 0, and those whose row and column have an equal key.
 """
 
 import triton
@@ -26,7 +26,7 @@ def tile(
     KEYS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Return the place of a tile, its rows and columns, its similarities in float32, and the mask ``found``."""
+    """Return the place of a tile, its rows and columns, its similarities in float32, and the mask ``excluded``."""
     number, width = tl.program_id(0), GROUP * tl.cdiv(Q, BN)  # programs that run together share rows and columns
     first = number // width * GROUP
     height = min(tl.cdiv(P, BM) - first, GROUP)
@@ -48,12 +48,12 @@ def tile(
         s = tl.dot(a, b, s, input_precision=PRECISION)
         left += BK
         right += BK
-    found = (in_rows == 0)[:, None] | (in_columns == 0)[None, :]
+    excluded = (in_rows == 0)[:, None] | (in_columns == 0)[None, :]
     for key in tl.static_range(KEYS):
         of_rows = tl.load(row_keys + key * row_stride + i)
         of_columns = tl.load(column_keys + key * column_stride + j)
-        found = found | (of_rows[:, None] == of_columns[None, :])
-    return down, across, row, column, s, found
+        excluded = excluded | (of_rows[:, None] == of_columns[None, :])
+    return down, across, row, column, s, excluded
 
 
 @triton.jit
@@ -73,29 +73,27 @@ def exponents(s, scale, anchor, anchors, shared, AXIS: tl.constexpr, SHIFTED: tl
 
 @triton.jit
 def write_sums(
-    s, found, scale, anchor, anchors, shared, out, plane,
+    s, excluded, scale, anchor, anchors, shared, out, plane,
     AXIS: tl.constexpr, SHIFTED: tl.constexpr, MOMENTS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Write sums of the anchors of one axis over a tile: total, squares and optionally top, dot and count."""
+    """Write sums of the anchors of one axis over a tile: total, and optionally top, dot and count."""
     z, inside = exponents(s, scale, anchor, anchors, shared, AXIS, SHIFTED), anchor < anchors
     if SHIFTED:
-        z = tl.where(found, NO_PAIR, z)
+        z = tl.where(excluded, NO_PAIR, z)
         top = tl.max(z, AXIS)
         z = z - tl.expand_dims(top, AXIS)
-    e = tl.where(found, 0.0, tl.exp2(z))
+    e = tl.where(excluded, 0.0, tl.exp2(z))
     at = out + anchor  # incremented by one plane each time, since a multiple of `plane` may overflow 32 bits
     tl.store(at, tl.sum(e, AXIS), mask=inside)
-    at += plane
-    tl.store(at, tl.sum(e * e, AXIS), mask=inside)
     if SHIFTED:
         at += plane
         tl.store(at, tl.where(top > NO_PAIR, top * LN2, NO_PAIR), mask=inside)
     if MOMENTS:  # s may be NaN for excluded pairs
         at += plane
-        tl.store(at, tl.sum(tl.where(found, 0.0, e * s), AXIS), mask=inside)
+        tl.store(at, tl.sum(tl.where(excluded, 0.0, e * s), AXIS), mask=inside)
     if COUNTED:
         at += plane
-        tl.store(at, tl.sum(tl.where(found, 0.0, 1.0), AXIS), mask=inside)
+        tl.store(at, tl.sum(tl.where(excluded, 0.0, 1.0), AXIS), mask=inside)
 
 
 @triton.jit
@@ -110,24 +108,24 @@ def sums(
 
     ``row_out`` is ``(planes, tiles across, P)`` and ``column_out`` ``(planes, tiles down, Q)``, float32.
     """
-    down, across, row, column, s, found = tile(
+    down, across, row, column, s, excluded = tile(
         x, y, row_keys, column_keys, P, Q, d, row_stride, column_stride, KEYS, EVEN, PRECISION, UPCAST, BM, BN, BK
     )
     if ROWS:
         row_out += across.to(tl.int64) * P
-        write_sums(s, found, row_scale, row, P, shared, row_out, row_plane, 1, SHIFTED, MOMENTS, COUNTED)
+        write_sums(s, excluded, row_scale, row, P, shared, row_out, row_plane, 1, SHIFTED, MOMENTS, COUNTED)
     if COLUMNS:
         column_out += down.to(tl.int64) * Q
-        write_sums(s, found, column_scale, column, Q, shared, column_out, column_plane, 0, SHIFTED, MOMENTS, COUNTED)
+        write_sums(s, excluded, column_scale, column, Q, shared, column_out, column_plane, 0, SHIFTED, MOMENTS, COUNTED)
 
 
 @triton.jit
-def weighed(s, found, scale, factor, top, anchor, anchors, shared, AXIS: tl.constexpr, SHIFTED: tl.constexpr):
+def weighed(s, excluded, scale, factor, top, anchor, anchors, shared, AXIS: tl.constexpr, SHIFTED: tl.constexpr):
     """Return ``factor_i exp(z_ij - top_i)`` for the anchors of one axis."""
     z = exponents(s, scale, anchor, anchors, shared, AXIS, SHIFTED)
     if SHIFTED:
         z = z - along(top, anchor, anchors, AXIS) * LOG2E
-    return tl.where(found, 0.0, tl.exp2(z) * along(factor, anchor, anchors, AXIS))
+    return tl.where(excluded, 0.0, tl.exp2(z) * along(factor, anchor, anchors, AXIS))
 
 
 @triton.jit
@@ -139,13 +137,13 @@ def coefficients(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of ``A``, ``(P, Q)`` in the dtype of ``out``."""
-    down, across, row, column, s, found = tile(
+    down, across, row, column, s, excluded = tile(
         x, y, row_keys, column_keys, P, Q, d, row_stride, column_stride, KEYS, EVEN, PRECISION, UPCAST, BM, BN, BK
     )
     a = tl.zeros((BM, BN), dtype=tl.float32)
     if ROWS:
-        a += weighed(s, found, row_scale, row_factor, row_top, row, P, shared, 1, SHIFTED)
+        a += weighed(s, excluded, row_scale, row_factor, row_top, row, P, shared, 1, SHIFTED)
     if COLUMNS:
-        a += weighed(s, found, column_scale, column_factor, column_top, column, Q, shared, 0, SHIFTED)
+        a += weighed(s, excluded, column_scale, column_factor, column_top, column, Q, shared, 0, SHIFTED)
     at = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
     tl.store(at, a.to(out.dtype.element_ty), mask=(row < P)[:, None] & (column < Q)[None, :])

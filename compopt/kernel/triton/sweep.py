@@ -47,27 +47,25 @@ class AnchorSums(NamedTuple):
 
     Attributes:
         total: sum of ``exp(z_ij - top_i)`` over the candidates, with the exponent ``z_ij = s_ij / tau_i``.
-        squares: sum of ``exp(z_ij - top_i)^2``.
         top: largest exponent, :data:`NO_PAIR` without candidates; ``None``: 0.
         dot: sum of ``s_ij exp(z_ij - top_i)``, or ``None``.
         number: number of candidates, or ``None``.
     """
 
     total: Tensor
-    squares: Tensor
     top: Tensor | None
     dot: Tensor | None
     number: Tensor | None
 
     def merged(self) -> AnchorSums:
         """Add up the parts, ``(parts, P) -> (P,)``, always in the same order."""
-        total, squares, top, dot, number = self
+        total, top, dot, number = self
         if top is not None:
             shrink = torch.exp(top - top.amax(0))
-            total, squares, top = total * shrink, squares * shrink.square(), top.amax(0)
+            total, top = total * shrink, top.amax(0)
             dot = None if dot is None else dot * shrink
         more = [None if parts is None else parts.sum(0) for parts in (dot, number)]
-        return AnchorSums(total.sum(0), squares.sum(0), top, *more)
+        return AnchorSums(total.sum(0), top, *more)
 
     @classmethod
     def together(cls, parts: Sequence[AnchorSums], make: Callable[..., Tensor]) -> AnchorSums:
@@ -135,37 +133,37 @@ def ranked(keys: Tensor) -> Tensor:
 
 def torch_sums(o: Operands) -> tuple[AnchorSums | None, AnchorSums | None]:
     """Return sums of the anchors along the rows and along the columns, in one part, ``(1, P)`` and ``(1, Q)``."""
-    s, apart = o.x @ o.y.T, _apart(o)
+    s, excluded = o.x @ o.y.T, _excluded_mask(o)
     sides = ((o.rows, 1), (o.columns, 0))
-    rows, columns = (None if anchors is None else _side_sums(o, s, apart, anchors, dim) for anchors, dim in sides)
+    rows, columns = (None if anchors is None else _side_sums(o, s, excluded, anchors, dim) for anchors, dim in sides)
     return rows, columns
 
 
 def torch_coefficients(o: Operands, out: Tensor) -> None:
     """Write ``A_ij``, the sum of the coefficients of a pair from the anchors of both axes, ``(P, Q)``."""
-    s, apart = o.x @ o.y.T, _apart(o)
+    s, excluded = o.x @ o.y.T, _excluded_mask(o)
     out.zero_()
     for anchors, dim in ((o.rows, 1), (o.columns, 0)):
         if anchors is not None and anchors.factor is not None:
             z = s * anchors.scale.unsqueeze(dim)
             if anchors.top is not None:
                 z.sub_(anchors.top.unsqueeze(dim))
-            out += z.exp_().mul_(anchors.factor.unsqueeze(dim)).masked_fill_(apart, 0)
+            out += z.exp_().mul_(anchors.factor.unsqueeze(dim)).masked_fill_(excluded, 0)
 
 
-def _apart(o: Operands) -> Tensor:
+def _excluded_mask(o: Operands) -> Tensor:
     """Return a mask that is True if a row and a column are not a pair, ``(P, Q)``."""
     return (o.row_keys[:, :, None] == o.column_keys[:, None, :]).any(0)
 
 
-def _side_sums(o: Operands, s: Tensor, apart: Tensor, anchors: Anchors, dim: int) -> AnchorSums:
+def _side_sums(o: Operands, s: Tensor, excluded: Tensor, anchors: Anchors, dim: int) -> AnchorSums:
     """Return sums of the anchors of one axis; ``dim`` is the axis of the candidates."""
-    z = (s * anchors.scale.unsqueeze(dim)).masked_fill_(apart, NO_PAIR)
+    z = (s * anchors.scale.unsqueeze(dim)).masked_fill_(excluded, NO_PAIR)
     top = None if o.shared is not None else z.amax(dim)
-    e = (z if top is None else z.sub_(top.unsqueeze(dim))).exp_().masked_fill_(apart, 0)
-    dot = (e * s).masked_fill_(apart, 0).sum(dim)[None] if o.moments else None  # s may be NaN for excluded pairs
-    number = (~apart).sum(dim, dtype=s.dtype)[None] if o.counted else None
-    return AnchorSums(e.sum(dim)[None], e.square().sum(dim)[None], None if top is None else top[None], dot, number)
+    e = (z if top is None else z.sub_(top.unsqueeze(dim))).exp_().masked_fill_(excluded, 0)
+    dot = (e * s).masked_fill_(excluded, 0).sum(dim)[None] if o.moments else None  # s may be NaN for excluded pairs
+    number = (~excluded).sum(dim, dtype=s.dtype)[None] if o.counted else None
+    return AnchorSums(e.sum(dim)[None], None if top is None else top[None], dot, number)
 
 
 # Shape of a tile, and pipelining options of its product. One tile for each precision and kernel, so that sums are added
@@ -187,7 +185,7 @@ def triton_sums(o: Operands) -> tuple[AnchorSums | None, AnchorSums | None]:
     from compopt.kernel.triton import language
 
     arguments, down, across = _arguments(o, maxima=o.shared is None)
-    there = (True, True, o.shared is None, o.moments, o.counted)  # fields of the sums
+    there = (True, o.shared is None, o.moments, o.counted)  # fields of the sums
     by_row = o.x.new_empty(sum(there) * (o.rows is not None), across, len(o.x), dtype=torch.float32)
     by_column = o.x.new_empty(sum(there) * (o.columns is not None), down, len(o.y), dtype=torch.float32)
     arguments |= {"row_out": by_row, "column_out": by_column, "MOMENTS": o.moments, "COUNTED": o.counted}
