@@ -157,7 +157,7 @@ class ContrastiveEstimator(Container):
         checks.loss_options(mode, directions, normalize, multiply_tau)
         count = len(checks.DIRECTIONS[directions])
         self.mode, self.directions, self.normalize, self.multiply_tau = mode, directions, normalize, multiply_tau
-        self.chunk_size = None if chunk_size is None else checks.count("chunk_size", chunk_size)
+        self.chunk_size = None if chunk_size is None else checks.positive_int("chunk_size", chunk_size)
         checks.one_of("backend", backend, BACKENDS)
         self.backend = backend
         for name, part, kind in (("normalizer", normalizer, Normalizer), ("temperature", temperature, Temperature)):
@@ -287,7 +287,7 @@ class ContrastiveEstimator(Container):
         given = check_call(self, z1, z2, index, index2, labels, tau, negatives, keys, pairs)
         with full_precision(z1.device):
             batch = self._gather(given)  # samples of all ranks, their committed rows
-            with self._undone_on_error() if batch.depositing else NULL_CONTEXT:
+            with self._rollback_on_error() if batch.depositing else NULL_CONTEXT:
                 return self._loss(batch, given)
 
     @outside_of_graphs
@@ -316,7 +316,7 @@ class ContrastiveEstimator(Container):
         """
         further, positions = check_cached(self, given["z1"], given["z2"], given.get("tau"), given.get("negatives"))
         self._drop_skipped()  # before the context, which restores what is pending now
-        with torch.enable_grad(), self._undone_on_error():
+        with torch.enable_grad(), self._rollback_on_error():
             leaves = [_leaf(z) for z in (given["z1"], given["z2"], further) if z is not None]
             given |= zip(("z1", "z2"), leaves, strict=False)
             if further is not None:
@@ -444,7 +444,7 @@ class ContrastiveEstimator(Container):
         return Call(batch, read, pairs, tau, *about)
 
     def _skip_without_negatives(self, call: Call, outside: Scalar) -> None:
-        """Let a batch in which no anchor has a negative deposit nothing, and warn, once, of the first one.
+        """Disable deposits for a batch in which no anchor has a negative, and warn once.
 
         On a device the host does not wait: unless the keys on the host show that there is no negative, the state keeps
         its values but ``t`` counts the batch.

@@ -343,8 +343,8 @@ def check_rows(est: Estimator) -> None:
     references = {group.get("reference") for group in est.sample_groups}
     if "log_g" not in kept and not ("log_u" in kept and references == {"positive"}):
         raise ValueError(
-            f"the rows of {type(est).__name__} ({', '.join(kept) or 'none'}) do not tell how an anchor's normalizer "
-            f"compares with its positive; pass a compopt.ScoreKeeper(n) that is attached to it, or build it "
+            f"the rows of {type(est).__name__} ({', '.join(kept) or 'none'}) contain no log-normalizer relative to "
+            f"the positive; pass a compopt.ScoreKeeper(n) that is attached to it, or build it "
             f'with reference="positive"'
         )
 
@@ -409,7 +409,9 @@ def wrong_share(found: Scores) -> float:
     """
     _check_found(found)
     if found.rank is None:
-        raise ValueError("the share of wrong pairs is estimated from ranks: use ScoreKeeper(n, rank=True), or give it")
+        raise ValueError(
+            "the share of wrong pairs is estimated from ranks: use ScoreKeeper(n, rank=True), or pass share="
+        )
     seen = found.visits > 0
     if not bool(seen.any()):
         warn(
@@ -493,7 +495,7 @@ def duplicates(features: Tensor, least: float = 0.95, chunk_size: int = 1024) ->
     if not -1 < checks.number("least", least) <= 1:
         raise ValueError(f"least must be in (-1, 1], a cosine similarity, got {least!r}")
     labels = torch.arange(len(z), device=z.device)
-    for start in range(0, len(z), checks.count("chunk_size", chunk_size)):
+    for start in range(0, len(z), checks.positive_int("chunk_size", chunk_size)):
         stop = min(start + chunk_size, len(z))
         alike = z[start:stop] @ z[:stop].T >= least - ROUNDING * torch.finfo(z.dtype).eps
         alike.diagonal(start).fill_(True)
@@ -532,10 +534,10 @@ def rare(features: Tensor, share: float = 0.01, neighbours: int = 10, chunk_size
     """
     z = _unit(features)
     checks.fraction("share", share)
-    if checks.count("neighbours", neighbours) >= len(z):
+    if checks.positive_int("neighbours", neighbours) >= len(z):
         raise ValueError(f"neighbours must be fewer than the {len(z)} samples, got {neighbours}")
     near = z.new_empty(len(z))
-    for start in range(0, len(z), checks.count("chunk_size", chunk_size)):
+    for start in range(0, len(z), checks.positive_int("chunk_size", chunk_size)):
         s = z[start : start + chunk_size] @ z.T
         s.diagonal(start).fill_(-torch.inf)
         near[start : start + chunk_size] = s.topk(neighbours).values.mean(1)

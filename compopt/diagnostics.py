@@ -221,13 +221,13 @@ def normalizer_error(
 
     Communicates: collective on shards and with a network that is split across ranks.
     """
-    checks.count("chunk_size", chunk_size)
+    checks.positive_int("chunk_size", chunk_size)
     seen, tau, views = _about(est, z1, z2)
     n = len(z1)
     with torch.no_grad(), full_precision(z1.device):
         a, b = (_prepare(z, est.normalize) for z in (z1, z2))
         generator = torch.Generator().manual_seed(seed)
-        count = n if anchors is None else checks.count("anchors", anchors)
+        count = n if anchors is None else checks.positive_int("anchors", anchors)
         order = torch.randperm(n, generator=generator, device="cpu")[:count].to(a.device)
         exact = _exact_of_anchors(order, a, b, tau, est.mode, chunk_size, est._anchors)
         exact = _of_views(exact, est.mode, views)
@@ -245,7 +245,7 @@ def normalizer_error(
             return (stored[order] - exact)[visited.expand_as(stored)[order]].square().mean()
         if batch_size is None:
             raise ValueError(f"batch_size is None; {type(est.normalizer).__name__} is stateless and needs one")
-        if checks.count("batch_size", batch_size) < 2:
+        if checks.positive_int("batch_size", batch_size) < 2:
             raise ValueError("batch_size must be at least 2: a sample alone has no negatives")
         errors = []
         for at in torch.arange(len(order), device="cpu").split(batch_size):
@@ -298,8 +298,8 @@ def gradient_error(
 
     Communicates: as ``est.feature_gradients``, once per batch.
     """
-    checks.count("batch_size", batch_size)
-    checks.count("repeats", repeats)
+    checks.positive_int("batch_size", batch_size)
+    checks.positive_int("repeats", repeats)
     _, tau, views = _about(est, z1, z2)
     options: dict[str, Any] = {name: getattr(est, name) for name in ("mode", "normalize", "directions", "multiply_tau")}
     exact = torch.stack(global_gradient(z1, z2, tau, views=views, chunk_size=chunk_size, **options))
@@ -339,7 +339,7 @@ def _about(est: ContrastiveEstimator, z1: Tensor, z2: Tensor) -> tuple[Batch, fl
         raise TypeError(f"est must be a ContrastiveEstimator, got {type(est).__name__}")
     if est.pairs is not None:
         raise ValueError(
-            f"est has pairs={est.pairs}, and what is exact here is the mean over all pairs; ask an estimator without"
+            f"est has pairs={est.pairs}; diagnostics compute means over all pairs: pass an estimator without pairs="
         )
     check_features(z1, z2)
     with torch.no_grad():
@@ -353,7 +353,7 @@ def _check(
 ) -> float | Tensor:
     checks.loss_options(mode, directions, normalize=True, multiply_tau=True)
     checks.one_of("views", views, get_args(Views))
-    checks.count("chunk_size", chunk_size)
+    checks.positive_int("chunk_size", chunk_size)
     check_features(z1, z2)
     return check_tau(tau, len(z1), len(checks.DIRECTIONS[directions]))
 

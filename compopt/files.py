@@ -34,7 +34,7 @@ _REMEDIES = {
 
 
 @contextmanager
-def named(path: str | os.PathLike[str], kept: str = "") -> Iterator[None]:
+def explained_errors(path: str | os.PathLike[str], kept: str = "") -> Iterator[None]:
     """Add a path, a remedy and ``kept``, a note on unchanged data, to an ``OSError``; class and ``errno`` stay.
 
     Blocks may be nested: an error that an inner block has extended passes unchanged.

@@ -89,7 +89,7 @@ class MomentumEncoder:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         checks.decay("decay", decay)
         _check_plain(model)
-        self.decay, self._followed = decay, model
+        self.decay, self._model = decay, model
         frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
         try:
             self.module = copy.deepcopy(model, memo=dict(frozen)).requires_grad_(False)
@@ -103,12 +103,12 @@ class MomentumEncoder:
         self._versions: dict[str, int] = {}  # of these parameters, after the last update or load
         self._handle: RemovableHandle | None = None
         self._calls = 0.0  # before the first update
-        self._begins = True  # until it is called, updated or loaded
+        self._unused = True  # until it is called, updated or loaded
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the copy without a graph. The first call compares the weights and waits for the device."""
-        if self._begins and not torch.compiler.is_compiling():
+        if self._unused and not torch.compiler.is_compiling():
             self._check_begin()
         self._calls += 1
         if self._calls == CALLS_BEFORE_WARNING:
@@ -159,10 +159,10 @@ class MomentumEncoder:
 
     def _check_begin(self) -> None:
         """Warn if the weights of the model have changed since construction, without an update or load of the copy."""
-        self._begins = False
+        self._unused = False
         if any(hasattr(module, SHARDED) for module in self.module.modules()):
             return  # parameters may be gathered at this point; sharding does not replace weights
-        if not all(torch.allclose(own, other, 0, 0, equal_nan=True) for _, own, other in self._moved()):
+        if not all(torch.allclose(own, other, 0, 0, equal_nan=True) for _, own, other in self._averaged_parameters()):
             warnings.warn(
                 "the weights of the model have changed since its MomentumEncoder was made, which has had no update: "
                 "they were loaded, trained, or replaced by those of rank 0 when DistributedDataParallel wrapped the "
@@ -180,14 +180,14 @@ class MomentumEncoder:
                 ``decay`` is outside [0, 1). Nothing is changed in these cases.
         """
         checks.decay("decay", self.decay)
-        self._begins = False
+        self._unused = False
         self._calls = -math.inf
-        for module in (*self._followed.modules(), *self.module.modules()):
+        for module in (*self._model.modules(), *self.module.modules()):
             if hasattr(module, SHARDED):
                 module.reshard()  # type: ignore[operator]  # gathered parameters are copies
-        moved, buffers = self._moved(), self._beside("buffers")  # both may raise
+        averaged, buffers = self._averaged_parameters(), self._paired("buffers")  # both may raise
         alike: dict[object, list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
-        for name, own, other in moved:
+        for name, own, other in averaged:
             average = self._average(name, own)
             alike[type(own), own.device, own.dtype].append((own, average, other.to(average.dtype)))
         for owns, averages, values in (zip(*group, strict=True) for group in alike.values()):
@@ -195,7 +195,7 @@ class MomentumEncoder:
             for own, average in zip(owns, averages, strict=True):
                 if average is not own:
                     own.copy_(average)  # one by one: DTensor does not implement _foreach_copy_
-        self._note_versions(moved)
+        self._note_versions(averaged)
         for name, own, other in buffers:
             if own.shape == other.shape:
                 own.copy_(other)
@@ -203,9 +203,9 @@ class MomentumEncoder:
                 owner, _, key = name.rpartition(".")
                 setattr(self.module.get_submodule(owner), key, other.clone())
 
-    def _beside(self, kind: str) -> list[tuple[str, Tensor, Tensor]]:
+    def _paired(self, kind: str) -> list[tuple[str, Tensor, Tensor]]:
         """Return the ``"parameters"`` or ``"buffers"`` of the copy by name, each paired with that of the model."""
-        own, others = list(getattr(self.module, f"named_{kind}")()), list(getattr(self._followed, kind)())
+        own, others = list(getattr(self.module, f"named_{kind}")()), list(getattr(self._model, kind)())
         if len(own) != len(others):
             raise ValueError(
                 f"the model has {len(others)} {kind} and its copy {len(own)}; make a new MomentumEncoder where layers "
@@ -213,14 +213,14 @@ class MomentumEncoder:
             )
         return [(name, mine, other) for (name, mine), other in zip(own, others, strict=True)]
 
-    def _moved(self) -> list[tuple[str, Tensor, Tensor]]:
+    def _averaged_parameters(self) -> list[tuple[str, Tensor, Tensor]]:
         """Return the parameters of the copy that are not shared, each paired with that of the model."""
-        found = self._beside("parameters")
+        found = self._paired("parameters")
         for name, p, q in found:
             if (type(p), p.shape, p.device, p.dtype) != (type(q), q.shape, q.device, q.dtype):
                 raise ValueError(
-                    f"{name} is {_describe(p)} in the copy and {_describe(q)} in the model; do with encoder.module "
-                    f"what was done with the model: move, cast or fully_shard it alike (ZeRO stage 3 is not supported)"
+                    f"{name} is {_describe(p)} in the copy and {_describe(q)} in the model; move, cast or "
+                    f"fully_shard encoder.module in the same way (ZeRO stage 3 is not supported)"
                 )
             if name in self._shared and p is not q and not hasattr(p, SHARD):
                 raise ValueError(
@@ -246,9 +246,9 @@ class MomentumEncoder:
             self._averages[name] = known = known.to(own.device, torch.float32)
         return known
 
-    def _note_versions(self, moved: Sequence[tuple[str, Tensor, Tensor]]) -> None:
+    def _note_versions(self, averaged: Sequence[tuple[str, Tensor, Tensor]]) -> None:
         """Record the versions of parameters in half precision, by which later writes to them are recognised."""
-        self._versions = {n: own._version for n, own, _ in moved if n in self._averages and not hasattr(own, SHARD)}
+        self._versions = {n: own._version for n, own, _ in averaged if n in self._averages and not hasattr(own, SHARD)}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.module).__name__}, decay={self.decay})"
@@ -263,9 +263,9 @@ class MomentumEncoder:
         As in ``nn.Module.state_dict()``, the tensors are not copied; under FSDP2 they are this rank's shards. Averages
         of parameters in half precision are float32. Shared parameters and non-persistent buffers are not included.
         """
-        moved = self._moved()
-        parameters = {_eager(name): self._average(name, own.detach()) for name, own, _ in moved}
-        self._note_versions(moved)
+        averaged = self._averaged_parameters()
+        parameters = {_eager(name): self._average(name, own.detach()) for name, own, _ in averaged}
+        self._note_versions(averaged)
         modules = self.module.named_modules()  # a module's own state_dict() may have other names
         derived = {f"{at}.{key}".lstrip(".") for at, module in modules for key in module._non_persistent_buffers_set}
         buffers = {_eager(name): own for name, own in self.module.named_buffers() if name not in derived}
@@ -304,14 +304,14 @@ class MomentumEncoder:
                         f"torch.distributed.checkpoint"
                     )
                 pairs.append((value, given[name]))
-        self._begins, self._calls = False, -math.inf
+        self._unused, self._calls = False, -math.inf
         for value, new in pairs:
             value.copy_(new)
-        moved = self._moved()
-        for name, own, _ in moved:
+        averaged = self._averaged_parameters()
+        for name, own, _ in averaged:
             if name in self._averages:
                 own.copy_(self._averages[name])
-        self._note_versions(moved)
+        self._note_versions(averaged)
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -321,8 +321,8 @@ def _check_plain(model: nn.Module) -> None:
     sharded = any(hasattr(module, SHARDED) for module in model.modules())
     wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
     if sharded or wrapped or hasattr(model, ENGINE):
-        remedy = "before fully_shard, and shard encoder.module alike" if sharded else "of what it wraps, model.module"
-        raise ValueError(f"model is a {type(model).__name__}, which takes no copies; make the copy {remedy}")
+        remedy = "before fully_shard, and shard encoder.module too" if sharded else "from model.module"
+        raise ValueError(f"model is a {type(model).__name__}, which cannot be copied; create the encoder {remedy}")
     closure = next((name for name, module in model.named_modules() if _is_replaced(module)), None)
     if closure is not None:
         warnings.warn(

@@ -102,7 +102,7 @@ class CosineGamma(Schedule):
     """
 
     def __init__(self, est: Estimator, decay_steps: int, gamma_min: float = 0.2) -> None:
-        self.decay_steps = checks.count("decay_steps", decay_steps)
+        self.decay_steps = checks.positive_int("decay_steps", decay_steps)
         checks.unit_interval("gamma_min", gamma_min)
         self.gamma_min = gamma_min
         super().__init__(est, "gamma", self._value)

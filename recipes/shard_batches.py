@@ -191,7 +191,7 @@ class ShardBatches(IterableDataset[Any]):
         self.shards = shard_list(shards)
         if not self.shards:
             raise FileNotFoundError(f"no shards at {shards}")
-        self.read, self.keep, self.decode, self.seed = read, keep, decode, checks.whole("seed", seed)
+        self.read, self.keep, self.decode, self.seed = read, keep, decode, checks.non_negative_int("seed", seed)
         listed = [(name, count) for name, _, count in map(sizes.entry, self.shards)]
         if len(dict(listed)) != len(listed):
             raise ValueError("a shard occurs twice among shards; each is read once per epoch")
@@ -199,7 +199,7 @@ class ShardBatches(IterableDataset[Any]):
         if repeats is not None:
             if len(repeats) != len(self.shards):
                 raise ValueError(f"repeats has {len(repeats)} numbers for {len(self.shards)} shards; give one for each")
-            times = [place for place, k in enumerate(repeats) for _ in range(checks.count("repeats", k))]
+            times = [place for place, k in enumerate(repeats) for _ in range(checks.positive_int("repeats", k))]
             self.shards, listed = [self.shards[place] for place in times], [listed[place] for place in times]
         self._counts = [count for _, count in listed]
         checks.flag("replacement", replacement)
@@ -210,10 +210,10 @@ class ShardBatches(IterableDataset[Any]):
         self.rank = rank if rank is not None else dist.get_rank() if grouped else 0
         ranks = ranks if ranks is not None else dist.get_world_size() if grouped else 1
         self.layout = Lanes(
-            checks.count("ranks", ranks),
-            max(1, checks.whole("num_workers", num_workers)),
-            checks.count("batch_size", batch_size),
-            checks.count("shuffle", shuffle),
+            checks.positive_int("ranks", ranks),
+            max(1, checks.non_negative_int("num_workers", num_workers)),
+            checks.positive_int("batch_size", batch_size),
+            checks.positive_int("shuffle", shuffle),
         )
         if not 0 <= self.rank < ranks:
             raise ValueError(f"rank must be between 0 and {ranks - 1}, got {self.rank}")
@@ -228,13 +228,13 @@ class ShardBatches(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin epoch ``epoch`` >= 0, with an order of its own. Call it on every rank, with the same number."""
-        self.epoch, self.done = checks.whole("epoch", epoch), 0
+        self.epoch, self.done = checks.non_negative_int("epoch", epoch), 0
         self._earlier: list[tuple[Lanes, int]] = []  # former layouts of this epoch, and batches per rank read in them
         self._spans = Spans(np.array([[0, self.n]]))
 
     def advance(self, batches: int = 1) -> None:
         """Record that this rank has trained on ``batches`` >= 1 more; raise a ``ValueError`` if fewer are left."""
-        if checks.count("batches", batches) > len(self):
+        if checks.positive_int("batches", batches) > len(self):
             raise ValueError(f"advance({batches}): {len(self)} batches of this epoch are left")
         self.done += batches
 
@@ -284,9 +284,9 @@ class ShardBatches(IterableDataset[Any]):
             raise TypeError(f"read of the checkpoint must be a list, got {type(state_dict['read']).__name__}")
         for stage, options in enumerate(state_dict["read"]):
             values.entries(f"read[{stage}]", options, (*asdict(self.layout), "done"))
-            layout = Lanes(**{name: checks.count(name, options[name]) for name in asdict(self.layout)})
+            layout = Lanes(**{name: checks.positive_int(name, options[name]) for name in asdict(self.layout)})
             values.integer("workers", layout.workers, 1, MOST_WORKERS)
-            done = checks.count("done", options["done"])
+            done = checks.positive_int("done", options["done"])
             if done > layout.batches(len(spans)):
                 raise ValueError(f"the state says {done} batches, and there were {layout.batches(len(spans))}")
             earlier.append((layout, done))

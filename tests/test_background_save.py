@@ -225,7 +225,7 @@ def test_arguments_and_handle(tmp_path, monkeypatch):
     with writing() as gate:
         handle = compopt.save(est, tmp_path, blocking=False)
         assert gate.reached.wait(WAIT)
-        with pytest.raises(TimeoutError, match="goes on"):
+        with pytest.raises(TimeoutError, match="the save continues"):
             handle.wait(timeout=0.01)
         assert "done=False" in repr(handle)
     assert "done=True" in (handle.wait(), repr(handle))[1]

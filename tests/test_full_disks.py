@@ -136,7 +136,7 @@ def test_a_truncated_table_is_an_error_not_a_crash(tmp_path):
     done = run_code(TRUNCATED, tmp_path)
     assert done.returncode == 0, signal.Signals(-done.returncode).name if done.returncode < 0 else done.stderr
     for left in (0, 4096):
-        assert done.stdout.count(f"somebody truncated this table to {left:,} of 323,584 bytes") == 3
+        assert done.stdout.count(f"this table was truncated to {left:,} of 323,584 bytes") == 3
         assert done.stdout.count(str(tmp_path / f"rows{left}.rows")) == 3
     assert done.stdout.count("load a checkpoint") == 6
 

@@ -259,7 +259,7 @@ def test_without_gradients_it_returns_the_loss():
         ({"model": [nn.Linear(5, D)] * 3}, TypeError, "3 towers.*as many inputs"),
         ({"encode": lambda model, part: "z"}, TypeError, "tensor or a tuple of them, got str; give encode="),
         ({"encode": None}, ValueError, "0-d tensor; give encode="),
-        ({"encode": with_tau, "tau": 0.1}, ValueError, "tau comes from model and as tau="),
+        ({"encode": with_tau, "tau": 0.1}, ValueError, "tau is returned by model and passed as tau="),
         ({"encode": lambda model, part: model(*part)[2:]}, ValueError, "z1, z2 and perhaps negatives and tau, got 1"),
         (
             {"encode": lambda model, part: part[0].split(2, 1)[:2], "model": None},

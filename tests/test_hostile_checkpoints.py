@@ -343,7 +343,7 @@ def test_a_text_with_the_same_content_is_not_the_same(tmp_path):
     for old, new in (('"t": 3', '"t":  3'), ('"t": 3', '"t": 5,\n "t": 3'), ("0.01", "1e-2"), ("\n", "\n\n")):
         assert old in text
         file.write_text(text.replace(old, new, 1))
-        refused(tmp_path, "not as it was written")
+        refused(tmp_path, "the file was modified")
     file.write_text(text)
     compopt.load(trained(seed=3), tmp_path)
 

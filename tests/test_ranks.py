@@ -308,3 +308,19 @@ for group in (None, dist.new_group([0], timedelta(seconds=17))):
 
 def test_groups_for_messages_and_threads_have_the_timeout_of_their_group(tmp_path):
     assert run_code(GROUPS, tmp_path / "store").stdout.split() == ["0:01:17", "0:00:17"]
+
+
+@pytest.mark.parametrize("kind", ["SogCLREstimator", "InfoNCEEstimator"])
+def test_an_estimator_from_before_the_process_group_is_refused(kind):
+    """It would train on this rank's samples alone. A second rank is simulated, since no call reaches it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    est = getattr(compopt, kind)(**({"n": N} if kind == "SogCLREstimator" else {}))
+    z1, z2 = torch.randn(2, 4, 3)
+    est(z1, z2, torch.arange(4))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(RuntimeError, match="was built before torch.distributed was initialised with 2 ranks"):
+            est(z1, z2, torch.arange(4))
+    finally:
+        dist.destroy_process_group()

@@ -366,7 +366,7 @@ def test_add_index_refuses_what_it_cannot_count():
 
 
 BAD_LABELS = {
-    "none": (None, ValueError, "no label column that says whose.*add_index"),
+    "none": (None, ValueError, "no label column with the rows.*add_index"),
     "bools": (torch.arange(BATCH) > 3, TypeError, "integers, got torch.bool"),
     "floats": (torch.rand(BATCH), TypeError, "integers, got torch.float32"),
     "too many": (torch.zeros(BATCH, 4, dtype=torch.long), ValueError, "4 labels per sample and 3 columns"),

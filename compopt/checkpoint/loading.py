@@ -123,7 +123,7 @@ def _verify(est: Estimator, source: Checkpoint) -> tuple[Mapping[str, Any], dict
             raise ValueError(f"{path} has no object {source.part!r}; load another checkpoint")
         content = {**content["parts"][source.part], "data_fingerprint": content.get("data_fingerprint")}
     est._take_form_of(content["config"])
-    with _named(path):
+    with _prefix_errors(path):
         state = states.upgraded(est, {**content, "version": 1 if old else states.FORMAT_VERSION})
         states.check_tree(est, state)
     check_data(est, str(path), content.get("data_fingerprint"))
@@ -193,7 +193,7 @@ def _open(path: Path, framework: str = "pt") -> Any:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def _prefix_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -208,8 +208,8 @@ def check_data(est: Estimator, where: str, saved: str | None) -> None:
             remedy = "nothing is kept per sample; load with data_fingerprint = None, then set that of the new data"
         raise ValueError(
             f"{where}: {'state' if est.n is None else 'rows'} of the data with fingerprint {saved!r}, "
-            f"est.data_fingerprint is {est.data_fingerprint!r}: an index would be another sample. Data that grew: "
-            f"{remedy}"
+            f"est.data_fingerprint is {est.data_fingerprint!r}: an index may refer to another sample. If the "
+            f"data set was extended: {remedy}"
         )
 
 
@@ -270,7 +270,7 @@ def _check_rows(path: Path, file: File, est: Estimator, old: bool) -> None:
     opened = _open(path)
     with _HOST:
         _check_spans(path, file, table.n)
-        with _named(path):
+        with _prefix_errors(path):
             columns = {name: opened.get_slice(name) for name in needed}
             columns = states.split_rows(est, {name: x[:] for name, x in columns.items()}) if old else columns
             table.check_values(columns, file.rows)
@@ -293,10 +293,10 @@ def _read_state(est: Estimator, path: Path, file: File, prefix: str) -> dict[str
     """Return state that is not rows, with the checks of ``load_state_dict``; sizes are checked before."""
     _check_size(path, file)
     forms = {name: form for name, form in _forms(path).items() if name.startswith(prefix)}
-    with _named(path):
+    with _prefix_errors(path):
         est.check_form({name.removeprefix(prefix): form for name, form in forms.items()})
     _same(path, "checksum", files.checksum(path), file.checksum)
-    with _named(path), _HOST:
+    with _prefix_errors(path), _HOST:
         opened = _open(path)
         state = {name.removeprefix(prefix): opened.get_tensor(name) for name in forms}
         est.check_state(state)

@@ -155,7 +155,7 @@ def prepare(directory: Path, about: Mapping[str, Any]) -> None:
     """Create the directory of a run; refuse a checkpoint, and a directory with checkpoints of another configuration."""
     if checkpoint_at(directory.resolve()) is not None or (directory / MANIFEST).exists():
         raise ValueError(f"{directory} is itself a checkpoint; save into the directory of the run")
-    with files.named(directory, KEPT):
+    with files.explained_errors(directory, KEPT):
         files.make_directory(directory)
     try:
         found, config = _facts(read(complete(directory)[-1])[0]), _facts(about)
@@ -178,7 +178,7 @@ def new(directory: Path, t: int, folders: Sequence[str]) -> Checkpoint:
     number = max((c.number for c in checkpoints(directory)), default=0) + 1
     save_id = secrets.token_hex(4)
     path = directory / f"checkpoint-{number:08d}-t{t}-{save_id}"
-    with files.named(path, KEPT):
+    with files.explained_errors(path, KEPT):
         path.mkdir()
         for folder in folders:
             (path / folder).mkdir()
@@ -202,7 +202,7 @@ def choose(directory: Path, t: int | None) -> Checkpoint:
         return replace(choose(real.parent, t), part=real.name)  # the folder of one object
     own = checkpoint_at(real) if real.is_dir() else None
     if own is None and (real / MANIFEST).is_file():  # a copy of a checkpoint under another directory name
-        with _damage(real / MANIFEST):
+        with _damage_errors(real / MANIFEST):
             content = _load(real / MANIFEST)
             own = Checkpoint(real, 0, content["t"], content["save_id"])
     if own is not None:
@@ -232,7 +232,7 @@ def write(checkpoint: Checkpoint, own: list[File], content: Mapping[str, Any]) -
     if len(text) > _MOST:
         raise ValueError(f"{path} would have {len(text)} bytes, {_MOST} are read: too many sample groups")
     partial = path.with_name(f"{MANIFEST}.partial")
-    with files.named(path, KEPT):
+    with files.explained_errors(path, KEPT):
         for folder in {checkpoint.path, *(checkpoint.path / Path(file.name).parent for file in own)}:
             files.sync_directory(folder)  # the names of the files must be durable before the manifest
         files.write_file(partial, text)
@@ -249,7 +249,7 @@ def body_crc(body: Mapping[str, Any]) -> int:
 def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
     """Return the checked content and file entries of a manifest; its content is not trusted."""
     path = checkpoint.path / MANIFEST
-    with _damage(path):
+    with _damage_errors(path):
         content = _load(path)
         crc, version = body_crc(content), content["version"]
     if type(version) is not int or version not in (OLD_VERSION, FORMAT_VERSION):
@@ -257,7 +257,7 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
             f"{path} has format version {version!r}, this library reads {FORMAT_VERSION}; update compopt, "
             f"or use the version that wrote it"
         )
-    with _damage(path):
+    with _damage_errors(path):
         _check("it", content, _CONTENT)
         _check("files of it", content["files"], [_OLD_FILE if version == OLD_VERSION else _FILE])
         objects = content.get("parts") or {"it": content}
@@ -272,7 +272,7 @@ def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[File]]:
         if not lacking <= set(names) or len(set(names)) < len(names):
             raise ValueError(f"it lacks {STATE}, or a file is there twice: {reprlib.repr(names)}")
         if content.get("crc32") != crc:
-            raise ValueError("its own checksum does not fit")
+            raise ValueError("its checksum is wrong")
     if content["save_id"] != checkpoint.save_id or content["t"] != checkpoint.t:
         raise ValueError(f"{path} belongs to save {content['save_id']} (t={content['t']}), not to its directory")
     return content, found
@@ -286,7 +286,7 @@ def _file(entry: Mapping[str, Any], old: bool) -> File:
 
 
 @contextmanager
-def _damage(path: Path) -> Iterator[None]:
+def _damage_errors(path: Path) -> Iterator[None]:
     """Convert errors of parsing a manifest to a ValueError that contains its path."""
     try:
         yield
@@ -303,7 +303,7 @@ def _load(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"it is a {type(content).__name__}, no object")
     if text not in (json.dumps(content, indent=1).encode(), json.dumps(content).encode()):
-        raise ValueError("its text is not as it was written")
+        raise ValueError("the file was modified")
     return content
 
 

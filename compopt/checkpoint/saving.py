@@ -107,7 +107,7 @@ def save(est: Estimator, directory: StrPath, keep: int = 2, blocking: bool = Tru
     another by more than 30 minutes, the timeout of the group.
     """
     check_estimator(est)
-    checks.count("keep", keep)
+    checks.positive_int("keep", keep)
     checks.flag("blocking", blocking)
     with doing("compopt.save()", est.t):
         root = est._ranks.agree(lambda: _begin(est, directory))
@@ -175,7 +175,7 @@ def _prepare(est: Estimator, root: Path, keep: int, blocking: bool) -> _Job:
     for each in objects:
         if each.table is not None:
             ranks.agree(each.table.readable)
-    writers = ranks if blocking else _ranks_beside(est)
+    writers = ranks if blocking else _get_background_ranks(est)
     made = ranks.agree(lambda: _make(est, root, content) if ranks.rank == 0 else None)
     target = ranks.gather_objects(made)[0]
     for each in objects:
@@ -209,20 +209,20 @@ def _make(est: Estimator, root: Path, content: dict[str, Any]) -> Checkpoint:
     return made
 
 
-_beside: WeakKeyDictionary[Estimator, Ranks] = WeakKeyDictionary()
+_background_ranks: WeakKeyDictionary[Estimator, Ranks] = WeakKeyDictionary()
 
 
-def _ranks_beside(est: Estimator) -> Ranks:
+def _get_background_ranks(est: Estimator) -> Ranks:
     """Return ranks with a separate group, to keep messages apart from training; the first call is collective."""
-    if est not in _beside:
+    if est not in _background_ranks:
         group = est._ranks.new_host_group(SLOWEST)
         if group is None and est._ranks.size > 1:
             raise RuntimeError(
                 "blocking=False needs a process group of its own, which torch cannot form for process_group= here "
                 "(its ranks have formed different numbers of groups before): leave blocking=False out"
             )
-        _beside[est] = Ranks.alone() if group is None else Ranks(group)
-    return _beside[est]
+        _background_ranks[est] = Ranks.alone() if group is None else Ranks(group)
+    return _background_ranks[est]
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class _Job:
         content = to_bytes({key: value.contiguous() for key, value in tensors.items()})
         name = f"{each.folder}/{name}" if each.folder else name
         path = self.target.path / name
-        with files.named(path, manifest.KEPT):
+        with files.explained_errors(path, manifest.KEPT):
             files.write_file(path, content)
         return File(name, len(content), hashlib.sha256(content).hexdigest(), *place)
 
@@ -304,16 +304,16 @@ def _release(snapshots: Sequence[Snapshot | None]) -> None:
 # save_ids of the checkpoints in a directory when the estimator was saved into it, or loaded from it; and the time of
 # its last save or load.
 _locks: WeakKeyDictionary[Estimator, dict[Path, files.Lock | None]] = WeakKeyDictionary()
-_had: WeakKeyDictionary[Estimator, set[str]] = WeakKeyDictionary()
-_used: WeakKeyDictionary[Estimator, float] = WeakKeyDictionary()
+_known_saves: WeakKeyDictionary[Estimator, set[str]] = WeakKeyDictionary()
+_last_used: WeakKeyDictionary[Estimator, float] = WeakKeyDictionary()
 _writers: WeakValueDictionary[str, Estimator] = WeakValueDictionary()
 
 
 def note_load(est: Estimator, checkpoint: Checkpoint) -> None:
     """Record that an estimator contains the rows of a checkpoint and may continue to save into its directory."""
     beside = manifest.checkpoints(checkpoint.path.parent)
-    _had.setdefault(est, set()).update(known.save_id for known in (checkpoint, *beside))
-    _used[est] = time.monotonic()
+    _known_saves.setdefault(est, set()).update(known.save_id for known in (checkpoint, *beside))
+    _last_used[est] = time.monotonic()
 
 
 def _check_rows(est: Estimator, newest: Checkpoint) -> None:
@@ -322,30 +322,30 @@ def _check_rows(est: Estimator, newest: Checkpoint) -> None:
     A writer whose last save or load was before this estimator was made is that of an earlier run, kept alive for
     example by the traceback of an interrupted cell.
     """
-    if newest.save_id in _had.get(est, ()) or newest.save_id not in _writers:
+    if newest.save_id in _known_saves.get(est, ()) or newest.save_id not in _writers:
         return
     gc.collect()  # an unused writer may still be alive as part of a reference cycle
     other = _writers.get(newest.save_id)
     if other is None:
         return
     what = f"{newest.path.parent} has checkpoints of another {type(est).__name__} of this process"
-    if _used[other] >= est._made:
+    if _last_used[other] >= est._made:
         raise RuntimeError(
-            f"{what}, whose rows a load would give to this one and the other way round: save into another directory; "
-            f"or, if this estimator goes on from those checkpoints, compopt.load them first; or remove them"
+            f"{what}; checkpoints of both cannot be told apart there: save into another directory, call compopt.load "
+            f"first to continue from them, or remove them"
         )
     warn(
         f"{what}, whose last save was before this one was made: they are taken for those of an earlier run, and this "
-        f"run replaces them; compopt.load them first to go on from them"
+        f"run replaces them; call compopt.load first to continue from them"
     )
-    _had.setdefault(est, set()).update(save_id for save_id, writer in _writers.items() if writer is other)
+    _known_saves.setdefault(est, set()).update(save_id for save_id, writer in _writers.items() if writer is other)
 
 
 def _lock(est: Estimator, directory: Path) -> None:
     """Keep other processes from saving into a directory until the estimator is collected."""
     own, path = _locks.setdefault(est, {}), lock_file(directory)
     remedy = "two runs that save there remove each other's checkpoints; end that one, or save into another directory"
-    with files.named(path, manifest.KEPT):
+    with files.explained_errors(path, manifest.KEPT):
         lock = files.lock(path, directory, remedy)
     own.pop(directory, None)
     own[directory] = lock  # inserted as the latest one

@@ -77,12 +77,12 @@ def flag(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
-def count(name: str, value: Any) -> int:
+def positive_int(name: str, value: Any) -> int:
     """Return a positive integer as an ``int``; refuse any other value."""
     return _integer(name, value, "positive", 1)
 
 
-def whole(name: str, value: Any) -> int:
+def non_negative_int(name: str, value: Any) -> int:
     """Return a non-negative integer as an ``int``; refuse any other value."""
     return _integer(name, value, "non-negative", 0)
 

@@ -25,7 +25,8 @@ INDEX_REMEDY = (
     "are positions in the whole: give its n, or number the part by itself, compopt.data.Indexed(part)"
 )
 EXTRA_REMEDY = (
-    "candidates that are nobody's positive need index2=index too, beside which any integers are allowed, as -1"
+    "for candidates that are not the positive of any sample (such as -1) also pass index2=index; positions are then "
+    "not compared with n"
 )
 SMALL = 512  # largest number of integers for which Python's functions are faster than NumPy's
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -57,7 +57,7 @@ class Indexed(Dataset[tuple[Any, ...]]):
                 f"dataset must be map-style (len() and []), got {type(dataset).__name__}; streaming data gets its "
                 f"index from key_index"
             )
-        self.dataset, self.first = dataset, checks.whole("first", first)
+        self.dataset, self.first = dataset, checks.non_negative_int("first", first)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -189,7 +189,7 @@ class KeyIndex:
     """
 
     def __init__(self, n: int, first: int = 0) -> None:
-        self.n, self.first = checks.count("n", n), checks.whole("first", first)
+        self.n, self.first = checks.positive_int("n", n), checks.non_negative_int("first", first)
 
     @property
     def fingerprint(self) -> str:

@@ -69,7 +69,7 @@ class ShardIndex:
         self._bytes: dict[str, int] = {}  # file sizes when the index was built
         self._last: tuple[Any, tuple[str, int, int]] = "", ("", 0, 0)  # cache: URL and entry of the latest shard
         for name, count in shards.items():
-            self._append(name, checks.count(f"the size of shard {name}", count))
+            self._append(name, checks.positive_int(f"the size of shard {name}", count))
 
     def _append(self, name: str, count: int) -> None:
         if name in self._shards:
@@ -322,7 +322,7 @@ class indexed_reader:
             warnings.warn(
                 f"shard {url} gave {found} of {expected} samples; by now {sum(self._short.values())} samples of "
                 f"{len(self._short)} shards are missing. Samples after a missing one have shifted rows in this pass; "
-                f"a KeyIndex has no such hole",
+                f"a KeyIndex does not have this limitation",
                 stacklevel=2,
             )
 
@@ -469,7 +469,9 @@ def _read_json(path: Path, required: bool = True) -> Any:
     except (ValueError, OSError) as error:
         if not required:  # any file of the user
             return None
-        raise ValueError(f"{path} cannot be read: {error}; mend or remove it, and the shards are counted") from error
+        raise ValueError(
+            f"{path} cannot be read: {error}; repair or remove the file; samples are then counted"
+        ) from error
 
 
 def count_samples(shard: Path, end_blocks: bool = True) -> int:

@@ -23,8 +23,8 @@ FACTS = {
     "depositing": "training mode (1: deposits, 0: eval() or no_grad)",
     "t": "the number of commits so far; every rank must call step() after the same updates",
     "pending": "the number of calls since the last commit",
-    "calls": "the number of calls that were committed or wait for it, since one raised on a rank; discard() before "
-    "step(), or load a state, on all ranks",
+    "calls": "the number of calls that are committed or pending; after an error in a call on one rank, call discard() "
+    "before step(), or load a state, on all ranks",
     "parts": "commits of parts, or their pending calls; step, load or discard a part on all ranks",
     "configuration": "the configuration",
     "followers": "the number of call hooks; attach a ScoreKeeper on all ranks",

@@ -121,10 +121,11 @@ class Ranks:
         return Ranks, ()  # a process group cannot be pickled: use the default group when unpickling
 
     def check_alive(self) -> None:
-        """Raise if this object was created before ``torch.distributed`` was initialised, or inside ``Join`` of torch.
+        """Raise inside ``Join`` of torch, which is looked for at the first call, and see :meth:`check_alone`.
 
-        In ``Join`` a rank without data takes part in the collectives of DDP only. It is looked for at the first call.
+        In ``Join`` a rank without data takes part in the collectives of DDP only.
         """
+        self.check_alone()
         if self.size > 1 and self._caller is None:  # no call yet
             join = getattr(sys.modules.get("torch.distributed.algorithms.join"), "Join", None)
             if join is not None and any(type(each) is join and each._enable for each in gc.get_referrers(join)):
@@ -132,6 +133,9 @@ class Ranks:
                     "an estimator cannot be called inside torch's Join, whose ranks without data do not take part; "
                     "leave it out, and give all ranks as many batches (drop_last=True of the sampler), or empty ones"
                 )
+
+    def check_alone(self) -> None:
+        """Raise if this object was created before ``torch.distributed`` was initialised with several ranks."""
         by_accident = self.size == 1 and self.group is None and dist.is_available() and dist.is_initialized()
         if by_accident and dist.get_world_size() > 1:
             raise RuntimeError(

@@ -33,7 +33,7 @@ _step: ContextVar[TrainingStep | None] = ContextVar("compopt.gradient_cache", de
 
 @contextmanager
 def training_step(step: TrainingStep) -> Iterator[None]:
-    """Let the calls of :func:`gradient_cache` inside the context back-propagate as a trainer does."""
+    """Set the backward pass of a trainer for calls of :func:`gradient_cache` inside the context."""
     token = _step.set(step)
     try:
         yield

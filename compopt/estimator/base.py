@@ -416,8 +416,8 @@ class Estimator:
                 stack.enter_context(each._lock)
                 if copies and each._busy:
                     raise RuntimeError(
-                        "the estimator is in the middle of a commit, and its state is of none: let a signal handler "
-                        "set a flag, and save after optimizer.step()"
+                        "the estimator is in the middle of a commit and its state is incomplete; in a signal handler "
+                        "only set a flag, and save after optimizer.step()"
                     )
                 stack.callback(setattr, each, "_busy", each._busy)
                 each._busy |= not copies
@@ -428,7 +428,7 @@ class Estimator:
         return self._writing(copies=True)
 
     @contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
+    def _rollback_on_error(self) -> Iterator[None]:
         """Drop what the block deposits if it raises; the deposits of earlier calls of the window stay pending."""
         every = (*self._tree(), *(self._followers() if self._hooks["call"] else ()))
         before = [(each, each.pending, each._pending_state, each._pending_notes) for each in every]
@@ -576,7 +576,7 @@ class Estimator:
             f"twice; checkpoint the encoders alone and call the estimator on what they return: it keeps no B x B "
             f"matrix for backward"
         )
-        if in_backward():  # the other ranks may not be in backward, so that they cannot be told
+        if in_backward():  # the other ranks may not be in backward, and would not receive a message
             raise error
         with self._guard():
             raise error

@@ -27,7 +27,7 @@ def sizes(n: Any) -> Groups:
 def as_groups(n: Any) -> Groups:
     """Return a checked copy of ``n``, a number of samples or a list of groups, as a list of groups."""
     if not isinstance(n, Sequence) or isinstance(n, str):
-        return [{"n": checks.count("n", n)}]
+        return [{"n": checks.positive_int("n", n)}]
     if not n:
         raise ValueError("n is an empty list of sample groups; give at least one, such as [{'n': 1000}]")
     groups = []
@@ -36,7 +36,7 @@ def as_groups(n: Any) -> Groups:
             raise TypeError(f"sample group {position} must be a dict such as {{'n': 1000}}, got {group!r}")
         if "n" not in group:
             raise ValueError(f"sample group {position} has no 'n'; give its number of samples: {dict(group)!r}")
-        groups.append({**group, "n": checks.count(f"n of sample group {position}", group["n"])})
+        groups.append({**group, "n": checks.positive_int(f"n of sample group {position}", group["n"])})
     return groups
 
 

@@ -208,6 +208,7 @@ class Reader:
         self._device = like.device
         if self.several:
             return self._read_all(keys, values, depositing, facts, least, more)
+        self.ranks.check_alone()
         self.async_checks.poll()
         at = self._locate(keys, like.device)
         fetch = None if self.prefetcher is None else self.prefetcher.find(at.host_rows)

@@ -74,7 +74,7 @@ class SaveHandle:
         """
         self.settle(timeout)
         if not self._result:
-            raise TimeoutError(f"{self.path} is not complete after {timeout} s; its save goes on")
+            raise TimeoutError(f"{self.path} is not complete after {timeout} s; the save continues")
         (error,) = self._result
         self._reported.append("raised")
         if error is not None:

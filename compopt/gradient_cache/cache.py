@@ -25,7 +25,7 @@ from compopt.distributed.wrappers import (
     without_reduction,
 )
 from compopt.gradient_cache.inputs import Sizes, Split
-from compopt.gradient_cache.towers import Encode, Output, Tower, kept, new_towers
+from compopt.gradient_cache.towers import Encode, Output, Tower, new_towers, restored_buffers
 from compopt.kernel.features import with_gradients
 from compopt.pairs import BoundPolicy, PairPolicy
 
@@ -220,7 +220,7 @@ def _arguments(outputs: list[Output], negatives: Tensor | None, tau: Any) -> tup
         raise ValueError(f"model must return z1, z2 and perhaps negatives and tau, got {len(outputs)} outputs")
     for name, made, given in (("tau", temperatures, tau), ("negatives", features[2:], negatives)):
         if made and given is not None:
-            raise ValueError(f"{name} comes from model and as {name}=; give one of them")
+            raise ValueError(f"{name} is returned by model and passed as {name}=; pass one of them only")
     z1, z2, *further = features
     return z1, z2, further[0] if further else negatives, temperatures[0] if temperatures else tau
 
@@ -266,7 +266,7 @@ def back_propagate(value: Tensor, towers: list[Tower], shared: list[tuple[Tensor
     jobs = [(tower, number) for tower in towers if tower.trained for number in range(tower.count)]
     final = {wrapper: k for k, (tower, _) in enumerate(jobs) for wrapper in tower.wrappers}
     ran = False
-    with kept(buffer for tower in towers for buffer in tower.statistics):
+    with restored_buffers(buffer for tower in towers for buffer in tower.statistics):
         for k, (tower, number) in enumerate(jobs):
             held = [wrapper for wrapper in tower.wrappers if not step.reduce or final[wrapper] != k]
             with without_reduction(held):

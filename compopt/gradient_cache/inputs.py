@@ -77,7 +77,7 @@ class TokenBudget:
             raise ValueError("TokenBudget needs tokens, pixels, or both")
         for name in ("tokens", "pixels"):
             if getattr(self, name) is not None:
-                checks.count(name, getattr(self, name))
+                checks.positive_int(name, getattr(self, name))
 
     def groups(self, inputs: Any, samples: Sequence[Any]) -> list[list[int]]:
         """Return the positions of the samples of each micro-batch, for all inputs and those of each sample."""
@@ -122,7 +122,7 @@ def micro_batches(inputs: Any, size: Sizes, split: Split | None) -> tuple[list[A
         groups: list[Sequence[int]] = [*size.groups(inputs, [take([i]) for i in range(count)])] or [range(0)]
         parts = [take(group) if size.tokens is None else without_padding(take(group)) for group in groups]
         return parts, [len(group) for group in groups], [i for group in groups for i in group]
-    most = checks.count("micro_batch_size", size)
+    most = checks.positive_int("micro_batch_size", size)
     chunks = [range(start, min(start + most, count)) for start in range(0, max(1, count), most)]
     return [take(chunk) for chunk in chunks], [len(chunk) for chunk in chunks], None
 

@@ -112,7 +112,7 @@ class Tower:
         for number in range(self.count):
             self._states.append(random_state(self.devices))
             pads = number >= len(self.parts)
-            with torch.set_grad_enabled(frozen), kept(self.statistics if pads else ()):
+            with torch.set_grad_enabled(frozen), restored_buffers(self.statistics if pads else ()):
                 outputs = self.outputs(number)
             self.trained |= any(z.requires_grad for z in outputs)
             made.append([z.detach() for z in outputs])
@@ -210,7 +210,7 @@ def replayed(states: list[Tensor], devices: Sequence[torch.device]) -> Iterator[
 
 
 @contextmanager
-def kept(buffers: Iterable[Tensor]) -> Iterator[None]:
+def restored_buffers(buffers: Iterable[Tensor]) -> Iterator[None]:
     """Restore the current values of buffers on exit."""
     values = [(buffer, buffer.clone()) for buffer in buffers]
     try:

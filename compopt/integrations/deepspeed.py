@@ -51,7 +51,7 @@ def save_checkpoint(
     """
     client_state = dict(client_state or {})
     if KEY in client_state:
-        raise ValueError(f"client_state must leave the key {KEY!r} to compopt")
+        raise ValueError(f"client_state must not contain the key {KEY!r}, which is reserved")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     client_state[KEY] = {"checkpoint": save(est, Path(save_dir) / tag / KEY).name, "tag": tag}
     return engine.save_checkpoint(os.fspath(save_dir), tag=tag, client_state=client_state, **options)

@@ -108,7 +108,7 @@ class EstimatorCallback(Callback):
         return {**self.__dict__, "_trained": None}  # weak references cannot be pickled
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Come before the callbacks that search a learning rate or batch size: these run without all others."""
+        """Move this callback before those that search a learning rate or batch size, which run without the others."""
         trainer.callbacks.insert(0, trainer.callbacks.pop(trainer.callbacks.index(self)))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -123,7 +123,7 @@ class EstimatorCallback(Callback):
 
     def _attach(self, trainer: Any, est: Estimator) -> None:
         refuse_ranks(est, trainer.world_size, f"in setup() of the LightningModule, as self.{self.est}")
-        warn_alone(trainer.world_size, "tell it how many devices there are: Trainer(devices=...)")
+        warn_alone(trainer.world_size, "set Trainer(devices=...)")
         if isinstance(est, ScoreKeeper):  # it commits with the estimator that it is attached to
             return
         if hasattr(trainer.strategy, "deepspeed_engine"):
@@ -179,13 +179,15 @@ class EstimatorCallback(Callback):
         if "state" in saved:
             self._estimator(pl_module).load_state_dict(saved["state"])
         elif self.directory is None:
-            raise ValueError(f"the rows of this checkpoint are in a directory, as {saved['checkpoint']}: directory=")
+            raise ValueError(
+                f"the rows of this checkpoint are in a directory, as {saved['checkpoint']}; pass it as directory="
+            )
         else:
             load_rows(
                 self._estimator(pl_module),
                 self.directory / saved["checkpoint"],
-                f"directory= has the last {self.keep} saves; resume from a later checkpoint, and let keep= be what "
-                f"ModelCheckpoint keeps",
+                f"directory= has the last {self.keep} saves; resume from a later checkpoint, and set keep= to the "
+                f"number of checkpoints that ModelCheckpoint keeps",
             )
 
     def _replaced(self, pl_module: Any, est: Estimator) -> bool:

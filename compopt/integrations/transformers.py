@@ -119,10 +119,10 @@ class EstimatorCallback(TrainerCallback):
         for est in self._estimators.values():
             refuse_ranks(est, args.world_size, "after TrainingArguments(...)")
         refuse_last_batch(args.world_size, args.dataloader_drop_last, "TrainingArguments(dataloader_drop_last=True)")
-        self._refuse_twins()
+        self._check_folders()
         self._refuse_removed_index()
-        self._refuse_lonely_sample(args)
-        self._have_batches_averaged(args)
+        self._check_last_batch(args)
+        self._divide_loss_by_batches(args)
         for est in self._estimators.values():
             est.discard()  # deposits of an attempt that ran out of memory
             if not isinstance(est, ScoreKeeper):  # it commits with the estimator that it is attached to
@@ -149,7 +149,7 @@ class EstimatorCallback(TrainerCallback):
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._load(Path(state.best_model_checkpoint))
 
-    def _refuse_twins(self) -> None:
+    def _check_folders(self) -> None:
         """Raise if the callback of another estimator has the same folder and would overwrite its rows."""
         callbacks = self.trainer.callback_handler.callbacks
         others = [each._estimators for each in callbacks if isinstance(each, EstimatorCallback)]
@@ -159,7 +159,7 @@ class EstimatorCallback(TrainerCallback):
                 f"{{'first': est, 'second': est2}}, trainer), or one of them name={self.name + '-2'!r}"
             )
 
-    def _have_batches_averaged(self, args: Any) -> None:
+    def _divide_loss_by_batches(self, args: Any) -> None:
         """Make the Trainer divide the loss by the number of batches of a window, for any batch and model."""
         trainer = self.trainer
         if getattr(trainer, "loss_is_scaled_for_ga", None):
@@ -188,7 +188,7 @@ class EstimatorCallback(TrainerCallback):
                 f"estimator with rows needs an index; set TrainingArguments(remove_unused_columns=False)"
             )
 
-    def _refuse_lonely_sample(self, args: Any) -> None:
+    def _check_last_batch(self, args: Any) -> None:
         """Raise for a last batch of one sample, which has no negatives and would raise an error later in training."""
         data = self.trainer.train_dataset
         for each in data.values() if isinstance(data, Mapping) else [data]:

@@ -161,8 +161,8 @@ class Pairs:
         self.block, self.options, self.keys, self.negatives = block, options, keys, options.negatives
         self.directions, self.unimodal, self.moments = options.directions, options.unimodal, options.moments
         # in unimodal mode further candidates are excluded for the anchors of view 2
-        told = self.negatives is None or (self.negatives.positions is None and not self.unimodal)
-        self.distinct = told and options.distinct
+        all_rows = self.negatives is None or (self.negatives.positions is None and not self.unimodal)
+        self.distinct = all_rows and options.distinct
         self.may_lack_negatives = len(keys) > 1 or options.policy is not None
         self._z, self._everyone = own, own.unbind() if everyone is None else everyone
         self._momentum, self._sizes, self._tau = momentum, sizes, tau

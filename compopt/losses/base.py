@@ -130,7 +130,7 @@ class CompositionalLoss(Estimator, ABC):
         hyper = self._hyper(batch)
         everyone = [batch.values["given"], *(ranks.gather(ready[1:], batch.more) if ready[1:] else ())]
         leaves = [x.detach().to(batch.dtype).requires_grad_(torch.is_grad_enabled()) for x in everyone]
-        with self._undone_on_error():
+        with self._rollback_on_error():
             numbers = [*everyone, *(value for name, value in batch.values.items() if name != "given")]
             bad = torch.cat([number.flatten() for number in numbers]).isfinite().logical_not_().sum()
             self._async_checks.watch(bad, _warn_scores)

@@ -1,4 +1,4 @@
-"""Compositional objectives of one's own: averages of inner values, and outer functions of them."""
+"""User-defined compositional objectives: averages of inner values, and outer functions of them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class InnerAverage(Estimator):
         **placement: Unpack[PlacementOptions],
     ) -> None:
         checks.one_of("domain", domain, DOMAINS)
-        self.width, self.domain = checks.count("width", width), domain
+        self.width, self.domain = checks.positive_int("width", width), domain
         super().__init__(as_groups(n), {"gamma": gamma}, **placement)
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -136,7 +136,7 @@ class InnerAverage(Estimator):
             inner = _inner("value", value, self.width)
         batch = _read(self, inner, index, previous, beta)
         average = self._average(batch.values["inner"], batch, beta)
-        with self._undone_on_error():
+        with self._rollback_on_error():
             if batch.depositing:
                 self._deposit(batch, {DOMAINS[self.domain][0]: average})
             return batch.nan_if_bad(average)[batch.own].view(value.shape)
@@ -248,7 +248,7 @@ def compositional_loss(
         if isinstance(estimator, InnerAverage)
         else estimator._average(inner, batch)
     )
-    with estimator._undone_on_error():
+    with estimator._rollback_on_error():
         u = batch.nan_if_bad(average.exp() if logs else average).view(-1, *g.shape[1:])
         given = [batch.values[str(k)].detach().requires_grad_(x.requires_grad) for k, x in enumerate(args)]
         value, slopes = outer(f, u, *given)

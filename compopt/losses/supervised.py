@@ -58,7 +58,7 @@ class SupConLoss:
         checks.positive("tau", tau)
         checks.one_of("mode", mode, ("bimodal", "unimodal"))
         checks.flag("normalize", normalize)
-        self.chunk_size = None if chunk_size is None else checks.count("chunk_size", chunk_size)
+        self.chunk_size = None if chunk_size is None else checks.positive_int("chunk_size", chunk_size)
         self.tau, self.mode, self.normalize, self.ranks = float(tau), mode, normalize, Ranks(process_group)
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ from compopt.negatives.walk import Candidates, Pool, Samples, Walk, burn_in_coun
 CPU_PROPOSALS, DEVICE_PROPOSALS = 1 << 18, 1 << 24
 
 
-class Outside:
+class StoredSamples:
     """Stored samples of this rank's chains, their similarities and, with ``encode``, their features.
 
     With several ranks the encoder runs in every call, so that collectives inside it match. Its ``error`` is stored and
@@ -131,7 +131,7 @@ class Chains(SampledPairs):
         self._scale = scale.expand(self._batch, self._directions)[own]
         self._positions = torch.arange(own.start, own.stop, device=z1.device)
         stored, score = (call.rows[name][own] for name in ("chain", "score"))
-        self.outside = Outside(stored, score.to(z1.dtype), self._anchors, call.encoder, ranks)
+        self.outside = StoredSamples(stored, score.to(z1.dtype), self._anchors, call.encoder, ranks)
         # directions that walk together; in unimodal mode one chain walks through view 1, then view 2 ...
         side_by_side = 1 if call.unimodal else self._directions
         self._together = [slice(v, v + side_by_side) for v in range(0, self._directions, side_by_side)]

@@ -132,13 +132,13 @@ class MCMCNegativeSampler(Normalizer):
         **placement: Unpack[PlacementOptions],
     ) -> None:
         checks.one_of("proposals", proposals, get_args(Proposals))
-        self.proposals, self.draws = proposals, None if draws is None else checks.count("draws", draws)
+        self.proposals, self.draws = proposals, None if draws is None else checks.positive_int("draws", draws)
         if draws is not None and proposals != "dataset":
             raise ValueError(
                 f'draws={draws} is for proposals="dataset"; with "{proposals}" a chain gets as many proposals as its '
                 f"anchor has negatives in the batch"
             )
-        if checks.whole("seed", seed) >= 1 << 63:
+        if checks.non_negative_int("seed", seed) >= 1 << 63:
             raise ValueError(f"seed must be below 2^63, got {seed}")
         super().__init__(n, {"burn_in": burn_in}, **placement)
         self.state = {"seed": torch.tensor(seed, device="cpu")}
@@ -306,7 +306,7 @@ class MCMCNegativeSampler(Normalizer):
             names = accelerator.to_device(check_pool(candidates, scores), scores.device)
         batch = self._read(keys, {"scores": scores[:, :1]})
         hyper = self._hyper(batch)
-        with self._undone_on_error(), torch.no_grad():
+        with self._rollback_on_error(), torch.no_grad():
             weights, sample, score = self._walk(scores.to(batch.dtype), names, batch, hyper)
             sample, score = self._ranks.gather([sample, score], batch.sizes)
             if batch.depositing:

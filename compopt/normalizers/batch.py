@@ -57,7 +57,7 @@ class BatchNormalizer(Normalizer):
     """
 
     def __init__(self, include_positive: bool = False, candidates: int | None = None) -> None:
-        self.candidates = None if candidates is None else checks.count("candidates", candidates)
+        self.candidates = None if candidates is None else checks.positive_int("candidates", candidates)
         self._warned = False  # of few negatives
         super().__init__(None, {"include_positive": include_positive})
 

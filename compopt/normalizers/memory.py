@@ -106,17 +106,18 @@ class MemoryNormalizer(Normalizer):
     References:
         Queues of features, momentum: MoCo (He et al., CVPR 2020). Queues: cross-batch memory (Wang et al., CVPR 2020).
         Adjusting queues to the current moments: Ajanthan et al., Adaptive Cross Batch Normalization for Metric
-        Learning, 2023. Without the positive: DCL (Yeh et al., ECCV 2022). The balance of the forces is ours.
+        Learning, 2023. Without the positive: DCL (Yeh et al., ECCV 2022). The balance of the gradients is
+        not from these papers.
     """
 
     _warned = False  # of a second call without an index
     _normalized, _views = True, False  # facts of the composition
 
     def __init__(self, dim: int, length: int = 128, momentum: bool = False, candidates: int | None = None) -> None:
-        self.dim, self.length = checks.count("dim", dim), checks.count("length", length)
+        self.dim, self.length = checks.positive_int("dim", dim), checks.positive_int("length", length)
         checks.flag("momentum", momentum)
         self.momentum = momentum
-        self.candidates = None if candidates is None else checks.count("candidates", candidates)
+        self.candidates = None if candidates is None else checks.positive_int("candidates", candidates)
         self._within: bool | None = None  # whether slots store the keys of ``within=``
         super().__init__(None, {})
 

@@ -202,7 +202,7 @@ class MovingAverageEstimator(Normalizer):
             keys = {"index": check_vector("index", index, len(log_g))}
         batch = self._read(keys, values)
         log_u = self._average(batch.values["log_g"], batch)
-        with self._undone_on_error():
+        with self._rollback_on_error():
             if batch.depositing:
                 self._deposit(batch, {"log_u": log_u})
             return batch.nan_if_bad(log_u)[batch.own].view(log_g.shape)

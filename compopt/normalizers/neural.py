@@ -135,18 +135,18 @@ class NeuralNormalizer(Normalizer):
         n: GroupSpec | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None:
-        self.dim, self.prototypes = checks.count("dim", dim), checks.count("prototypes", prototypes)
+        self.dim, self.prototypes = checks.positive_int("dim", dim), checks.positive_int("prototypes", prototypes)
         checks.flag("through_alpha", through_alpha)
-        self.through_alpha, self.seed = through_alpha, checks.whole("seed", seed)
+        self.through_alpha, self.seed = through_alpha, checks.non_negative_int("seed", seed)
         self.optimizer = FunctionalOptimizer(optimizer)
         super().__init__(n, {"lr": lr, "updates": updates, "restart_every": restart_every, "eps": eps}, **placement)
 
     def check(self, group: Mapping[str, Any]) -> None:
         checks.non_negative("lr", group["lr"])
         checks.non_negative("eps", group["eps"])
-        checks.whole("updates", group["updates"])
+        checks.non_negative_int("updates", group["updates"])
         if group["restart_every"] is not None:
-            checks.count("restart_every", group["restart_every"])
+            checks.positive_int("restart_every", group["restart_every"])
 
     def check_pairs(self, policy: PairPolicy) -> None:
         if policy.hardness is not None:
@@ -358,8 +358,8 @@ class NeuralNormalizer(Normalizer):
         """
         batch, tau = self._gather(anchors, tau, log_g, candidates)
         if not len(batch.rows):
-            raise ValueError("anchors are empty, of every rank; skip such a batch")
-        with self._undone_on_error(), torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
+            raise ValueError("anchors are empty on every rank; skip such a batch")
+        with self._rollback_on_error(), torch.no_grad(), torch.autocast(anchors.device.type, enabled=False):
             log_g = batch.values["log_g"][:, None]
             hyper = self._hyper(batch)
             zero, weight = torch.zeros_like(log_g), 1 / len(log_g)

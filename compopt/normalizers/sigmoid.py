@@ -203,8 +203,8 @@ class SigmoidNormalizer(Normalizer):
     def check_temperature(self, temperature: Temperature) -> None:
         if temperature.learns:
             raise ValueError(
-                f"{type(temperature).__name__} bounds the divergence of weights that a normalizer divides, and a "
-                f"sigmoid per pair has none; take FixedTemperature(learn=True)"
+                f"{type(temperature).__name__} requires normalised pair weights, which a SigmoidNormalizer lacks; "
+                f"use FixedTemperature(learn=True)"
             )
 
     def estimate(self, call: Call) -> Estimate:

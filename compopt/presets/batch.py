@@ -216,9 +216,10 @@ def recommended(
     with ``directions="forward"``, an :class:`~compopt.InfoNCEEstimator`. Nothing is kept per sample. ``docs/which.md``
     gives the reasons.
 
-    The positive is in the denominator, as one of 1,000 candidates: an anchor that is solved among so many, as nearly
-    all are in a pretrained encoder, has a small weight, and one that is only solved among the few of its batch has not.
-    ``candidates=None`` leaves the positive out. The weights of an anchor then sum to one however well it is solved.
+    The positive is in the denominator, as one of 1,000 candidates. An anchor whose positive ranks first among that many
+    candidates, as for nearly all anchors of a pretrained encoder, has a small weight; an anchor whose positive only
+    ranks first in its batch keeps a large one. ``candidates=None`` leaves the positive out. The weights of an anchor
+    then sum to one, whatever the rank of its positive.
     From scratch that is sometimes up to a point better; a pretrained encoder may become worse than it was
     (``benchmarks/results/pretrained.md``).
 
@@ -251,11 +252,11 @@ def recommended(
             pairs that the estimator refuses.
         TypeError: dim, n or batch_size is not an integer.
     """
-    checks.count("dim", dim)
+    checks.positive_int("dim", dim)
     checks.flag("momentum", momentum)
     length = MOMENTUM_LENGTH if momentum else LENGTH
-    length = length if n is None else max(1, min(length, checks.count("n", n) // 4))
-    large = batch_size is not None and checks.count("batch_size", batch_size) >= LARGE
+    length = length if n is None else max(1, min(length, checks.positive_int("n", n) // 4))
+    large = batch_size is not None and checks.positive_int("batch_size", batch_size) >= LARGE
     if momentum and directions == "forward":
         raise ValueError(
             'momentum=True with directions="forward" would train the encoder of z1 alone; leave directions out, or '

@@ -49,7 +49,7 @@ class FeatureBank:
     """
 
     def __init__(self, n: int, dtype: torch.dtype = torch.float16, offload: Offload | None = None) -> None:
-        self.n = checks.count("n", n)
+        self.n = checks.positive_int("n", n)
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
         if offload not in (None, "cpu"):

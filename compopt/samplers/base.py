@@ -26,7 +26,7 @@ from compopt.samplers.bank import FeatureBank, Offload
 PLANNING = "the planning of a sampler's epoch"
 
 
-def twins(labels: Tensor) -> Tensor:
+def same_label_pairs(labels: Tensor) -> Tensor:
     """Return a mask of the pairs of different samples with equal labels, ``(..., B, B)``."""
     equal = labels[..., :, None] == labels[..., None, :]
     return equal & ~torch.eye(labels.shape[-1], dtype=torch.bool, device=labels.device)
@@ -95,11 +95,11 @@ class BankSampler(Sampler[list[int]]):
         offload: Offload | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        self.n, self.batch_size = checks.count("n", n), checks.count("batch_size", batch_size)
+        self.n, self.batch_size = checks.positive_int("n", n), checks.positive_int("batch_size", batch_size)
         if not 2 <= self.batch_size <= self.n:
             raise ValueError(f"batch_size must be between 2 and n={n}, got {batch_size}; a batch needs negatives")
         checks.positive("tau", tau)
-        if checks.whole("seed", seed) >= 1 << 63:
+        if checks.non_negative_int("seed", seed) >= 1 << 63:
             raise ValueError(f"seed must be below 2^63, got {seed}")
         self.tau, self.seed = float(tau), int(seed)
         if labels is not None:
@@ -117,9 +117,9 @@ class BankSampler(Sampler[list[int]]):
         # position of the loop; for a loop without observe() only the number of batches handed out is known.
         self.epoch = 0
         self._begun = False  # an iteration has entered the epoch
-        self._handed = self._seen = 0  # batches handed out; batches up to the last one observed
-        self._follows = self._matched = False  # batches of the previous or this epoch were observed
-        self._strangers = self._warned_of_strangers = False  # observed samples formed no batch of this epoch
+        self._yielded = self._seen = 0  # batches handed out; batches up to the last one observed
+        self._matched_before = self._matched = False  # batches of the previous or this epoch were observed
+        self._unmatched = self._warned_unmatched = False  # observed samples formed no batch of this epoch
         # Epoch -> samples of all its batches, concatenated.
         self._plans: dict[int, Tensor] = {}
         self.metrics: dict[str, float] = {}
@@ -193,24 +193,24 @@ class BankSampler(Sampler[list[int]]):
         plan, epoch = self._begin(), self.epoch
         for number in range(self._seen, len(self)):
             if self.epoch == epoch:  # a later iteration may have begun
-                self._handed = number + 1
+                self._yielded = number + 1
             batch = plan[number * self.batch_size : (number + 1) * self.batch_size]
             yield self._ranks.own(batch).tolist()
 
     def _begin(self) -> Tensor:
         """Begin the next epoch, or continue a loaded one, and return its plan."""
         self._ranks.check_alive()
-        if self._strangers and not (self._matched or self._warned_of_strangers):
-            self._warned_of_strangers = True
+        if self._unmatched and not (self._matched or self._warned_unmatched):
+            self._warned_unmatched = True
             warnings.warn(
-                "all that observe() was given in this epoch was no batch of it (a loader sharded once more, parts of "
-                "batches, another order?): features are kept, but the sampler does not know how far the loop is, and a "
-                "state counts the batches handed out instead",
+                "the samples passed to observe() in this epoch form no batch of it (was the loader sharded again, or "
+                "were batches divided or reordered?): features are stored, but the position in the epoch is unknown, "
+                "and state_dict() uses the number of batches yielded",
                 stacklevel=3,
             )
         if self._begun:  # otherwise continue the loaded epoch, or repeat the epoch for which planning failed
-            self.epoch, self._seen, self._follows = self.epoch + 1, 0, self._matched
-        self._matched, self._strangers, self._handed = False, False, self._seen
+            self.epoch, self._seen, self._matched_before = self.epoch + 1, 0, self._matched
+        self._matched, self._unmatched, self._yielded = False, False, self._seen
         self._begun = False  # if the plan fails, the next iteration tries this epoch again
         started = time.perf_counter()
         self._plans = {epoch: plan for epoch, plan in self._plans.items() if epoch >= self.epoch}
@@ -296,15 +296,15 @@ class BankSampler(Sampler[list[int]]):
         """Update the position of the loop if the samples are those of one or several consecutive batches handed out."""
         size = self.batch_size
         # several batches of an accumulation window may be observed together, and earlier batches may be skipped
-        firsts = plan[::size][self._seen : self._handed]
+        firsts = plan[::size][self._seen : self._yielded]
         for number in (firsts == index[:1]).nonzero().flatten().tolist() if len(index) else ():
             start = (self._seen + number) * size
             stop = start + len(index)
             whole = len(index) % size == 0 or stop == len(plan)
-            if whole and stop <= self._handed * size and torch.equal(index, plan[start:stop]):
+            if whole and stop <= self._yielded * size and torch.equal(index, plan[start:stop]):
                 self._seen, self._matched = -(-stop // size), True
                 return
-        self._strangers |= 0 < len(index) <= size
+        self._unmatched |= 0 < len(index) <= size
 
     @torch.no_grad()
     def refresh(self, encode: Callable[[Tensor], tuple[Tensor, Tensor]], chunk_size: int = 1024) -> None:
@@ -321,7 +321,7 @@ class BankSampler(Sampler[list[int]]):
 
         Communicates, with K ranks: as :meth:`observe`, once per chunk.
         """
-        checks.count("chunk_size", chunk_size)
+        checks.positive_int("chunk_size", chunk_size)
         entered = self._begun or self._seen > 0
         self._plans = {epoch: plan for epoch, plan in self._plans.items() if entered and epoch == self.epoch}
         for index in torch.arange(self.n, device="cpu").split(chunk_size):
@@ -341,8 +341,8 @@ class BankSampler(Sampler[list[int]]):
         If the loop left an epoch early, the position is within that epoch, whereas the run itself would continue with
         the next epoch. Communicates nothing.
         """
-        follows = self._follows or self._matched
-        epoch, batch = self.epoch, self._seen if follows or not self._begun else self._handed
+        follows = self._matched_before or self._matched
+        epoch, batch = self.epoch, self._seen if follows or not self._begun else self._yielded
         if batch >= len(self):
             epoch, batch = epoch + 1, 0
         return {
@@ -389,8 +389,8 @@ class BankSampler(Sampler[list[int]]):
         plans = {int(epoch): plan.to("cpu", copy=True) for epoch, plan in state_dict["plans"].items()}
         self.bank.load_state_dict(state_dict["bank"])
         self.epoch, self._begun = int(state_dict["epoch"]), False
-        self._handed = self._seen = int(state_dict["batch"])
-        self._follows, self._matched, self._strangers = state_dict["follows"], False, False
+        self._yielded = self._seen = int(state_dict["batch"])
+        self._matched_before, self._matched, self._unmatched = state_dict["follows"], False, False
         self._plans = plans
 
     def __repr__(self) -> str:

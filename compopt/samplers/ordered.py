@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from compopt import checks
 from compopt.checks import values
 from compopt.estimator.options import takes_options
-from compopt.samplers.base import BankOptions, BankSampler, twins
+from compopt.samplers.base import BankOptions, BankSampler, same_label_pairs
 
 # Elements in the similarity matrices of one piece of candidates
 PIECE = 1 << 20
@@ -83,7 +83,7 @@ class OrderedBatchSampler(BankSampler):
         labels: Tensor | None = None,
         **options: Unpack[BankOptions],
     ) -> None:
-        self.candidates, self.keep = checks.count("candidates", candidates), checks.count("keep", keep)
+        self.candidates, self.keep = checks.positive_int("candidates", candidates), checks.positive_int("keep", keep)
         if self.keep > self.candidates:
             raise ValueError(f"keep must be at most candidates={candidates}, got {keep}")
         super().__init__(n, batch_size, tau, seed, labels, **options)
@@ -170,7 +170,7 @@ def batch_losses(
     s = z1 @ z2.mT  # (k, B, B)
     own = s.diagonal(dim1=1, dim2=2)
     if labels is not None:
-        s = s.masked_fill(twins(labels), -math.inf)
+        s = s.masked_fill(same_label_pairs(labels), -math.inf)
     if absent is not None:
         pairs = absent[:, :, None] | absent[:, None, :]
         s = s.masked_fill(pairs & ~torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device), -math.inf)

@@ -41,9 +41,8 @@ class ScoredSampler(Sampler[int]):
     .. math:: w_i = \exp(a^{\text{ref}}_i - a_i),
 
     where :math:`a_i` is the score, a sample's negative loss up to a constant, and :math:`a^{\text{ref}}_i` its score in
-    ``reference``. Preferred are thus samples on which the loss of the present model is larger than that of the
-    reference model: these can be learned, but have not been. Without ``reference`` it is 0, and hard samples are
-    preferred.
+    ``reference``. Samples with a larger loss under the present model than under the reference model are preferred: they
+    can be learned, and have not been. Without ``reference`` it is 0, and hard samples are preferred.
 
     Args:
         est: a :class:`~compopt.ScoreKeeper`, or an estimator with rows of ``reference="positive"`` (then with
@@ -102,7 +101,11 @@ class ScoredSampler(Sampler[int]):
         drawn: float = 1.0,
         reference: Scores | None = None,
     ) -> None:
-        self.est, self.warm_up, self.seed = est, checks.whole("warm_up", warm_up), checks.whole("seed", seed)
+        self.est, self.warm_up, self.seed = (
+            est,
+            checks.non_negative_int("warm_up", warm_up),
+            checks.non_negative_int("seed", seed),
+        )
         checks.fraction("returning", returning)
         if share is not None:
             checks.decay("share", share)
@@ -123,11 +126,11 @@ class ScoredSampler(Sampler[int]):
         """Raise if the share could not be estimated at the end of the warm-up."""
         if not getattr(self.est, "rank", False):
             raise ValueError(
-                "share=None is estimated from ranks, which these rows do not hold: give share=, or pass a "
+                "share=None is estimated from ranks, which these rows do not have: pass share=, or pass a "
                 "compopt.ScoreKeeper(n)"
             )
         if not self.warm_up:
-            raise ValueError("warm_up=0 leaves no epoch to estimate the share from: give share=, or warm_up >= 1")
+            raise ValueError("warm_up=0 leaves no epoch to estimate the share from: pass share=, or warm_up >= 1")
 
     def _checked(self, reference: Scores | None) -> Tensor | None:
         """Return the scores of the reference, ``None`` without one."""
@@ -181,12 +184,12 @@ class ScoredSampler(Sampler[int]):
         if not bool(found.visits.any()):
             raise RuntimeError(
                 f"no sample has been visited after {self.warm_up} epochs, so that the share of wrong pairs cannot be "
-                f"estimated: commit the calls with est.step() or est.attach(optimizer), or give share="
+                f"estimated: commit the calls with est.step() or est.attach(optimizer), or pass share="
             )
         share = curation.wrong_share(found)
         if share >= 1:
             raise RuntimeError(
-                "all pairs look wrong (estimated share 1.0), so that the ranks tell nothing: give share=, or look at "
+                "all pairs look wrong (estimated share 1.0), and the ranks cannot be used: pass share=, or look at "
                 "compopt.curation.scores(est).rank"
             )
         return share
@@ -258,4 +261,4 @@ class ScoredSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch; raise a ``ValueError`` if it is negative."""
-        self.epoch = checks.whole("epoch", epoch)
+        self.epoch = checks.non_negative_int("epoch", epoch)

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from compopt import checks
 from compopt.estimator.options import takes_options
-from compopt.samplers.base import BankOptions, BankSampler, twins
+from compopt.samplers.base import BankOptions, BankSampler, same_label_pairs
 
 PACKAGES = {"scipy": "scipy", "scikit-learn": "sklearn"}
 # runs of k-means, of which the best is used
@@ -118,7 +118,7 @@ class SpectralBatchSampler(BankSampler):
         if missing:  # raise now rather than after the first epoch
             install = "pip install -e '.[samplers]' in the checkout of compopt"
             raise ImportError(f"spectral batches need {' and '.join(missing)}; {install}")
-        self.group = checks.count("group", group)
+        self.group = checks.positive_int("group", group)
         checks.flag("drop_last", drop_last)
         checks.positive("sharpness", sharpness)
         self.drop_last, self.sharpness = drop_last, float(sharpness)
@@ -145,14 +145,14 @@ class SpectralBatchSampler(BankSampler):
         bounds.append(len(samples))
         lengths = [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
         if self.labels is not None:
-            samples = self._dealt(samples, lengths, epoch)
+            samples = self._spread_labels(samples, lengths, epoch)
         groups, absent = [], ~self.bank.seen.cpu()
         for number, chosen in enumerate(samples.split(lengths)):
             sizes = [len(batch) for batch in chosen.split(self.batch_size)]
             groups.append(Group(chosen, sizes, self.draw(epoch, 1, number) % (1 << 32), absent[chosen]))
         return groups
 
-    def _dealt(self, samples: Tensor, lengths: list[int], epoch: int) -> Tensor:
+    def _spread_labels(self, samples: Tensor, lengths: list[int], epoch: int) -> Tensor:
         # Samples of a group with equal labels have the same neighbours, so that the embedding places them close to
         # each other even if their own weight is zero. Distribute them over different groups as far as possible.
         assert self.labels is not None
@@ -208,7 +208,7 @@ def edge_weights(z1: Tensor, z2: Tensor, tau: float, batch_size: int, labels: Te
     c = torch.logaddexp((s - own) / tau + others, zero)  # anchor z1_k, candidate z2_l
     c += torch.logaddexp((s.T - own) / tau + others, zero)  # anchor z2_k, candidate z1_l
     if labels is not None:
-        c.masked_fill_(twins(labels), 0.0)
+        c.masked_fill_(same_label_pairs(labels), 0.0)
     return (c + c.T).fill_diagonal_(0.0)
 
 

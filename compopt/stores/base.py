@@ -187,8 +187,8 @@ class RowStore:
             if device.type == "cpu":
                 memory, remedies = f"{'pinned ' if pinned else ''}host memory", 'offload="disk" with offload_dir='
             raise MemoryError(
-                f"n={n} rows of {self.words * 16} bytes need {n * self.words * 16:,} bytes of {memory}, which cannot "
-                f"be had: use {remedies}, or shard=True on several ranks"
+                f"n={n} rows of {self.words * 16} bytes need {n * self.words * 16:,} bytes of {memory}, which could "
+                f"not be allocated: use {remedies}, or shard=True on several ranks"
             ) from error
 
     def _shape(self, n: int, kind: torch.dtype = WORD) -> tuple[int, ...]:

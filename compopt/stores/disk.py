@@ -67,7 +67,7 @@ class DiskStore(RowStore):
         self.path = self._directory / f"{name}.rows"
         self._overwriting, self._removed, self._pid = False, False, os.getpid()
         try:
-            with files.named(self._directory):
+            with files.explained_errors(self._directory):
                 self._directory.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ValueError(f"offload_dir {str(self._directory)!r} is not a directory; name one") from None
@@ -80,7 +80,7 @@ class DiskStore(RowStore):
         self._record(0)
         self.n = n
         try:
-            with files.named(self.path):
+            with files.explained_errors(self.path):
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             weakref.finalize(self, os.close, self._fd)
             if not self.stale:
@@ -140,7 +140,7 @@ class DiskStore(RowStore):
         if status.st_size < needed:
             raise OSError(
                 errno.EIO,
-                f"somebody truncated this table to {status.st_size:,} of {needed:,} bytes while it was in use: load a "
+                f"this table was truncated to {status.st_size:,} of {needed:,} bytes while it was in use: load a "
                 f"checkpoint into an estimator with another offload_dir",
                 str(self.path),
             )
@@ -195,7 +195,7 @@ class DiskStore(RowStore):
         groups = rows >> self._shift
         holes = groups[~self.written.gather(0, groups)].unique_consecutive().unique()
         zeros = bytes(self.group * self._row_bytes)
-        with files.named(self.path, "no row was written"):
+        with files.explained_errors(self.path, "no row was written"):
             for group in holes.tolist():
                 done = 0
                 while done < len(zeros):

@@ -361,8 +361,8 @@ class TemperatureDual(Temperature):
         wanted = batch.values["gradient"].to(batch.dtype)[:, None]
         wanted = torch.where(wanted.isfinite(), wanted, torch.nan)
         if self.mode == "global" and not len(wanted):
-            raise ValueError("gradient is empty, of every rank; skip such a batch: a global dual takes its mean")
-        with self._undone_on_error():
+            raise ValueError("gradient is empty on every rank; skip such a batch: a global dual takes its mean")
+        with self._rollback_on_error():
             if self.mode == "global":
                 moved = self._moved_state(hyper, wanted)
                 if batch.depositing:

@@ -79,5 +79,5 @@ def _texts(data: Any, column: str) -> list[str]:
     texts = list(data[column])
     for text in texts:
         if not isinstance(text, str):
-            raise TypeError(f"column {column!r} holds {type(text).__name__}, and only texts can be told to be equal")
+            raise TypeError(f"column {column!r} holds {type(text).__name__}, must hold str")
     return texts

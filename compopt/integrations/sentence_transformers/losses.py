@@ -169,7 +169,9 @@ class EstimatorLoss(nn.Module):
             self._guided = {**GUIDED, **guided}
             ranking["scale"] = 1 / guided_options(**self._guided)["tau"]
         elif guided:
-            raise ValueError(f"{', '.join(guided)} must be left out without guide=, the model that tells what is false")
+            raise ValueError(
+                f"{', '.join(guided)} must be left out without guide=, the model that finds false negatives"
+            )
         # holds the options, and is used in evaluation; model cards would report an attribute named ``loss``
         self.ranking = MultipleNegativesRankingLoss(cast(Any, None), **ranking)
         estimator_options(self.ranking)  # raises for options that estimators do not have
@@ -328,7 +330,9 @@ class EstimatorLoss(nn.Module):
             return []
         needed = "index_labels is True" if est.n is None else f"{type(est).__name__} has rows for n={est.n} samples"
         if labels is None:
-            raise ValueError(f"{needed}, and the data set has no label column that says whose; see {ADD_INDEX}")
+            raise ValueError(
+                f"{needed}, and the data set has no label column with the rows of its samples; see {ADD_INDEX}"
+            )
         if labels.is_floating_point() or labels.dtype == torch.bool:
             raise TypeError(
                 f"{needed}: the label column must hold the rows of the samples, integers, got {labels.dtype}; give the "
@@ -443,9 +447,9 @@ class CachedEstimatorLoss(CachedLossMixin, EstimatorLoss):
         super().__init__(model, est, eval_scale, index_labels, guide, **options)
         if has_static_embedding_input(model):
             raise ValueError("inputs of a StaticEmbedding cannot be cut into mini-batches; use EstimatorLoss")
-        self.mini_batch_size = checks.count("mini_batch_size", mini_batch_size)
+        self.mini_batch_size = checks.positive_int("mini_batch_size", mini_batch_size)
         if mini_batch_num_tokens is not None:
-            checks.count("mini_batch_num_tokens", mini_batch_num_tokens)
+            checks.positive_int("mini_batch_num_tokens", mini_batch_num_tokens)
         self.mini_batch_num_tokens, self.show_progress_bar = mini_batch_num_tokens, show_progress_bar
         self._learned: list[tuple[Tensor, Tensor]] = []  # parameters outside the model, and their gradients
         self._seen: list[Tensor] | None = None  # the guide's embeddings during the call
