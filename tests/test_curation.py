@@ -2,6 +2,7 @@
 
 import csv
 import pickle
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -290,6 +291,17 @@ def test_the_share_of_wrong_pairs_is_estimated_from_ranks(share):
     wrong = torch.rand(20_000, generator=g) < share
     rank = torch.where(wrong, torch.rand(20_000, generator=g), 0.2 * torch.rand(20_000, generator=g))
     assert curation.wrong_share(made(-rank, rank)) == pytest.approx(share, abs=0.02)
+
+
+def test_a_high_estimate_of_the_share_asks_for_the_true_one(monkeypatch):
+    """Early in training, right pairs look wrong."""
+    for share, warned in ((0.29, False), (0.31, True)):
+        monkeypatch.setattr(curation, "wrong_share", lambda found, share=share: share)
+        sampler = compopt.samplers.ScoredSampler(trained(), warm_up=1, returning=0.0)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            list(sampler), list(sampler)
+        assert any("31% of the pairs are wrong" in str(each.message) for each in found) == warned
 
 
 def test_trend_is_the_change_since_earlier_scores():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from compopt.curation import Scores
 from compopt.distributed.ranks import ProcessGroup, Ranks
 from compopt.estimator.base import Estimator
 
+HIGH_SHARE = 0.3  # estimated share of wrong pairs above which a warning asks for the true one
 NEVER_SEEN = 1e6  # logarithm of the weight of samples without a score
 STATE = ("n", "seed", "epoch", "begun", "share", "left_out")
 
@@ -82,6 +84,9 @@ class ScoredSampler(Sampler[int]):
         TypeError: ``est`` is not an estimator; ``reference`` is not an instance of :class:`~compopt.curation.Scores`.
         RuntimeError: in an iteration, if the estimated share is 1, or no sample has been visited.
 
+    Warns:
+        UserWarning: the estimated share is above 0.3.
+
     References:
         Mindermann et al., Prioritized training on points that are learnable, worth learning, and not yet learnt, ICML
         2022, eq. 3, and for pairs Evans et al., Data curation via joint example selection further accelerates
@@ -101,11 +106,8 @@ class ScoredSampler(Sampler[int]):
         drawn: float = 1.0,
         reference: Scores | None = None,
     ) -> None:
-        self.est, self.warm_up, self.seed = (
-            est,
-            checks.non_negative_int("warm_up", warm_up),
-            checks.non_negative_int("seed", seed),
-        )
+        self.est, self.warm_up = est, checks.non_negative_int("warm_up", warm_up)
+        self.seed = checks.non_negative_int("seed", seed)
         checks.fraction("returning", returning)
         if share is not None:
             checks.decay("share", share)
@@ -191,6 +193,12 @@ class ScoredSampler(Sampler[int]):
             raise RuntimeError(
                 "all pairs look wrong (estimated share 1.0), and the ranks cannot be used: pass share=, or look at "
                 "compopt.curation.scores(est).rank"
+            )
+        if share > HIGH_SHARE:
+            warnings.warn(
+                f"an estimated {share:.0%} of the pairs are wrong and are left out from now on; the estimate is too "
+                f"high if the model finds few right pairs after {self.warm_up} epochs: pass share=, or a longer warm_up",
+                stacklevel=4,
             )
         return share
 
