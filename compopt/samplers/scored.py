@@ -196,8 +196,8 @@ class ScoredSampler(Sampler[int]):
             )
         if share > HIGH_SHARE:
             warnings.warn(
-                f"an estimated {share:.0%} of the pairs are wrong and are left out from now on; this is too much if the "
-                f"model finds few right pairs after {self.warm_up} epochs: pass share=, or a longer warm_up",
+                f"an estimated {share:.0%} of the pairs are wrong and are left out from now on; this is too much if "
+                f"the model finds few right pairs after {self.warm_up} epochs: pass share=, or a longer warm_up",
                 stacklevel=4,
             )
         return share
