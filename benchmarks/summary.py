@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.report import ROOT, stored, table
 from benchmarks.small_memory import cells
 from benchmarks.studies import curation, pretrained
-from benchmarks.studies.default.report import first, overview, small_batches, variants
+from benchmarks.studies.default.report import first, overview, published, small_batches, variants
 from benchmarks.studies.visits import __main__ as visits
 
 BEGIN, END = "<!-- python -m benchmarks.summary -->", "<!-- end -->"
@@ -57,7 +57,7 @@ def provenance() -> str:
 PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
     ROOT / "README.md": (first,),
     ROOT / "docs" / "evidence.md": (small_batches, visits.summary),
-    ROOT / "docs" / "results.md": (overview, variants),
+    ROOT / "docs" / "results.md": (overview, variants, published),
     ROOT / "docs" / "which.md": (pretrained.summary,),
     ROOT / "docs" / "guides" / "gradient_cache.md": (small_memory, token_budget),
     ROOT / "docs" / "guides" / "curation.md": (curation.summary,),

@@ -66,6 +66,10 @@ WITH_LONG = (
     "recall on the test half among all but the default's own estimator with tuned settings, and has their differences "
     "in brackets."
 )
+WITH_PUBLISHED = (
+    f"The methods of the papers at batch {VARIED} with {arms.LONG}, 2 visits per row (faces: 10.6), and in brackets "
+    "their difference from DCL with the same warm-up."
+)
 WITH_CANDIDATES = (
     "`K candidates`: the positive counts in the denominator, as one of so many candidates. "
     "`compopt.recommended(dim, n, batch_size, mode)` has 1,000, and `recommended` of this page none."
@@ -149,6 +153,7 @@ def page(results: Results) -> str:
     parts += ["## The positive in the denominator", WITH_CANDIDATES, candidates()]
     parts += ["## Momentum features", WITH_MOMENTUM, momentum()]
     parts += ["## A longer warm-up", WITH_LONG, by_warmup(), long_warmup(), best_peers(), long_warmup_unseen()]
+    parts += ["### Methods of the papers", WITH_PUBLISHED, published()]
     parts += ["## Data sets that were not used before", f"{MEASURES['unseen']} {UNSEEN} {BRACKETS}", unseen_sets()]
     parts += ["## Small data sets", f"{MEASURES['small']} {BRACKETS}", small_sets()]
     parts += ["## The rule for the learning rate", RULE, *_regrets(results)]
@@ -283,6 +288,20 @@ def long_warmup(sets: Sequence[str] = SETS, batches: Sequence[int] = arms.MOMENT
 def small_batches() -> str:
     """Return the table of :func:`long_warmup` without the gains."""
     return long_warmup(gains=False)
+
+
+def published() -> str:
+    """Return a table of recall of the papers' methods, with their difference from DCL with the long warm-up."""
+    finals, body = _complete(), []
+    names = {"DCL": f"DCL, {arms.LONG}", "DCL, warm-up 10 %": "DCL"}
+    for title, name in (names | {loss: f"{loss}, {arms.LONG}" for loss in arms.LONG_PUBLISHED}).items():
+        row = []
+        for task in SETS:
+            runs, base = (finals.get(f"{task}: {each}, {VARIED}", []) for each in (name, names["DCL"]))
+            gap = "" if title == "DCL" else difference(by_seed(runs, RECALL), by_seed(base, RECALL))
+            row.append(_with(runs, gap))
+        body.append([title, *row])
+    return table([f"batch {VARIED}", *SETS], body)
 
 
 def best_peers(sets: Sequence[str] = SETS, batches: Sequence[int] = arms.MOMENTUM_BATCHES) -> str:

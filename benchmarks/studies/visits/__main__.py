@@ -77,7 +77,8 @@ class Column:
 
     def __init__(self, finals: Mapping[str, Any], data: str, batch: int, visits: int) -> None:
         found = {m: by_seed(finals.get(name(data, m, batch, visits), []), "test/recall") for m in METHODS}
-        self.visits, self.recall = visits, {method: seeds for method, seeds in found.items() if len(seeds) > 1}
+        self.batch, self.visits = batch, visits
+        self.recall = {method: seeds for method, seeds in found.items() if len(seeds) > 1}
         bases = [base for base in BASES if base in self.recall]
         # the better one of InfoNCE and DCL, once both have finished
         self.base = max(bases, key=lambda base: mean(self.recall[base].values())) if len(bases) == 2 else None
@@ -145,17 +146,28 @@ def goal(finals: Mapping[str, Any]) -> str:
     return (
         f"In {won} of {len(found)} finished cells with batch {LARGEST} or less and {FEWEST} visits or more, at least "
         f"one of the papers' {len(PAPERS)} methods is more than two standard errors above both InfoNCE and DCL. By "
-        "method and data set: mean difference from the better one of the two, least to greatest, and the number of "
-        f"cells above both.\n\n{summary(finals)}"
+        "method: mean difference from the better one of the two, least to greatest, and the number of cells above "
+        f"both, by batch size and by data set.\n\n{summary(finals)}\n\n{_gains_table(by_data(finals))}"
     )
 
 
+def by_data(finals: Mapping[str, Any]) -> dict[str, list[Column]]:
+    """Return the finished cells of each data set, see :func:`columns`."""
+    return {data: cells for data in DATA if (cells := columns(finals, data))}
+
+
 def summary(finals: Mapping[str, Any] | None = None) -> str:
-    """Return the table of the gains over the better one of InfoNCE and DCL, by method and data set."""
+    """Return the table of the gains over the better one of InfoNCE and DCL, by method and batch size."""
     finals = STUDY.finals(STUDY.finished()) if finals is None else finals
-    found = {data: cells for data in DATA if (cells := columns(finals, data))}
+    every = [column for cells in by_data(finals).values() for column in cells]
+    sizes = sorted({column.batch for column in every})
+    found = {f"batch {batch}": [column for column in every if column.batch == batch] for batch in sizes}
+    return _gains_table({**found, "all": every})
+
+
+def _gains_table(found: Mapping[str, Sequence[Column]]) -> str:
     body = [[m, *(_gain(m, cells) for cells in found.values())] for m in METHODS if m not in BASES]
-    return table(["", *(f"{data}, {len(cells)} cells" for data, cells in found.items())], body)
+    return table(["", *(f"{head}, {len(cells)} cells" for head, cells in found.items())], body)
 
 
 def _gain(method: str, cells: Sequence[Column]) -> str:
