@@ -155,7 +155,7 @@ class ContrastiveEstimator(Container):
         backend: Backend = "auto",
     ) -> None:
         checks.loss_options(mode, directions, normalize, multiply_tau)
-        count = len(checks.DIRECTIONS[directions])
+        count = checks.DIRECTIONS[directions]
         self.mode, self.directions, self.normalize, self.multiply_tau = mode, directions, normalize, multiply_tau
         self.chunk_size = None if chunk_size is None else checks.positive_int("chunk_size", chunk_size)
         checks.one_of("backend", backend, BACKENDS)

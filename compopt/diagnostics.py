@@ -355,7 +355,7 @@ def _check(
     checks.one_of("views", views, get_args(Views))
     checks.positive_int("chunk_size", chunk_size)
     check_features(z1, z2)
-    return check_tau(tau, len(z1), len(checks.DIRECTIONS[directions]))
+    return check_tau(tau, len(z1), checks.DIRECTIONS[directions])
 
 
 def _prepare(z: Tensor, normalize: bool) -> Tensor:
@@ -364,7 +364,7 @@ def _prepare(z: Tensor, normalize: bool) -> Tensor:
 
 
 def _pairs(z: list[Tensor], tau: float | Tensor, mode: str, bounded: bool, chunk_size: int, directions: str) -> Pairs:
-    count, unimodal = len(checks.DIRECTIONS[directions]), mode == "unimodal"
+    count, unimodal = checks.DIRECTIONS[directions], mode == "unimodal"
     options = PairOptions(True, count, unimodal=unimodal, bounded=bounded, chunk_size=chunk_size)
     index = torch.arange(len(z[0]), device=z[0].device)
     return Pairs(torch.stack([side.detach() for side in z]), tau, [index], options)

@@ -12,20 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from compopt.checks import Mode
 from compopt.contrastive import ContrastiveEstimator
 from compopt.distributed.collectives import HANDOVER
 from compopt.estimator.parts import Normalizer
 from compopt.temperatures import FixedTemperature
 
 Tensors = dict[str, Tensor]
-Mode = Literal["bimodal", "unimodal"]
 
 
 def check_normalizer(make: Callable[[], Normalizer], *, dim: int = 8, n: int = 32, mode: Mode = "bimodal") -> None:

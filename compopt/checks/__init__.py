@@ -11,8 +11,7 @@ from torch import Tensor
 
 Mode = Literal["bimodal", "unimodal"]
 Directions = Literal["both", "forward"]
-# Directions with anchors, by the value of directions=.
-DIRECTIONS = {"both": ("forward", "backward"), "forward": ("forward",)}
+DIRECTIONS = {"both": 2, "forward": 1}  # number of directions with anchors, by the value of directions=
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, 3.4e38  # bounds of values that are used in float32 arithmetic
 
 
@@ -85,6 +84,13 @@ def positive_int(name: str, value: Any) -> int:
 def non_negative_int(name: str, value: Any) -> int:
     """Return a non-negative integer as an ``int``; refuse any other value."""
     return _integer(name, value, "non-negative", 0)
+
+
+def seed(value: Any) -> int:
+    """Return a seed, an integer from 0 to 2^63 - 1."""
+    if non_negative_int("seed", value) >= 1 << 63:
+        raise ValueError(f"seed must be below 2^63, got {value}")
+    return int(value)
 
 
 def _integer(name: str, value: Any, kind: str, least: int) -> int:

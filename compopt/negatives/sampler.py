@@ -138,8 +138,7 @@ class MCMCNegativeSampler(Normalizer):
                 f'draws={draws} is for proposals="dataset"; with "{proposals}" a chain gets as many proposals as its '
                 f"anchor has negatives in the batch"
             )
-        if checks.non_negative_int("seed", seed) >= 1 << 63:
-            raise ValueError(f"seed must be below 2^63, got {seed}")
+        seed = checks.seed(seed)
         super().__init__(n, {"burn_in": burn_in}, **placement)
         self.state = {"seed": torch.tensor(seed, device="cpu")}
         self.encode = encode

@@ -13,6 +13,7 @@ from torch import Tensor
 from compopt import accelerator, checks
 from compopt.batch import Batch
 from compopt.checks.context import warn
+from compopt.distributed.handshake import KEYS
 from compopt.estimator.base import Form
 from compopt.estimator.groups import Hyper
 from compopt.estimator.parts import Call, Estimate, Normalizer
@@ -21,7 +22,6 @@ from compopt.kernel.block import exp_
 from compopt.kernel.pairs import MAX_UNSHIFTED_SCALE, SPREAD_ANCHORS, Pairs, is_uniform, scale_of
 from compopt.pairs import NO_POLICY, PairPolicy
 
-KEYS = ("index", "index2", "labels")
 UNKNOWN = torch.iinfo(torch.int64).min + 1  # stored for a key that was not passed; excludes no pairs
 WINDOW = "window."  # prefix of the names, in a pending copy of the state, of the samples since the last commit
 LARGEST_SCALE = MAX_UNSHIFTED_SCALE / 2  # of 1 / tau without a shift: |h_iq| <= 4, since a shifted feature is at most 3

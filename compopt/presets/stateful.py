@@ -15,12 +15,12 @@ from compopt.estimator.options import takes_options
 from compopt.kernel.features import Encode
 from compopt.negatives.sampler import MCMCNegativeSampler, Proposals
 from compopt.normalizers import MovingAverageEstimator, NeuralNormalizer
+from compopt.normalizers.moving_average import Reference
 from compopt.presets.options import CommonOptions, Options
 from compopt.presets.published import SETTINGS, as_logarithm, by_mode
 from compopt.temperatures import FixedTemperature, TemperatureDual
 from compopt.temperatures.dual import Parametrization
 
-Reference = Literal["none", "positive"]
 Version = Literal["v0", "v1", "v2", "v3"]
 
 

@@ -99,9 +99,7 @@ class BankSampler(Sampler[list[int]]):
         if not 2 <= self.batch_size <= self.n:
             raise ValueError(f"batch_size must be between 2 and n={n}, got {batch_size}; a batch needs negatives")
         checks.positive("tau", tau)
-        if checks.non_negative_int("seed", seed) >= 1 << 63:
-            raise ValueError(f"seed must be below 2^63, got {seed}")
-        self.tau, self.seed = float(tau), int(seed)
+        self.tau, self.seed = float(tau), checks.seed(seed)
         if labels is not None:
             labels = inputs.check_vector("labels", labels, self.n, "a data set of {} samples").cpu().long().clone()
         self.labels = labels

@@ -28,7 +28,7 @@ DEFAULTS_BY_MODE: dict[str, dict[str, float]] = {
     "unimodal": {"tau_init": 0.7, "tau_min": 0.05, "tau_max": 1.0, "rho": 0.3, "max_grad": 3.0},
     "bimodal": {"tau_init": 0.01, "tau_min": 0.005, "tau_max": 1.0, "rho": 6.0, "max_grad": 5.0},
 }
-Mode = Literal["individual", "global"]
+Scope = Literal["individual", "global"]
 Rule = Literal["momentum", "adam"]
 Parametrization = Literal["linear", "log"]
 # Names of the moments in the state of a global temperature: moments of the derivative by tau -> by log(tau).
@@ -146,7 +146,7 @@ class TemperatureDual(Temperature):
         tau_min: float | None = None,
         tau_max: float | None = None,
         max_grad: float | None = None,
-        mode: Mode = "individual",
+        mode: Scope = "individual",
         optimizer: Rule = "momentum",
         beta: float = 0.9,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -154,7 +154,7 @@ class TemperatureDual(Temperature):
         lr_switch: tuple[float, float] | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None:
-        checks.one_of("mode", mode, get_args(Mode))
+        checks.one_of("mode", mode, get_args(Scope))
         checks.one_of("optimizer", optimizer, get_args(Rule))
         checks.one_of("parametrization", parametrization, get_args(Parametrization))
         if mode == "individual":
