@@ -316,7 +316,7 @@ class ContrastiveEstimator(Container):
         """
         further, positions = check_cached(self, given["z1"], given["z2"], given.get("tau"), given.get("negatives"))
         self._drop_skipped()  # before the context, which restores what is pending now
-        with torch.enable_grad(), self._rollback_on_error():
+        with torch.inference_mode(False), torch.enable_grad(), self._rollback_on_error():
             leaves = [_leaf(z) for z in (given["z1"], given["z2"], further) if z is not None]
             given |= zip(("z1", "z2"), leaves, strict=False)
             if further is not None:

@@ -216,8 +216,8 @@ def normalizer_error(
 
     Raises:
         ValueError: a stateless normalizer without ``batch_size``; a normalizer with an ``averages_views`` that does not
-            match its stored values; ``anchors`` < 1 or ``batch_size`` < 2.
-        IndexError: more samples than the estimator has rows for.
+            match its stored values; ``anchors`` < 1 or ``batch_size`` < 2; the number of samples is not that of the
+            rows.
 
     Communicates: collective on shards and with a network that is split across ranks.
     """
@@ -294,7 +294,8 @@ def gradient_error(
         ``relative``, the error ``|mean - exact| / |exact|``.
 
     Raises:
-        ValueError, TypeError, IndexError: as a call and :func:`log_normalizers`; ``batch_size`` or ``repeats`` < 1.
+        ValueError, TypeError, IndexError: as a call and :func:`log_normalizers`; ``batch_size`` or ``repeats`` < 1; the
+            number of samples is not that of the rows.
 
     Communicates: as ``est.feature_gradients``, once per batch.
     """
@@ -342,6 +343,11 @@ def _about(est: ContrastiveEstimator, z1: Tensor, z2: Tensor) -> tuple[Batch, fl
             f"est has pairs={est.pairs}; diagnostics compute means over all pairs: pass an estimator without pairs="
         )
     check_features(z1, z2)
+    if est.n not in (None, len(z1)):
+        raise ValueError(
+            f"z1 and z2 have {len(z1)} samples, the estimator has rows for n={est.n}: pass the features of the whole "
+            f"data set, in the order of index"
+        )
     with torch.no_grad():
         seen = est._reading().read_committed(torch.arange(len(z1), device="cpu"), z1)
         tau = est._temperature(seen, None, est.temperature._hyper(seen))

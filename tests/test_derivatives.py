@@ -183,3 +183,14 @@ def test_first_derivatives_by_every_other_way(name):
     weight = torch.eye(4, dtype=torch.float64, requires_grad=True)
     new()(torch.func.functional_call(module, {"weight": weight}, (given,)), z2, index).backward()
     near(weight.grad, want.T @ given, 1e-12)
+
+
+def test_feature_gradients_in_inference_mode():
+    """Features of a window are usually encoded in it."""
+    est, other, index = compopt.DCLEstimator(), compopt.DCLEstimator(), torch.arange(6)
+    z1, z2 = torch.randn(2, 6, 4)
+    expected = other.feature_gradients(z1, z2, index)
+    with torch.inference_mode():
+        found = est.feature_gradients(z1.clone(), z2.clone(), index)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs) and not ours.is_inference()

@@ -238,3 +238,13 @@ def test_the_gradient_error_restores_the_mode_of_each_part():
     est.normalizer.eval()
     diagnostics.gradient_error(est, *torch.randn(2, N, 5), batch_size=4)
     assert est.training and not est.normalizer.training
+
+
+@pytest.mark.parametrize("count", [12, 25])
+@pytest.mark.parametrize("diagnostic", ["normalizer_error", "gradient_error"])
+def test_features_of_a_part_of_the_data_are_refused(diagnostic, count):
+    """Rows of 20 samples would be compared with the exact value of another population."""
+    est, (z1, z2) = compopt.SogCLREstimator(20), torch.randn(2, count, 4)
+    options = {"batch_size": 4} if diagnostic == "gradient_error" else {}
+    with pytest.raises(ValueError, match=rf"z1 and z2 have {count} samples, the estimator has rows for n=20"):
+        getattr(compopt.diagnostics, diagnostic)(est, z1, z2, **options)
