@@ -234,7 +234,7 @@ def test_a_checkpoint_has_a_folder_per_object(tmp_path):
     path = compopt.save(est, tmp_path / "run")
     assert {file.parent.name for file in path.rglob("*.safetensors")} == {"normalizer", "temperature"}
     index = torch.arange(N)
-    for folder in (path / "normalizer", tmp_path / "run" / path.name / "normalizer"):
+    for folder in (path / "normalizer", path.parent / "normalizer", tmp_path / "run" / path.name / "normalizer"):
         other = sogclr(steps=())
         assert compopt.load(other.normalizer, folder)
         assert_same_bits(other.normalizer.read(index), est.normalizer.read(index))

@@ -50,7 +50,7 @@ def load(est: Estimator, directory: StrPath, t: int | None = None) -> Path:
     Args:
         est: the estimator to load into, or a part of one.
         directory: the directory passed to :func:`save`, of which the newest complete checkpoint is loaded, or the
-            result of :func:`save`; for a part also its folder there, such as ``path / "normalizer"``.
+            result of :func:`save`; for a part either of them followed by its name, ``path / "normalizer"``.
         t: load the newest checkpoint with ``t`` commits; ``None``: the newest checkpoint.
 
     Returns:

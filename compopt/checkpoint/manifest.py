@@ -196,7 +196,10 @@ def outdated(directory: Path, keep: int) -> list[Checkpoint]:
 
 
 def choose(directory: Path, t: int | None) -> Checkpoint:
-    """Return the newest complete checkpoint (with ``t`` commits, if given); ``directory`` may itself be one."""
+    """Return the newest complete checkpoint (with ``t`` commits, if given); ``directory`` may itself be one.
+
+    ``directory / name`` is the object of that name in it.
+    """
     real = directory.resolve()
     if real.is_dir() and not (real / MANIFEST).exists() and (real.parent / MANIFEST).is_file():
         return replace(choose(real.parent, t), part=real.name)  # the folder of one object
@@ -209,6 +212,10 @@ def choose(directory: Path, t: int | None) -> Checkpoint:
         if not own.complete:
             raise FileNotFoundError(f"{directory} has no {MANIFEST}: its save was not finished; load another one")
         return own
+    if not directory.exists() and directory.parent.is_dir() and complete(directory.parent):
+        newest = choose(directory.parent, t)
+        if (newest.path / directory.name).is_dir():  # the folder of one object in the newest checkpoint
+            return replace(newest, part=directory.name)
     if not directory.is_dir():
         problem = "is a file" if directory.exists() else "does not exist"
         raise FileNotFoundError(f"{directory} {problem}; pass the directory that was given to save()")
