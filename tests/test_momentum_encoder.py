@@ -327,7 +327,7 @@ def test_what_is_refused():
     with pytest.raises(TypeError, match=r"est must be an estimator.*got SGD; without one call encoder.update\(\)"):
         encoder.attach(torch.optim.SGD(model.parameters(), 1.0))
     model.double()
-    with pytest.raises(ValueError, match="weight is Parameter.*float32.*move, cast or fully_shard it alike"):
+    with pytest.raises(ValueError, match="weight is Parameter.*float32.*move, cast or fully_shard encoder.module in the same way"):
         encoder.update()
     model.float().extra = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="the model has 4 parameters and its copy 2"):
@@ -403,7 +403,7 @@ def test_two_ranks_equal_one(wrapper):
         for name, p in parameters(alone.encoder.module).items():
             torch.testing.assert_close(weights[name], p, rtol=1e-8, atol=1e-10)
         assert resumed
-        assert "takes no copies; make the copy" in message
+        assert "cannot be copied; create the encoder" in message
 
 
 def in_half_precision(group):
