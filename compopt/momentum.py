@@ -113,7 +113,7 @@ class MomentumEncoder:
         self._calls += 1
         if self._calls == CALLS_BEFORE_WARNING:
             warnings.warn(
-                f"the copy of a MomentumEncoder was called {self._calls} times and never updated, so that it does "
+                f"the copy of a MomentumEncoder was called {CALLS_BEFORE_WARNING} times and never updated: it does "
                 f"not follow the model; call encoder.attach(est), or encoder.update() after each optimizer step",
                 stacklevel=3,
             )

@@ -32,7 +32,7 @@ def test_one_proposal_has_the_probabilities_of_metropolis_and_hastings(where, mo
     monkeypatch.setattr(draws, "bits", lambda keys, first, count: ((high << 32) | low)[None])
     b = pool * grid
     candidates = SimpleNamespace(
-        width=negatives, most=1, alike=True, count=torch.tensor([negatives]), column=lambda slot: slot
+        width=negatives, most=1, equal_counts=True, count=torch.tensor([negatives]), column=lambda slot: slot
     )
     spare = torch.full((b,), int(where == "outside"))
     found = walk(candidates, scores[:, None].expand(-1, b), torch.full((b,), start), torch.tensor([0]), number, spare)

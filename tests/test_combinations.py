@@ -10,7 +10,7 @@ import torch
 
 import compopt
 from compopt import PairPolicy
-from compopt.temperatures.dual import Mode
+from compopt.temperatures.dual import Scope
 from tests.helpers import call, features, generator, near
 from tests.reference import PolicyReference
 from tests.reference.pairs import anchors
@@ -229,4 +229,4 @@ def test_every_normalizer_with_every_temperature(name, mode):
 def test_every_temperature_is_here():
     exported = {cls for cls in vars(compopt).values() if inspect.isclass(cls) and issubclass(cls, compopt.Temperature)}
     assert exported - {compopt.Temperature} == {type(build()) for build in TEMPERATURES.values()}
-    assert set(get_args(Mode)) == {"individual", "global"}
+    assert set(get_args(Scope)) == {"individual", "global"}

@@ -102,7 +102,7 @@ Z = torch.randn(4, D)
         (TypeError, r"negatives\[1\]", {"extra": torch.randn(3, D), "extra_index": torch.rand(3)}),
         (
             IndexError,
-            r"negatives\[1\] .* is outside .*positive need index2=index",
+            r"negatives\[1\] .* is outside .*also pass index2=index",
             {"extra": torch.randn(3, D), "extra_index": torch.tensor([0, N, 1])},
         ),
     ],

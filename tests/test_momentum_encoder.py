@@ -327,7 +327,9 @@ def test_what_is_refused():
     with pytest.raises(TypeError, match=r"est must be an estimator.*got SGD; without one call encoder.update\(\)"):
         encoder.attach(torch.optim.SGD(model.parameters(), 1.0))
     model.double()
-    with pytest.raises(ValueError, match="weight is Parameter.*float32.*move, cast or fully_shard encoder.module in the same way"):
+    with pytest.raises(
+        ValueError, match="weight is Parameter.*float32.*move, cast or fully_shard encoder.module in the same way"
+    ):
         encoder.update()
     model.float().extra = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="the model has 4 parameters and its copy 2"):

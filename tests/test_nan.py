@@ -317,7 +317,7 @@ def test_an_error_after_a_deposit_drops_it_alone(name, monkeypatch):
     for obj in (one, two):
         call(obj, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(Attachments, "pending", lambda *args: 1 / 0)
+        patch.setattr(Attachments, "count_pending", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             call(one, 1)
     assert_same_bits(saved(one), saved(two))

@@ -268,7 +268,7 @@ def test_estimators_that_refuse_a_policy():
         compopt.NeuCLIPEstimator(DIM, pairs=PairPolicy(hardness=1.0))
     with pytest.raises(TypeError, match="pairs must be a compopt.PairPolicy, got dict"):
         compopt.DCLEstimator(pairs={"hardness": 1.0})
-    with pytest.raises(ValueError, match="ask an estimator without"):
+    with pytest.raises(ValueError, match="pass an estimator without"):
         compopt.diagnostics.normalizer_error(compopt.DCLEstimator(pairs=policy), *torch.randn(2, 6, 3), batch_size=3)
 
 
