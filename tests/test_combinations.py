@@ -211,7 +211,7 @@ def test_every_normalizer_with_every_temperature(name, mode):
     found = {}
     for kind, temperature in TEMPERATURES.items():
         if name == "sigmoid" and kind in ("individual", "global"):
-            with pytest.raises(ValueError, match="a sigmoid per pair has none"):
+            with pytest.raises(ValueError, match="a SigmoidNormalizer lacks"):
                 compopt.ContrastiveEstimator(NORMALIZERS[name](), temperature(), mode)
             continue
         est = compopt.ContrastiveEstimator(NORMALIZERS[name](), temperature(), mode, dtype=torch.float64)
