@@ -61,7 +61,7 @@ PAIRS, BATCH, EPOCHS = 16_384, 64, 4
 SHARES = (0.0, 0.1, 0.2, 0.4)
 NOISES = ("shuffled", "boilerplate", "duplicated")
 WARM_UP = 2  # epochs on all pairs, after which the rows say how many are wrong
-NULL_CONTEXT = torch.zeros(0, dtype=torch.int64)
+NOTHING = torch.zeros(0, dtype=torch.int64)
 TEMPERATURES = "iSogCLR"
 LONGER = "twice as long"
 INFORMATIVE, REFERENCE, DRAWN = "informative", "informative, reference", 0.5
@@ -213,7 +213,7 @@ class FirstRun:
         self.wrong, self.rows = task.wrong, list[curation.Scores]()
         est = task.default()
         self.keeper = task.keeper(est)
-        self.model = train(task, est, seed, Rest(task.n, NULL_CONTEXT, seed, self._look))
+        self.model = train(task, est, seed, Rest(task.n, NOTHING, seed, self._look))
         self._look(EPOCHS)
         self.features = task.features(self.model)
         self.similarity = torch.linalg.vecdot(*self.features)
@@ -254,7 +254,7 @@ def run(case: Case, arms: tuple[str, ...], wordnet: Path | None) -> None:
             assert first is not None
             model, facts = first.model, first.facts()
         elif arm == LONGER:
-            every = Rest(task.n, NULL_CONTEXT, seed)
+            every = Rest(task.n, NOTHING, seed)
             model = train(task, task.default(), seed, every, epochs=2 * EPOCHS)
         elif arm in ("during", INFORMATIVE, REFERENCE):
             drawn = {} if arm == "during" else {"drawn": DRAWN}
@@ -264,11 +264,11 @@ def run(case: Case, arms: tuple[str, ...], wordnet: Path | None) -> None:
             model = train(task, est, seed, sampler)
             facts = _left_out(task, sampler.left_out)
         elif arm == TEMPERATURES:
-            model = train(task, est := task.with_temperatures(), seed, Rest(task.n, NULL_CONTEXT, seed))
+            model = train(task, est := task.with_temperatures(), seed, Rest(task.n, NOTHING, seed))
             facts = of_temperatures(est.read(torch.arange(task.n)), task.wrong)
         else:
             est = compopt.DCLEstimator(0.07, mode=task.mode) if arm == "DCL" else task.default()
-            out = NULL_CONTEXT if first is None or arm == "DCL" else first.suspects(arm)
+            out = NOTHING if first is None or arm == "DCL" else first.suspects(arm)
             facts = _left_out(task, out)
             model = train(task, est, seed, Rest(task.n, out, seed))
         result = {**asdict(case), "arm": arm, "n": task.n, "metrics": task.score(model), **facts}

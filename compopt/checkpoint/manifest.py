@@ -212,19 +212,22 @@ def choose(directory: Path, t: int | None) -> Checkpoint:
         if not own.complete:
             raise FileNotFoundError(f"{directory} has no {MANIFEST}: its save was not finished; load another one")
         return own
-    if not directory.exists() and directory.parent.is_dir() and complete(directory.parent):
-        newest = choose(directory.parent, t)
-        if (newest.path / directory.name).is_dir():  # the folder of one object in the newest checkpoint
-            return replace(newest, part=directory.name)
+    if found := _with_commits(directory, t):
+        return found[-1]
+    of_run = [] if directory.exists() else _with_commits(directory.parent, t)
+    if of_run and (of_run[-1].path / directory.name).is_dir():  # the folder of one object in the newest checkpoint
+        return replace(of_run[-1], part=directory.name)
     if not directory.is_dir():
         problem = "is a file" if directory.exists() else "does not exist"
         raise FileNotFoundError(f"{directory} {problem}; pass the directory that was given to save()")
+    what = "no complete checkpoint" if t is None else f"no complete checkpoint with t={t}"
+    raise FileNotFoundError(f"{directory} holds {what}; there are t = {[c.t for c in complete(directory)]}")
+
+
+def _with_commits(directory: Path, t: int | None) -> list[Checkpoint]:
+    """Return the complete checkpoints of a run, those with ``t`` commits if it is given, oldest first."""
     found = complete(directory) or complete(directory)  # retry: a concurrent save may have removed all listed ones
-    wanted = [c for c in found if t is None or c.t == t]
-    if not wanted:
-        what = "no complete checkpoint" if t is None else f"no complete checkpoint with t={t}"
-        raise FileNotFoundError(f"{directory} holds {what}; there are t = {[c.t for c in found]}")
-    return wanted[-1]
+    return [c for c in found if t is None or c.t == t]
 
 
 # -- manifests -----------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ class Block:
         rows: ``1 / tau`` of the anchors along the rows, a number or ``(P,)``; ``None``: the rows are not anchors.
         columns: the same of the first columns, ``(C,)``, if the rows are all their candidates; ``None``: the columns
             are not anchors, or :meth:`products` receives their weights.
-        expects_weights: :meth:`products` receives weights of anchors along the columns.
+        weighted: :meth:`products` receives weights of anchors along the columns.
         positives: entries of the positives, which become :attr:`minus_positive`.
         selected: policy for the pairs, or ``None``.
 
@@ -179,7 +179,7 @@ class Block:
         exclusions: Exclusions,
         rows: Scalar | None = None,
         columns: Scalar | None = None,
-        expects_weights: bool = False,
+        weighted: bool = False,
         positives: Sequence[Diagonal] = (),
         selected: Selection | None = None,
     ) -> None:
@@ -191,8 +191,8 @@ class Block:
         self._parts = [slice(start, min(start + self.block_rows, len(x))) for start in starts]
         self._whole = len(self._parts) == 1
         # Exponentials may overwrite S unless S is needed again, for the columns, the moments or a policy.
-        later = selected is not None or form.moments or columns is not None or expects_weights
-        self._needs_s, self._buffers = form.tau is None and later, list[Tensor]()
+        self._needs_s = form.tau is None and (selected is not None or form.moments or columns is not None or weighted)
+        self._buffers: list[Tensor] = []
         self._kept: list[BlockRows] = []
         self._spare: Tensor | None = None
         if rows is not None:

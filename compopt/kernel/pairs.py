@@ -231,15 +231,15 @@ class Pairs:
                 own.append(Diagonal(at * count, (at + 1) * count, to * B + part.start))
                 positives += [own[-1]] if row != column else []
         both = shared and not self.unimodal and self.directions == 2  # the columns are anchors, too
-        block, expects_weights = self.block if form is None else Block, not (shared or self._momentum)
+        block, weighted = self.block if form is None else Block, not (shared or self._momentum)
         exclusions, selected = Exclusions(own, lambda: (self.names(rows, part), self.names(columns))), None
         if self.negatives is not None or not self.distinct:
             y, exclusions = self._with_further(y, exclusions, rows, part)
         if self.options.policy is not None:
-            selected = self._selection(self.options.policy, rows, columns, part, both or expects_weights)
+            selected = self._selection(self.options.policy, rows, columns, part, both or weighted)
         of_rows = self._by_row(scale, rows, part) if rows[0] < self.directions else None
         of_columns = None if not both else scale[:, 1] if isinstance(scale, Tensor) else scale
-        return block(x, y, form or self._form, exclusions, of_rows, of_columns, expects_weights, positives, selected)
+        return block(x, y, form or self._form, exclusions, of_rows, of_columns, weighted, positives, selected)
 
     def _with_further(
         self, y: Tensor, exclusions: Exclusions, rows: Sequence[int], part: slice
@@ -272,7 +272,7 @@ class Pairs:
             selected = Selection(policy, rows, columns, sides)
         exclusions = Exclusions([]) if negatives.positions is None else Exclusions(None, None, further)
         x, y = negatives.features, self._everyone[0]
-        return Block(x, y, self._form, exclusions, expects_weights=True, selected=selected)
+        return Block(x, y, self._form, exclusions, weighted=True, selected=selected)
 
     def _selection(
         self, policy: PairPolicy, rows: Sequence[int], columns: Sequence[int], part: slice, both: bool

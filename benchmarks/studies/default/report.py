@@ -279,7 +279,7 @@ def long_warmup(sets: Sequence[str] = SETS, batches: Sequence[int] = arms.MOMENT
         for task in sets:
             names = (loss, f"{loss}, {arms.LONG}{rates.get(loss, '')}")
             before, after = (finals.get(f"{task}: {name}, {batch}", []) for name in names)
-            row.append(_with(after, difference(by_seed(after, RECALL), by_seed(before, RECALL)) if gains else ""))
+            row.append(_compared(after, before if gains else []))
         if any(row):
             body.append([str(batch), loss, *row])
     return table(["batch", "", *sets], body, "rl" + "r" * len(sets))
@@ -298,8 +298,7 @@ def published() -> str:
         row = []
         for task in SETS:
             runs, base = (finals.get(f"{task}: {each}, {VARIED}", []) for each in (name, names["DCL"]))
-            gap = "" if title == "DCL" else difference(by_seed(runs, RECALL), by_seed(base, RECALL))
-            row.append(_with(runs, gap))
+            row.append(_compared(runs, [] if title == "DCL" else base))
         body.append([title, *row])
     return table([f"batch {VARIED}", *SETS], body)
 
@@ -316,7 +315,7 @@ def best_peers(sets: Sequence[str] = SETS, batches: Sequence[int] = arms.MOMENTU
             name = max(found, key=lambda name: sum(by_seed(found[name], RECALL).values()), default="")
             best.append(f"{_recall(found[name])}: {name}" if name else "")
             runs = finals.get(f"{task}: {new}, {batch}", [])
-            mine.append(_with(runs, difference(by_seed(runs, RECALL), by_seed(found.get(name, []), RECALL))))
+            mine.append(_compared(runs, found.get(name, [])))
         body += [[task, "best tuned loss", *best], [task, ours, *mine]]
     return table(["", "", *(f"batch {batch}" for batch in batches)], body, "ll" + "r" * len(batches))
 
@@ -352,6 +351,11 @@ def _recall(runs: list[dict[str, Any]]) -> str:
 def _with(runs: list[dict[str, Any]], gap: str) -> str:
     """Format the recall of some runs, with a difference from others in brackets if there is one."""
     return f"{_recall(runs)} ({gap})" if gap else _recall(runs)
+
+
+def _compared(runs: list[dict[str, Any]], base: list[dict[str, Any]]) -> str:
+    """Format the recall of some runs, and in brackets the difference from others by seed, if there are any."""
+    return _with(runs, difference(by_seed(runs, RECALL), by_seed(base, RECALL)))
 
 
 def _of_task(finals: Finals, task: str) -> str:

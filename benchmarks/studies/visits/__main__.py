@@ -12,8 +12,8 @@ so that the number of epochs is that of visits. Each length is a run of its own,
 Learning rate, temperature, and gamma, rho, prototypes, length and decay where they exist are chosen one after another,
 for each method and data set, at batch 8 with 20 epochs, by the mean recall of two seeds on other pairs than those held
 out for the final runs. All batch sizes and lengths use them. ``docstrings`` and ``icons`` come last: no default is
-chosen with them. Each finished run is a line of ``results/visits.jsonl`` and is not run again; all runs are made by one
-process with one thread, which can be stopped at any moment.
+chosen with them. Each finished run is a line of ``results/visits.jsonl.gz`` and is not run again; all runs are made by
+one process with one thread, which can be stopped at any moment.
 """
 
 from __future__ import annotations
@@ -139,27 +139,30 @@ def columns(finals: Mapping[str, Any], data: str) -> list[Column]:
     return [column for cell in cells if any((column := Column(finals, *cell)).gaps(method) for method in PAPERS)]
 
 
-def goal(finals: Mapping[str, Any]) -> str:
-    """Return the number of cells with small batches and many visits in which methods are above both baselines."""
-    found = [column for data in DATA for column in columns(finals, data)]
-    won = sum(any(map(column.above, PAPERS)) for column in found)
-    return (
-        f"In {won} of {len(found)} finished cells with batch {LARGEST} or less and {FEWEST} visits or more, at least "
-        f"one of the papers' {len(PAPERS)} methods is more than two standard errors above both InfoNCE and DCL. By "
-        "method: mean difference from the better one of the two, least to greatest, and the number of cells above "
-        f"both, by batch size and by data set.\n\n{summary(finals)}\n\n{_gains_table(by_data(finals))}"
-    )
-
-
 def by_data(finals: Mapping[str, Any]) -> dict[str, list[Column]]:
     """Return the finished cells of each data set, see :func:`columns`."""
     return {data: cells for data in DATA if (cells := columns(finals, data))}
 
 
-def summary(finals: Mapping[str, Any] | None = None) -> str:
+def goal(finals: Mapping[str, Any]) -> str:
+    """Return the number of cells with small batches and many visits in which methods are above both baselines."""
+    found = by_data(finals)
+    every = [*itertools.chain(*found.values())]
+    won = sum(any(map(column.above, PAPERS)) for column in every)
+    return (
+        f"In {won} of {len(every)} finished cells with batch {LARGEST} or less and {FEWEST} visits or more, at least "
+        f"one of the papers' {len(PAPERS)} methods is more than two standard errors above both InfoNCE and DCL. By "
+        "method: mean difference from the better one of the two, least to greatest, and the number of cells above "
+        f"both, by batch size and by data set.\n\n{_by_batch(every)}\n\n{_gains_table(found)}"
+    )
+
+
+def summary() -> str:
     """Return the table of the gains over the better one of InfoNCE and DCL, by method and batch size."""
-    finals = STUDY.finals(STUDY.finished()) if finals is None else finals
-    every = [column for cells in by_data(finals).values() for column in cells]
+    return _by_batch([*itertools.chain(*by_data(STUDY.finals(STUDY.finished())).values())])
+
+
+def _by_batch(every: Sequence[Column]) -> str:
     sizes = sorted({column.batch for column in every})
     found = {f"batch {batch}": [column for column in every if column.batch == batch] for batch in sizes}
     return _gains_table({**found, "all": every})

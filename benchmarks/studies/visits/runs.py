@@ -117,7 +117,7 @@ def score(result: dict[str, Any]) -> float:
     return result["metrics"]["validation/recall"]
 
 
-STUDY = Search(ARMS, RESULTS / "visits.jsonl", score, SEEDS)
+STUDY = Search(ARMS, RESULTS / "visits.jsonl.gz", score, SEEDS)
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------
