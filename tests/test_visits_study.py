@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.report import append_run
 from benchmarks.studies import emc2
 from benchmarks.studies.search import Job, Results
 from benchmarks.studies.visits import __main__ as visits
@@ -101,6 +102,18 @@ def test_the_page_compares_with_the_better_baseline() -> None:
 def test_the_picture_has_a_panel_per_data_set_and_batch(tmp_path: Path) -> None:
     visits.plot(results_of({INFONCE: 0.16, DCL: 0.18, SOGCLR: 0.2}), tmp_path / "visits.png")
     assert (tmp_path / "visits.png").stat().st_size > 10_000
+
+
+def test_page_and_picture_stand_next_to_compressed_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(STUDY, "path", tmp_path / "visits.jsonl.gz")
+    results = results_of({INFONCE: 0.16, DCL: 0.18, SOGCLR: 0.2})
+    for run in [*results.values()][-2:]:
+        append_run(STUDY.path, run)
+    assert [*STUDY.finished().values()] == [*results.values()][-2:]
+    monkeypatch.setattr(STUDY, "finished", lambda: results)
+    visits.main(["report"])
+    visits.main(["plot"])
+    assert {path.name for path in tmp_path.iterdir()} == {"visits.jsonl.gz", "visits.md", "visits.png"}
 
 
 def test_every_finished_run_belongs_to_an_arm_and_has_the_settings_of_a_search() -> None:

@@ -90,6 +90,10 @@ class Search(Generic[A]):
     ) -> None:
         self.arms, self.path, self.score, self.seeds = arms, path, score, seeds
 
+    def beside(self, suffix: str) -> Path:
+        """Return the path of the page (``.md``) or picture (``.png``) that belongs to the file of runs."""
+        return self.path.with_name(self.path.name.partition(".")[0] + suffix)
+
     def finished(self) -> Results:
         """Return the results by the keys of their jobs."""
         return {Job(**run["job"]).key: run for run in read_runs(self.path)}
@@ -220,7 +224,7 @@ def main(
     root.add_argument(data, dest="data", type=Path, metavar="FOLDER", help="folder of the data")
     args = root.parse_args(argv)
     if args.command == "report":
-        target = study.path.with_name(study.path.name.partition(".")[0] + ".md")
+        target = study.beside(".md")
         target.write_text(page(study.finished()).rstrip() + "\n")
         print(f"wrote {target}")
     elif args.command == "run-one":

@@ -263,9 +263,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif args.command == "gamma":
         carry_out(lambda results: missing_weights(args.data, results), args.minutes)
     elif args.command == "report":
-        STUDY.path.with_suffix(".md").write_text(page(STUDY.finished()).rstrip() + "\n")
+        STUDY.beside(".md").write_text(page(STUDY.finished()).rstrip() + "\n")
     else:
-        plot(STUDY.finished(), STUDY.path.with_suffix(".png"))
+        plot(STUDY.finished(), STUDY.beside(".png"))
 
 
 if __name__ == "__main__":
