@@ -11,6 +11,9 @@ from compopt.checks.values import INT64_MAX, entries, integer
 from compopt.estimator.base import Estimator
 from compopt.estimator.groups import plain_value, write
 
+# FastCLIP's gamma falls from 1 to GAMMA_MIN during this share of a run: README of the authors' code, CC3M and CC12M.
+GAMMA_MIN, GAMMA_DECAY = 0.2, 0.5
+
 
 class Schedule:
     """Schedule that sets a hyper-parameter of every sample group at each :meth:`step`.
@@ -101,7 +104,7 @@ class CosineGamma(Schedule):
         Wei et al., FastCLIP, 2024 (used by all its versions).
     """
 
-    def __init__(self, est: Estimator, decay_steps: int, gamma_min: float = 0.2) -> None:
+    def __init__(self, est: Estimator, decay_steps: int, gamma_min: float = GAMMA_MIN) -> None:
         self.decay_steps = checks.positive_int("decay_steps", decay_steps)
         checks.unit_interval("gamma_min", gamma_min)
         self.gamma_min = gamma_min

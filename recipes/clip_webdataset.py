@@ -127,7 +127,7 @@ class Loop:
 
     def build_estimator(self):
         """Return the estimator; called after the process group has been created."""
-        return compopt.SogCLREstimator(self.index.n, gamma=0.9, tau=0.07)
+        return compopt.SogCLREstimator(self.index.n)
 
     def prepare(self, model):
         """Set the distributed model, the optimizer with the attached estimator, and the schedule."""

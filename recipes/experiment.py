@@ -8,6 +8,7 @@ import os
 import shutil
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import compopt
 from recipes import batches, checkpoints, launch, optimizers
 from recipes.engine import Config, Control, Run
 from recipes.make_shards import positive
-from recipes.methods import HYPERPARAMETERS, METHODS, PUBLISHED, method_of
+from recipes.methods import BIMODAL, HYPERPARAMETERS, METHODS, PUBLISHED, UNIMODAL, method_of
 
 EPILOG = """several ranks, with the results of one:
   torchrun --nproc_per_node 2 -m {module}
@@ -61,10 +62,12 @@ def parser(module: str, description: str, mode: str, epochs: int, output: str) -
     )
     what.add_argument(
         "--settings",
-        choices=[name for name in PUBLISHED if _settings(name).get("mode", "bimodal") == mode],
+        type=partial(_of_mode, mode),
+        choices=[name for name in PUBLISHED if _mode(name) == mode],
         metavar="NAME:SCALE",
         help="a paper's experiment, such as neuclip:cc3m (compopt.presets.settings): estimator, and defaults of the "
-        "options below; what is used is printed",
+        "options below, which do not depend on each other (another batch size has the same rate); what is used is "
+        "printed",
     )
     group = root.add_argument_group("hyper-parameters of the method", "The defaults are those of the preset.")
     for name, (kind, meaning) in HYPERPARAMETERS.items():
@@ -154,6 +157,18 @@ def parse(root: argparse.ArgumentParser, argv: Sequence[str] | None, mode: str) 
     return args
 
 
+def _mode(name: str) -> str:
+    return _settings(name).get("mode", BIMODAL)
+
+
+def _of_mode(mode: str, name: str) -> str:
+    """Return the name of a paper's experiment, or name the recipe for those of the other mode."""
+    if name in PUBLISHED and _mode(name) != mode:
+        other = "train_clip" if mode == UNIMODAL else "train_simclr"
+        raise argparse.ArgumentTypeError(f"{name} is {_mode(name)}, for recipes.{other}")
+    return name
+
+
 def _settings(name: str) -> compopt.presets.published.Settings:
     return compopt.presets.settings(*name.split(":"))
 
@@ -163,7 +178,7 @@ def _defaults(name: str) -> dict[str, Any]:
     training = _settings(name).training
     names = ("optimizer", "batch_size", "lr", "weight_decay", "epochs")
     found = {name: training[name] for name in names if name in training}
-    return {**found, "estimator": name, "schedule": "cosine" if training else "one-cycle"}
+    return {**found, "estimator": name, "schedule": "cosine" if "lr" in training else "one-cycle"}
 
 
 def _warmup(args: argparse.Namespace, n: int) -> float:

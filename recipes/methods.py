@@ -74,7 +74,7 @@ class Method:
         return {**({"group": 0} if mode == BIMODAL else {}), **self.defaults, **(given or {})}
 
 
-DECAY = {"gamma_min": 0.2, "gamma_decay": 0.5}  # FastCLIP's gamma falls over half of the run
+DECAY = {"gamma_min": schedules.GAMMA_MIN, "gamma_decay": schedules.GAMMA_DECAY}  # of FastCLIP
 _TAU = ("tau",)
 _DUAL = ("tau", "rho", "tau_lr", "tau_min", "tau_max")
 
@@ -133,7 +133,8 @@ def _published(name: str, scale: str) -> Method:
     """Return a preset with the settings of a paper's experiment, which take effect in both modes."""
     found, kind = compopt.presets.settings(name, scale), name.partition("-")[0]
     options = {key: value for key, value in found.items() if key != "mode"}
-    decays = {**DECAY, **found.schedule} if found.schedule else {}
+    shared = {key: value for key, value in found.training.items() if key in DECAY}
+    decays = {**DECAY, **found.schedule, **shared} if kind == "fastclip" else {}
     preset = getattr(compopt, f"{_KINDS[kind]}Estimator")
     return Method(f"{name}:{scale}", preset, (), options | decays, sizes=("dim",) if kind == "neuclip" else ("n",))
 

@@ -191,7 +191,7 @@ class ShardBatches(IterableDataset[Any]):
         self.shards = shard_list(shards)
         if not self.shards:
             raise FileNotFoundError(f"no shards at {shards}")
-        self.read, self.keep, self.decode, self.seed = read, keep, decode, checks.non_negative_int("seed", seed)
+        self.read, self.keep, self.decode, self.seed = read, keep, decode, checks.seed(seed)
         listed = [(name, count) for name, _, count in map(sizes.entry, self.shards)]
         if len(dict(listed)) != len(listed):
             raise ValueError("a shard occurs twice among shards; each is read once per epoch")

@@ -140,5 +140,7 @@ def fails():
 def test_errors():
     with pytest.raises(ValueError, match=r"must divide samples=12, got \[5\]"):
         check_distributed(sogclr, world_sizes=(5,))
+    with pytest.raises(TypeError, match="loss cannot be sent to the ranks.*not as a lambda"):
+        check_distributed(lambda: sogclr(), world_sizes=(2,))
     with pytest.raises(Exception, match="built on a rank"):
         check_distributed(fails, world_sizes=(2,))

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -204,13 +205,25 @@ def test_settings_build_what_they_are_for(name, scale):
         compopt.schedules.CosineGamma(est, 10, **values.schedule)
 
 
+def test_defaults_are_the_published_values_that_their_pages_name():
+    defaults = {name: each.default for name, each in signature(compopt.NeuCLIPEstimator).parameters.items()}
+    network = {**SETTINGS["neuclip"]["cc3m"], "learn_tau": False}  # measured: the preset's docstring says why
+    assert {name: defaults[name] for name in network} == network
+    for mode, scale in (("unimodal", "imagenet"), ("bimodal", "imagenet-pairs")):
+        (group,) = compopt.SogCLREstimator(10, mode=mode).sample_groups
+        published = SETTINGS["sogclr"][scale]
+        assert {name: group[name] for name in published if name != "mode"}.items() <= published.items()
+
+
 TRAINING = {"optimizer", "batch_size", "lr", "weight_decay", "warmup_epochs", "warmup_steps", "epochs", "samples"}
+TRAINING |= {"gamma_decay"}  # of FastCLIP
 
 
 @pytest.mark.parametrize("name, scale", EVERY)
 def test_settings_name_the_training_of_the_paper(name, scale):
     training = compopt.presets.settings(name, scale).training
     assert training.keys() <= TRAINING and not {"warmup_epochs", "warmup_steps"} <= training.keys()
+    assert ("gamma_decay" in training) == bool(compopt.presets.settings(name, scale).schedule)
     if "libauc" not in scale and (name, scale) != ("fastclip-v3", "laion"):  # whose training no paper states
         assert training["optimizer"] in ("adam", "adamw", "lars") and training["batch_size"] > 0
     if name in SAMPLERS:

@@ -11,7 +11,7 @@ from benchmarks import report
 from recipes import experiment, glyphs, launch, minimal
 from recipes import tasks as tasks_module
 from recipes.engine import Config, Control, Run
-from recipes.methods import METHODS, PUBLISHED, build, title_of
+from recipes.methods import BIMODAL, METHODS, PUBLISHED, UNIMODAL, build, build_schedule, title_of
 from recipes.tasks import GlyphFaces, GlyphNames
 
 
@@ -25,7 +25,7 @@ SLOW = ("clip", "isogclr", "neuclip", "emc2", "emc2-dataset")
 
 
 @pytest.mark.parametrize("mode", ["bimodal", "unimodal"])
-def test_the_settings_of_a_paper_are_used_and_can_be_overridden(mode):
+def test_the_settings_of_a_paper_are_used_and_can_be_overridden(mode, capsys):
     root = experiment.parser("recipes.train", "", mode, epochs=2, output="runs")
     (names,) = [action.choices for action in root._actions if action.dest == "settings"]
     assert names and set(names) <= set(PUBLISHED)
@@ -33,15 +33,25 @@ def test_the_settings_of_a_paper_are_used_and_can_be_overridden(mode):
         found = compopt.presets.settings(*name.split(":"))
         assert found.get("mode", "bimodal") == mode
         args = experiment.parse(root, ["--settings", name], mode)
-        training = {key: value for key, value in found.training.items() if key in vars(args) and "warmup" not in key}
+        others = ("warmup_epochs", "warmup_steps", "gamma_decay")
+        training = {key: value for key, value in found.training.items() if key in vars(args) and key not in others}
         assert training.items() <= vars(args).items()
         options = args.methods[name]
         assert {key: value for key, value in found.items() if key != "mode"}.items() <= options.items()
         est = build(name, 100, mode, options)
         assert est.mode == mode and type(est).__name__.lower().startswith(name.partition(":")[0].partition("-")[0])
+        schedule = build_schedule(est, options, 600)
+        assert (schedule is not None) == name.startswith("fastclip")
+        if schedule is not None:
+            assert schedule.gamma_min == found.schedule.get("gamma_min", 0.2)
+            assert schedule.decay_steps == (200 if name.endswith("laion") else 300)
         again = experiment.parse(root, ["--settings", name, "--batch-size", "8", "--lr", "0.25"], mode)
         assert (again.batch_size, again.lr) == (8, 0.25)
     assert experiment._warmup(args, 1000) <= args.epochs
+    other = next(name for name in PUBLISHED if name not in names)
+    with pytest.raises(SystemExit):
+        experiment.parse(root, ["--settings", other], mode)
+    assert f"{other} is {UNIMODAL if mode == BIMODAL else BIMODAL}, for recipes.train_" in capsys.readouterr().err
 
 
 def config(task, method, batches):

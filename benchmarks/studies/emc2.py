@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -196,7 +196,7 @@ ABOUT = (
     f"{N} digits with two fixed views, tau {TAU}, SGD with a cosine from {LR} to 0; squared norm of the gradient of "
     "the whole objective, and its value, with the weights at the end. *Encoded*: images that the model encodes per "
     f"step. The rows with batch {LARGE} are to be compared with Algorithm 1 at batch {SMALL}, whose steps encode as "
-    "many images."
+    f"many images. The error is the standard error of the mean."
 )
 
 
@@ -206,8 +206,16 @@ def page(results: Results) -> str:
     for steps in STEPS:
         body = [row(arm, runs) for name, runs in finals.items() if (arm := ARMS[name]).steps == steps]
         if body:
-            head = ["method", "batch", "encoded", "squared gradient norm, by seed", "global loss, by seed", "mean loss"]
-            parts += [f"## After {steps:,} steps", table(head, body, "lrrllr")]
+            head = [
+                "method",
+                "batch",
+                "encoded",
+                "squared gradient norm, by seed",
+                "global loss, by seed",
+                "mean loss ± error",
+            ]
+            visits = " and ".join(f"{steps * batch // N:,} at batch {batch}" for batch in (SMALL, LARGE))
+            parts += [f"## After {steps:,} steps", f"Visits per row: {visits}.", table(head, body, "lrrllr")]
     title = "# EMC2's Figure 7: distance from a stationary point"
     return "\n\n".join([title, provenance([*results.values()], "benchmarks/studies/emc2.py"), ABOUT, *parts])
 
@@ -221,7 +229,7 @@ def row(arm: Contender, runs: list[dict[str, Any]]) -> list[str]:
         f"{mean(run['encoded'] for run in runs) / arm.steps:.0f}",
         ", ".join(f"{value:.1e}" for value in norms),
         ", ".join(f"{value:.3f}" for value in losses),
-        f"{mean(losses):.2f}",
+        f"{mean(losses):.2f} ± {stdev(losses) / len(losses) ** 0.5:.2f}" if len(losses) > 1 else f"{losses[0]:.2f}",
     ]
 
 

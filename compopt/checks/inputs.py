@@ -182,6 +182,12 @@ def check_features(z1: Any, z2: Any, least: int = 2) -> None:
         )
 
 
+def check_dim(dim: int, features: Tensor) -> None:
+    """Refuse features of another dimension than that of a normalizer's state."""
+    if features.shape[-1] != dim:
+        raise ValueError(f"dim is {dim}, the features have {features.shape[-1]} dimensions; build it with theirs")
+
+
 def check_negatives(negatives: Any, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return further candidates ``(M, d)``, which must match ``like``, and their positions, ``(M,)`` int64."""
     if negatives is None:

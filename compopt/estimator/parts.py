@@ -18,6 +18,8 @@ from compopt.kernel.features import Encoder
 from compopt.kernel.pairs import Pairs, SampledPairs
 from compopt.pairs import PairPolicy
 
+STORED_CHUNK = 1024  # anchors per chunk in Normalizer.stored(), which computes a whole data set
+
 
 @dataclass
 class Call:

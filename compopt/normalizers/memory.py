@@ -13,10 +13,11 @@ from torch import Tensor
 from compopt import accelerator, checks
 from compopt.batch import Batch
 from compopt.checks.context import warn
+from compopt.checks.inputs import check_dim
 from compopt.distributed.handshake import KEYS
 from compopt.estimator.base import Form
 from compopt.estimator.groups import Hyper
-from compopt.estimator.parts import Call, Estimate, Normalizer
+from compopt.estimator.parts import STORED_CHUNK, Call, Estimate, Normalizer
 from compopt.functional import Scalar, add_positive, all_finite, log
 from compopt.kernel.block import exp_
 from compopt.kernel.pairs import MAX_UNSHIFTED_SCALE, SPREAD_ANCHORS, Pairs, is_uniform, scale_of
@@ -25,7 +26,6 @@ from compopt.pairs import NO_POLICY, PairPolicy
 UNKNOWN = torch.iinfo(torch.int64).min + 1  # stored for a key that was not passed; excludes no pairs
 WINDOW = "window."  # prefix of the names, in a pending copy of the state, of the samples since the last commit
 LARGEST_SCALE = MAX_UNSHIFTED_SCALE / 2  # of 1 / tau without a shift: |h_iq| <= 4, since a shifted feature is at most 3
-STORED_CHUNK = 1024  # anchors per chunk when stored() computes a whole data set
 
 
 class MemoryNormalizer(Normalizer):
@@ -167,17 +167,15 @@ class MemoryNormalizer(Normalizer):
         }
 
     def estimate(self, call: Call) -> Estimate:
-        pairs, directions, policy = call.pairs, call.pairs.directions, call.policy or NO_POLICY
-        z, keys = self._checked(call.batch.views), self._keys(call.batch)
+        pairs, policy = call.pairs, call.policy or NO_POLICY
+        check_dim(self.dim, call.batch.views)
+        z, keys = call.batch.views, self._keys(call.batch)
         state, window = self._seen(call, keys)
         scale = scale_of(call.tau, z, *pairs.shape)
         centred, partners = self._centred(torch.stack(call.batch.momentum) if call.batch.momentum else z)
-        queue, included = self._queue(state, z.dtype), self._included(keys, state, *pairs.shape)
+        queue = self._queue(state, z.dtype)
         logits = self._logits(z, queue, partners, scale)
-        threshold = policy.threshold(pairs.positive) if policy.false_negatives is not None else None
-        if threshold is not None:
-            near = logits <= self._column((threshold - pairs.positive) * scale)
-            included = near if included is None else included & near
+        included = self._negatives(call, keys, state, logits, scale)
         uniform = is_uniform(call.tau, pairs.options) and scale <= LARGEST_SCALE
         if uniform and included is not None:
             included = included.to(logits.dtype)  # once, for the product and for the count
@@ -203,26 +201,10 @@ class MemoryNormalizer(Normalizer):
             of_slots = logits if included is None else logits.masked_fill(~included, 0)
             outside_wh = self._by_sample((e * of_slots).sum(2).div_(total.squeeze(2)), pairs.shape) / scale
         by_queue, log_total = log_total, self._by_sample(log_total, pairs.shape)
-        lacking = pairs.lacking(count)
-        if call.training and (lacking is None or lacking.device.type != "cpu" or not lacking):
-            # a bad feature of a sample without pairs is in no sum, but in the mean; it must not enter the queue
-            usable = all_finite(log_total + centred.sum() if pairs.may_lack_negatives else log_total)
-            usable = usable if lacking is None else usable & ~lacking
-            self._keep(call.batch, state, window, centred, keys, usable)
-
-        def through_alpha(slope: Scalar, gradient: Tensor | None) -> None:
-            """Add ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of this rank's anchors."""
-            if gradient is None:
-                return
-            own, factor = call.batch.own, slope * scale
-            mine, sums, totals = (x.view(directions, -1, x.shape[2])[:, own] for x in (e, share, total))
-            pull = torch.bmm(mine, queue.expand(directions, -1, -1)).addcmul_(sums, partners[:, own], value=-1)
-            if isinstance(factor, Tensor):
-                pull.mul_(factor.T[:, own].unsqueeze(2))
-            gradient[:directions].addcdiv_(pull, totals, value=1.0 if isinstance(factor, Tensor) else factor)
-
+        if call.training:
+            self._keep(call, state, window, centred, keys, log_total, pairs.lacking(count))
         first = slice(call.batch.own.start, min(call.batch.own.stop, call.batch.own.start + SPREAD_ANCHORS))
-        norms = torch.linalg.vector_norm(e.view(directions, -1, e.shape[2])[:, first], dim=2)
+        norms = torch.linalg.vector_norm(e.view(self._directions, -1, e.shape[2])[:, first], dim=2)
         effective = partial(effective_negatives, pairs.effective, first, norms, (share, total, of_batch, by_queue))
         all_count = pairs.count + count
         return Estimate(
@@ -230,7 +212,7 @@ class MemoryNormalizer(Normalizer):
             weight_alpha=log_total - pairs.log_count,
             outside_wh=outside_wh,
             outside_count=count,
-            through_alpha=through_alpha,
+            through_alpha=partial(through_alpha, (e, share, total), queue, partners, scale, call.batch.own),
             metrics={"queue_share": partial(mean_quotient, share, total), "effective_negatives": effective},
         )
 
@@ -264,17 +246,25 @@ class MemoryNormalizer(Normalizer):
 
     def _keep(
         self,
-        batch: Batch,
+        call: Call,
         state: Mapping[str, Tensor],
         window: Mapping[str, Tensor],
         centred: Tensor,
         keys: Mapping[str, Tensor],
-        usable: Tensor,
+        log_total: Tensor,
+        lacking: Tensor | None,
     ) -> None:
         """Store the newest features in the queue, without the mean of their batch.
 
-        A later call adds the mean of its own batch, so that the queue follows the encoders.
+        A later call adds the mean of its own batch, so that the queue follows the encoders. A batch without negatives
+        (``lacking``) is not stored, nor one with a feature that is not finite.
         """
+        if lacking is not None and lacking.device.type == "cpu" and lacking:
+            return
+        batch = call.batch
+        # a bad feature of a sample without pairs is in no sum, but in the mean; it must not enter the queue
+        usable = all_finite(log_total + centred.sum() if call.pairs.may_lack_negatives else log_total)
+        usable = usable if lacking is None else usable & ~lacking
         names = stored_names(keys, batch.keys["index"])[:, -self.length :]
         if batch.momentum:  # the queue stores the copy's features; the others may be bad, too
             usable = usable & all_finite(batch.views) & all_finite(torch.stack(batch.momentum))
@@ -333,6 +323,22 @@ class MemoryNormalizer(Normalizer):
             return None
         return (included.repeat(directions, 2) if self._views else included).unsqueeze(0)
 
+    def _negatives(
+        self,
+        call: Call,
+        keys: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        logits: Tensor,
+        scale: Scalar,
+    ) -> Tensor | None:
+        """Return the mask of :meth:`_included` without the slots that the policy takes for false negatives."""
+        included, positive = self._included(keys, state, *call.pairs.shape), call.pairs.positive
+        threshold = None if call.policy is None else call.policy.threshold(positive)
+        if threshold is None:
+            return included
+        kept = logits <= self._column((threshold - positive) * scale)
+        return kept if included is None else included & kept
+
     def _logits(self, z: Tensor, queue: Tensor, partners: Tensor, scale: Scalar) -> Tensor:
         """Return ``h_iq / tau_i`` of all slots, ``(Q, P, M)``; the batch's mean is in neither term of ``h_iq``."""
         anchors, alpha = z[: self._directions], 1.0
@@ -358,11 +364,6 @@ class MemoryNormalizer(Normalizer):
 
     # -- arrangement: by sample (B, a), by queue (Q, P) --------------------------------------------------------
 
-    def _checked(self, z: Tensor) -> Tensor:
-        if z.shape[2] != self.dim:
-            raise ValueError(f"dim is {self.dim}, the features have {z.shape[2]} dimensions; build it with theirs")
-        return z
-
     def _by_queue(self, value: Tensor) -> Tensor:
         return value.T.reshape(1, -1) if self._views else value.T
 
@@ -377,7 +378,8 @@ class MemoryNormalizer(Normalizer):
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor:
         """Return the queue's part of ``alpha``, ``(n, A)``; row ``i`` is sample ``i``. NaN without negatives."""
-        z, state = self._checked(torch.stack(features)), self._state_on(features[0].device, False)
+        check_dim(self.dim, features[0])
+        z, state = torch.stack(features), self._state_on(features[0].device, False)
         queue, (_, partners) = self._queue(state, z.dtype), self._centred(z)
         chunks = []
         for names in torch.arange(z.shape[1], device=z.device).split(STORED_CHUNK):
@@ -395,6 +397,30 @@ class MemoryNormalizer(Normalizer):
                 log_sum = add_positive(log_sum, log_count, self.candidates)
             chunks.append(self._by_sample(log_sum - log_count, shape))
         return torch.cat(chunks)
+
+
+def through_alpha(
+    sums: tuple[Tensor, Tensor, Tensor],
+    queue: Tensor,
+    partners: Tensor,
+    scale: Scalar,
+    own: slice,
+    slope: Scalar,
+    gradient: Tensor | None,
+) -> None:
+    """Add ``slope_i sum_q w_iq (z_q - z_partner) / tau_i`` of this rank's anchors, ``own``, to ``gradient``.
+
+    ``sums``: ``e``, ``share`` and ``total`` of :func:`shifted_sums` or :func:`bounded_sums`, so that
+    ``sum_q w_iq z_q = (e @ queue) / total`` and ``sum_q w_iq = share / total``.
+    """
+    if gradient is None:
+        return
+    directions, factor = len(partners), slope * scale
+    mine, share, total = (x.view(directions, -1, x.shape[2])[:, own] for x in sums)
+    pull = torch.bmm(mine, queue.expand(directions, -1, -1)).addcmul_(share, partners[:, own], value=-1)
+    if isinstance(factor, Tensor):
+        pull.mul_(factor.T[:, own].unsqueeze(2))
+    gradient[:directions].addcdiv_(pull, total, value=1.0 if isinstance(factor, Tensor) else factor)
 
 
 def shifted_sums(logits: Tensor, log_sum: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -17,13 +17,13 @@ from compopt import checks
 from compopt.batch import Batch
 from compopt.checks import values
 from compopt.checks.context import outside_of_graphs, refuse_derivatives
-from compopt.checks.inputs import check_tau, check_values
+from compopt.checks.inputs import check_dim, check_tau, check_values
 from compopt.distributed.handshake import tau_facts
 from compopt.distributed.ranks import Ranks
 from compopt.estimator.base import Form
 from compopt.estimator.groups import GroupSpec, Hyper
 from compopt.estimator.options import PlacementOptions, takes_options
-from compopt.estimator.parts import Call, Estimate, Normalizer
+from compopt.estimator.parts import STORED_CHUNK, Call, Estimate, Normalizer
 from compopt.normalizers.network import (
     PREFIX,
     WINDOW,
@@ -40,7 +40,6 @@ from compopt.pairs import NO_POLICY, PairPolicy
 
 # Options of earlier versions with the values that are left: checkpoints have them, and others are refused by name.
 REMOVED = {"objective": "unified", "architecture": "prototype", "reset_optimizer": False}
-STORED_CHUNK = 1024  # anchors per chunk when stored() computes a whole data set
 
 
 class NeuralNormalizer(Normalizer):
@@ -194,7 +193,7 @@ class NeuralNormalizer(Normalizer):
         return self.layout.ranks.part(self.prototypes)
 
     def estimate(self, call: Call) -> Estimate:
-        self._check_dim(call.batch.features[0])
+        check_dim(self.dim, call.batch.features[0])
         pairs, layout, features = call.pairs, self.layout, call.batch.features
         weight = pairs.factor(layout.networks / pairs.positive.numel())
         plain = call.policy is None or call.policy == NO_POLICY
@@ -249,16 +248,10 @@ class NeuralNormalizer(Normalizer):
                 self._pending_state = self._choose(~lacking, state, old)
         return Prediction(batch, state, prototypes)
 
-    def _check_dim(self, features: Tensor) -> None:
-        if features.shape[1] != self.dim:
-            raise ValueError(
-                f"dim is {self.dim}, the features have {features.shape[1]} dimensions; build it with theirs"
-            )
-
     def stored(
         self, rows: Mapping[str, Tensor], features: tuple[Tensor, Tensor], tau: float | Tensor, hyper: Hyper
     ) -> Tensor:
-        self._check_dim(features[0])
+        check_dim(self.dim, features[0])
         state = self._state_on(features[0].device, self.saved_state())
         layout = replace(self.layout, ranks=Ranks.alone())  # whole state on every rank: features may differ by rank
         eps, chunks = hyper("eps"), []

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from compopt import checks
+from compopt.schedules import GAMMA_DECAY, GAMMA_MIN
 
 
 def by_mode(given: float | None, options: Mapping[str, Any], bimodal: float, unimodal: float) -> float:
@@ -33,9 +34,10 @@ class Settings(dict[str, Any]):
         schedule: keyword arguments of :class:`~compopt.schedules.CosineGamma` other than ``decay_steps``; empty if
             gamma is constant or, for FastCLIP on DFN, not published: use the schedule's default there, since the
             preset's gamma of 1 keeps no history.
-        training: what the paper states about the training of the encoders: ``optimizer``, ``batch_size`` (of all
-            ranks), ``lr``, ``weight_decay``, ``warmup_epochs`` or ``warmup_steps``, ``epochs`` or ``samples``. Where
-            the paper compares several values, the largest run.
+        training: what the paper or its code states about the training: ``optimizer``, ``batch_size`` (of all ranks),
+            ``lr``, ``weight_decay``, ``warmup_epochs`` or ``warmup_steps``, ``epochs`` or ``samples``, and for FastCLIP
+            ``gamma_decay``, ``decay_steps`` of the schedule as a share of all steps. Where the paper compares several
+            values, the largest run.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Settings(dict[str, Any]):
 
 _VIT = (0.9, 0.98)  # betas of FastCLIP's code if the image encoder is a transformer
 _README = "authors' code, README"
-_FALLS = {"gamma_min": 0.2}
+_FALLS = {"gamma_min": GAMMA_MIN}
 
 
 def _training(optimizer: str, batch_size: int, lr: float, weight_decay: float, **more: float) -> dict[str, Any]:
@@ -67,6 +69,7 @@ _CLIP: dict[str, dict[str, Any]] = {
     "dfn-192m": _training("adamw", 5120, 3.125e-4, 0.2, warmup_steps=500, samples=1_300_000_000),
     "dfn-1b": _training("adamw", 5120, 3.125e-4, 0.2, warmup_steps=500, samples=3_000_000_000),
 }
+_FALLING = {scale: {**_CLIP[scale], "gamma_decay": GAMMA_DECAY} for scale in ("cc3m", "cc12m")}  # authors' code, README
 # SogCLR, section 5.1: the rate is 0.075 sqrt(batch size); section 5.2
 _IMAGENET = _training("lars", 512, 0.075 * 512**0.5, 1e-6, warmup_epochs=10, epochs=800)
 _IMAGENET_PAIRS = _training("adamw", 256, 1e-3, 0.1, warmup_steps=1000, epochs=60)
@@ -96,8 +99,10 @@ def _neuclip(rho: float, tau_lr: float, scale: str) -> Settings:
     return Settings({**network, **learned}, "Tables 3 and 4, Algorithm 1", training=_CLIP[scale])
 
 
-def _emc2(beta: float, burn_in: int, optimizer: str, batch_size: int, lr: float, weight_decay: float) -> Settings:
-    training = _training(optimizer, batch_size, lr, weight_decay)
+def _emc2(
+    beta: float, burn_in: int, optimizer: str, batch_size: int, lr: float, weight_decay: float, **more: float
+) -> Settings:
+    training = _training(optimizer, batch_size, lr, weight_decay, **more)
     run = {"mode": "unimodal", "tau": 1 / beta, "burn_in": burn_in, "proposals": "sweep"}
     return Settings(run, "Table 3, section 4.1; tau is 1 / beta", training=training)
 
@@ -119,22 +124,23 @@ SETTINGS: dict[str, dict[str, Settings]] = {
     },
     "fastclip-v0": {
         "cc3m": Settings(
-            {"version": "v0", "tau": 0.07, "lr": 1e-3}, f"{_README}; lr follows the model's", _FALLS, _CLIP["cc3m"]
+            {"version": "v0", "tau": 0.07, "lr": 1e-3}, f"{_README}; lr follows the model's", _FALLS, _FALLING["cc3m"]
         )
     },
-    "fastclip-v1": {"cc3m": Settings({"version": "v1", "tau": 0.07}, _README, _FALLS, _CLIP["cc3m"])},
+    "fastclip-v1": {"cc3m": Settings({"version": "v1", "tau": 0.07}, _README, _FALLS, _FALLING["cc3m"])},
     "fastclip-v2": {
-        "cc3m": Settings({"version": "v2", "tau": 0.03, "rho": 7.0, "lr": 0.0133}, _README, _FALLS, _CLIP["cc3m"])
+        "cc3m": Settings({"version": "v2", "tau": 0.03, "rho": 7.0, "lr": 0.0133}, _README, _FALLS, _FALLING["cc3m"])
     },
     "fastclip-v3": {
-        "cc3m": Settings({"version": "v3", "tau": 0.07, "rho": 6.5, "lr": 2e-4}, _README, _FALLS, _CLIP["cc3m"]),
+        "cc3m": Settings({"version": "v3", "tau": 0.07, "rho": 6.5, "lr": 2e-4}, _README, _FALLS, _FALLING["cc3m"]),
         "cc12m": Settings(
-            {"version": "v3", "tau": 0.07, "rho": 8.5, "lr": 1e-4, "betas": _VIT}, _README, _FALLS, _CLIP["cc12m"]
+            {"version": "v3", "tau": 0.07, "rho": 8.5, "lr": 1e-4, "betas": _VIT}, _README, _FALLS, _FALLING["cc12m"]
         ),
         "laion": Settings(
             {"version": "v3", "tau": 0.07, "rho": 16.0, "lr": 5e-5, "betas": _VIT, "eps": 1e-6},
             _README,
             {"gamma_min": 0.8},
+            {"gamma_decay": 1 / 3},
         ),
         "dfn-14m": Settings(
             {"version": "v3", "rho": 11.0, "lr": 6.25e-5}, "NeuCLIP, Table 3", training=_CLIP["dfn-14m"]
@@ -152,7 +158,7 @@ SETTINGS: dict[str, dict[str, Settings]] = {
         "dfn-1b": _neuclip(11.0, 3.9e-5, "dfn-1b"),
     },
     "emc2": {
-        "stl10-32": _emc2(14.28, 31, "adam", 32, 1e-4, 1e-4),
+        "stl10-32": _emc2(14.28, 31, "adam", 32, 1e-4, 1e-4, epochs=100),  # epochs: Figure 1
         "stl10-256": _emc2(5, 255, "adam", 256, 1e-3, 1e-4),
         "imagenet100": _emc2(14.28, 255, "lars", 256, 1.2, 1e-6),
         "stl10-subset": _emc2(5, 3, "adam", 4, 1e-3, 1e-4),

@@ -107,7 +107,7 @@ class ScoredSampler(Sampler[int]):
         reference: Scores | None = None,
     ) -> None:
         self.est, self.warm_up = est, checks.non_negative_int("warm_up", warm_up)
-        self.seed = checks.non_negative_int("seed", seed)
+        self.seed = checks.seed(seed)
         checks.fraction("returning", returning)
         if share is not None:
             checks.decay("share", share)

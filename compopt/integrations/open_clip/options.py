@@ -15,6 +15,7 @@ import torch
 from compopt import presets
 from compopt.contrastive import ContrastiveEstimator
 from compopt.presets import recommended
+from compopt.schedules import GAMMA_DECAY, GAMMA_MIN
 
 MODEL = "model"  # value of --tau: the model's own temperature
 PROG = "compopt.integrations.open_clip"
@@ -66,8 +67,8 @@ class Flags:
     name: str
     given: dict[str, Any]  # arguments of the preset
     index: str | None  # source of the rows: a file, keys:N, positions
-    gamma_min: float = 0.2  # final value of a decaying gamma
-    gamma_decay: float = 0.5  # share of the run after which gamma_min is reached
+    gamma_min: float = GAMMA_MIN  # final value of a decaying gamma
+    gamma_decay: float = GAMMA_DECAY  # share of the run after which gamma_min is reached
 
     @property
     def method(self) -> Method:
@@ -126,9 +127,9 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
             if key not in DECIDED | method.fixed.keys():
                 _add_flag(parser, parameter, method.defaults.get(key, parameter.default))
         if method.decays:
-            parser.add_argument("--gamma-min", type=float, default=0.2, help="value that gamma falls to (0.2)")
-            share = "share of the run in which it falls (0.5)"
-            parser.add_argument("--gamma-decay", type=float, default=0.5, help=share)
+            value, share = "value that gamma falls to (%(default)s)", "share of the run in which it falls (%(default)s)"
+            parser.add_argument("--gamma-min", type=float, default=GAMMA_MIN, help=value)
+            parser.add_argument("--gamma-decay", type=float, default=GAMMA_DECAY, help=share)
     known, unknown = parser.parse_known_args(arguments)
     if unknown:
         flags = " ".join(option for action in parser._actions for option in action.option_strings[:1])
