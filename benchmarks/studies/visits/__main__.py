@@ -198,7 +198,7 @@ def further_gammas(results: Results) -> str:
     body, means = [], []
     for data in DATA:
         total: dict[float, list[float]] = {gamma: [] for gamma in WEIGHTS}
-        for batch, visits in WEIGHED_AT:
+        for batch, visits in sorted(WEIGHED_AT):
             runs = {gamma: weights(data, batch, visits, gamma, results) for gamma in WEIGHTS}
             if all(runs.values()) and all(job.key in results for jobs in runs.values() for job in jobs):
                 found = {gamma: [100 * score(results[job.key]) for job in jobs] for gamma, jobs in runs.items()}

@@ -23,7 +23,8 @@ from benchmarks.studies.visits.data import DATA, DIM, SIZES, Pairs, load
 BATCHES, VISITS, SEEDS = (8, 16, 4, 64), (20, 40, 80, 10, 5), range(5)  # in the order of the runs
 TUNED_AT, TUNE_SEEDS = (8, 20), (TUNE_SEED, TUNE_SEED + 1)
 # further runs of SogCLR on the pairs of the tuning, for its gamma: batch sizes and visits, values, and their seeds
-WEIGHED_AT, WEIGHTS = ((4, 20), (8, 20), (8, 40), (8, 5), (16, 20), (64, 20)), (0.1, 0.3, 0.5, 0.8, 0.9)
+WEIGHED_AT = ((4, 20), (8, 20), (8, 40), (8, 5), (16, 20), (64, 20), (64, 40), (16, 40))
+WEIGHTS = (0.1, 0.3, 0.5, 0.8, 0.9)
 WEIGHT_SEEDS = range(TUNE_SEED + 10, TUNE_SEED + 15)
 START = {
     "lr": 3e-3, "tau": 0.1, "gamma": 0.3, "rho": 1.0, "tau_lr": 2e-3, "prototypes": 256, "length": 64, "decay": 0.97
