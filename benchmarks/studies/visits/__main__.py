@@ -122,7 +122,7 @@ def page(results: Results) -> str:
         "# Many visits per row",
         provenance([*results.values()], "benchmarks/studies/visits/__main__.py"),
         f"{tuned} of the runs, with two seeds each, choose settings, and {weighed} more are for gamma; the others are "
-        f"final. {count:,} final runs are missing, about {left:.1f} hours.",
+        f"final. {f'{count:,} final runs are missing, about {left:.1f} hours' if count else 'None is missing'}.",
         ABOUT,
         goal(finals),
         "![Gain over the better one of InfoNCE and DCL against visits per row](visits.png)",
