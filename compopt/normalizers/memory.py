@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -332,11 +332,11 @@ class MemoryNormalizer(Normalizer):
         scale: Scalar,
     ) -> Tensor | None:
         """Return the mask of :meth:`_included` without the slots that the policy takes for false negatives."""
-        included, positive = self._included(keys, state, *call.pairs.shape), call.pairs.positive
-        threshold = None if call.policy is None else call.policy.threshold(positive)
-        if threshold is None:
+        included = self._included(keys, state, *call.pairs.shape)
+        if call.policy is None or call.policy.false_negatives is None:
             return included
-        kept = logits <= self._column((threshold - positive) * scale)
+        positive = call.pairs.positive
+        kept = logits <= self._column((cast(Tensor, call.policy.threshold(positive)) - positive) * scale)
         return kept if included is None else included & kept
 
     def _logits(self, z: Tensor, queue: Tensor, partners: Tensor, scale: Scalar) -> Tensor:
@@ -415,7 +415,7 @@ def through_alpha(
     """
     if gradient is None:
         return
-    directions, factor = len(partners), slope * scale
+    directions, factor = partners.shape[0], slope * scale
     mine, share, total = (x.view(directions, -1, x.shape[2])[:, own] for x in sums)
     pull = torch.bmm(mine, queue.expand(directions, -1, -1)).addcmul_(share, partners[:, own], value=-1)
     if isinstance(factor, Tensor):
