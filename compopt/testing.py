@@ -189,7 +189,6 @@ class _Rules:
 # -- losses on several ranks ------------------------------------------------------------------------------------------
 
 Call = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-PICKLED = "define it at the top level of a module, not as a lambda or inside a function"
 STEP = 1e-5  # of the difference quotient, in float64
 
 
@@ -262,8 +261,8 @@ def check_distributed(
         call: function that calls the loss, ``call(loss, z1, z2, index)``. ``None``: ``loss(z1, z2, index)`` for an
             estimator, ``loss(z1, z2)`` for everything else.
         samples, dim: size of the batch of all ranks; dimension of the features.
-        tolerance: largest error, relative. Build estimators with ``dtype=torch.float64``: NeuCLIP's updates of its
-            network amplify the rounding of float32 to 1e-4.
+        tolerance: largest error, relative. NeuCLIP needs 1e-4, since the updates of its network amplify the rounding of
+            float32, or ``dtype=torch.float64``.
         timeout: seconds after which a rank that waits in a collective operation gives up.
 
     Returns:
@@ -274,21 +273,29 @@ def check_distributed(
     Raises:
         Exception: the error of a rank, raised by ``torch.multiprocessing``.
         ValueError: a world size does not divide ``samples``.
-        TypeError: ``loss`` or ``call`` cannot be pickled.
+        TypeError: ``loss`` or ``call`` is a lambda or a local function.
     """
     odd = [size for size in world_sizes if size < 1 or samples % size]
     if odd:
         raise ValueError(f"world_sizes must divide samples={samples}, got {odd}")
-    for name, value in (("loss", loss), ("call", call)):
-        try:
-            pickle.dumps(value)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise TypeError(
-                f"{name} cannot be sent to the ranks, which are new processes: {error}; {PICKLED}"
-            ) from error
+    _check_importable("loss", loss)
+    _check_importable("call", call)
     given = (loss, call, samples, dim, timeout)
     (whole,) = _on_ranks(1, False, *given)
     return [_compared(size, whole, _on_ranks(size, True, *given), tolerance) for size in world_sizes]
+
+
+def _check_importable(name: str, value: Any) -> None:
+    """Refuse what a new process cannot import; other errors of pickle are left to the start of the processes."""
+    try:
+        pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError) as error:
+        raise TypeError(
+            f"{name} cannot be sent to the ranks, which are new processes: {error}; define it at the top level of a "
+            f"module, not as a lambda or inside a function"
+        ) from error
+    except (RuntimeError, TypeError):  # such as locks, which only a process that starts may receive
+        pass
 
 
 def _on_ranks(size: int, grouped: bool, *given: Any) -> list[dict[str, Any]]:

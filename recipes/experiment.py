@@ -66,8 +66,7 @@ def parser(module: str, description: str, mode: str, epochs: int, output: str) -
         choices=[name for name in PUBLISHED if _mode(name) == mode],
         metavar="NAME:SCALE",
         help="a paper's experiment, such as neuclip:cc3m (compopt.presets.settings): estimator, and defaults of the "
-        "options below, which do not depend on each other (another batch size has the same rate); what is used is "
-        "printed",
+        "options below; another --batch-size keeps the rate; what is used is printed",
     )
     group = root.add_argument_group("hyper-parameters of the method", "The defaults are those of the preset.")
     for name, (kind, meaning) in HYPERPARAMETERS.items():
@@ -162,7 +161,7 @@ def _mode(name: str) -> str:
 
 
 def _of_mode(mode: str, name: str) -> str:
-    """Return the name of a paper's experiment, or name the recipe for those of the other mode."""
+    """Return the name of a paper's experiment; refuse one of the other mode, and name the recipe for it."""
     if name in PUBLISHED and _mode(name) != mode:
         other = "train_clip" if mode == UNIMODAL else "train_simclr"
         raise argparse.ArgumentTypeError(f"{name} is {_mode(name)}, for recipes.{other}")

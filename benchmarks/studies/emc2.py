@@ -196,7 +196,7 @@ ABOUT = (
     f"{N} digits with two fixed views, tau {TAU}, SGD with a cosine from {LR} to 0; squared norm of the gradient of "
     "the whole objective, and its value, with the weights at the end. *Encoded*: images that the model encodes per "
     f"step. The rows with batch {LARGE} are to be compared with Algorithm 1 at batch {SMALL}, whose steps encode as "
-    f"many images. The error is the standard error of the mean."
+    "many images. The error is the standard error of the mean."
 )
 
 

@@ -32,8 +32,8 @@ class Settings(dict[str, Any]):
     Attributes:
         source: section, table or code that states the values.
         schedule: keyword arguments of :class:`~compopt.schedules.CosineGamma` other than ``decay_steps``; empty if
-            gamma is constant or, for FastCLIP on DFN, not published: use the schedule's default there, since the
-            preset's gamma of 1 keeps no history.
+            gamma is constant or, for FastCLIP on DFN, not published: use the default of ``gamma_min`` and half of the
+            run there, as the recipes do, since the preset's gamma of 1 keeps no history.
         training: what the paper or its code states about the training: ``optimizer``, ``batch_size`` (of all ranks),
             ``lr``, ``weight_decay``, ``warmup_epochs`` or ``warmup_steps``, ``epochs`` or ``samples``, and for FastCLIP
             ``gamma_decay``, ``decay_steps`` of the schedule as a share of all steps. Where the paper compares several

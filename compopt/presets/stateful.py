@@ -50,8 +50,9 @@ class SogCLREstimator(ContrastiveEstimator):
         n: number of samples, or a list of sample groups such as ``[{"n": 1000, "gamma": 0.5}, {"n": 500}]``.
         gamma: in (0, 1]; weight of the newest value. 1 keeps no history. ``None``: 0.8 in unimodal mode
             (section 5.3; the best values of Table 8 are 0.7 and 0.8), 0.9 in bimodal mode (LibAUC's; section 5.2 tunes
-            gamma in 0.6 to 0.99 and states no value). In ``benchmarks/results/visits.md`` 0.3 to 0.5 was better at
-            batch 4 with 20 visits per row, and 0.5 at 8 and 16 with 40.
+            gamma in 0.6 to 0.99 and states no value). In ``benchmarks/results/visits.md``, on digits and glyphs, 0.3 to
+            0.5 was level or better at batch 4 with 20 visits per row, and 0.5 was better at 8 and 16 with 40; on icons
+            0.5 was worse from batch 16 on.
         tau: temperature, > 0. ``None``: 0.1 in unimodal mode (section 5.1), 0.07 in bimodal mode (section 5.2).
         reference: see :class:`~compopt.MovingAverageEstimator`; ``"none"`` is the form of the paper.
         eps: added to the inner function, >= 0.

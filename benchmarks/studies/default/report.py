@@ -70,7 +70,7 @@ WITH_PUBLISHED = (
     f"The methods of the papers at batch {VARIED} with {arms.LONG}, 2 visits per row (faces: 10.6), and in brackets "
     "their difference from DCL with the same warm-up. Rate, temperature and `rho` are tuned. Not tuned: gamma, 0.8 for "
     "SogCLR and iSogCLR, and from 1 to 0.2 along the cosine for FastCLIP; the step size of iSogCLR's temperatures, "
-    "0.01; NeuCLIP's 1,024 prototypes."
+    "0.01 (faces: 0.03); NeuCLIP's 1,024 prototypes."
 )
 WITH_CANDIDATES = (
     "`K candidates`: the positive counts in the denominator, as one of so many candidates. "

@@ -130,7 +130,7 @@ def page(results: Results) -> str:
     for data, batch in itertools.product(DATA, sorted(BATCHES)):
         columns = [column for visits in sorted(VISITS) if (column := Column(finals, data, batch, visits)).recall]
         if columns:
-            kept = "; no default was chosen with this data set" if data in HELD_OUT else ""
+            kept = "; no default was chosen with these pairs" if data in HELD_OUT else ""
             n, m = SIZES[data]
             rows = [[method, *(column.cell(method) for column in columns)] for method in METHODS]
             head = ["visits per row", *(str(column.visits) for column in columns)]
