@@ -121,9 +121,14 @@ def spread(three: Sequence[float], digits: int = 2, unit: float = 1.0) -> str:
     return f"{median} ({low} to {high})"
 
 
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean of at least two values."""
+    return statistics.stdev(values) / len(values) ** 0.5
+
+
 def paired(gaps: Sequence[float]) -> str:
     """Format the mean of per-seed differences ± its standard error."""
-    return f"{statistics.mean(gaps):+.1f} ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.1f}"
+    return f"{statistics.mean(gaps):+.1f} ± {standard_error(gaps):.1f}"
 
 
 def mean_spread(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:

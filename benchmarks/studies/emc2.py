@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, pad
 
 import compopt
-from benchmarks.report import RESULTS, table
+from benchmarks.report import RESULTS, standard_error, table
 from benchmarks.studies.search import Arm, Job, Results, Search, main, provenance
 from compopt import diagnostics
 
@@ -229,7 +229,7 @@ def row(arm: Contender, runs: list[dict[str, Any]]) -> list[str]:
         f"{mean(run['encoded'] for run in runs) / arm.steps:.0f}",
         ", ".join(f"{value:.1e}" for value in norms),
         ", ".join(f"{value:.3f}" for value in losses),
-        f"{mean(losses):.2f} ± {stdev(losses) / len(losses) ** 0.5:.2f}" if len(losses) > 1 else f"{losses[0]:.2f}",
+        f"{mean(losses):.2f} ± {standard_error(losses):.2f}" if len(losses) > 1 else f"{losses[0]:.2f}",
     ]
 
 

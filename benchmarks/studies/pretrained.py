@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import compopt
-from benchmarks.report import RESULTS, mean_spread, paired, table
+from benchmarks.report import RESULTS, mean_spread, paired, standard_error, table
 from benchmarks.studies.default.training import features
 from benchmarks.studies.published import DIM, ICONS, NEAREST, POOL, TEXTS, Encoders, Pairs, encoded, mined
 from benchmarks.studies.search import Arm, Job, Results, Search, by_seed, main, provenance, settings
@@ -370,7 +370,7 @@ def missed(results: Results) -> str:
     below = []
     for case in compared(results):
         gaps = case.gaps(case.better())
-        if mean(gaps) < -2 * stdev(gaps) / math.sqrt(len(gaps)):
+        if mean(gaps) < -2 * standard_error(gaps):
             below.append(f"{case.name} ({paired(gaps)})")
     about = f"Cases in which `{OURS}` is below the better of the two by more than two standard errors"
     return f"{about}: {'; '.join(below) or 'none'}."

@@ -21,12 +21,11 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Mapping, Sequence
-from math import sqrt
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
-from benchmarks.report import paired, table
+from benchmarks.report import paired, standard_error, table
 from benchmarks.studies.search import TUNE_SEED, Job, Results, by_seed, provenance, settings
 from benchmarks.studies.visits.data import DATA, HELD_OUT, SIZES
 from benchmarks.studies.visits.runs import (
@@ -98,19 +97,15 @@ class Column:
 
     def above(self, method: str) -> bool:
         """Return whether a method is more than two standard errors above both InfoNCE and DCL."""
-        return all((gaps := self.gaps(method, base)) and mean(gaps) > 2 * error(gaps) for base in BASES)
+        return all((gaps := self.gaps(method, base)) and mean(gaps) > 2 * standard_error(gaps) for base in BASES)
 
     def cell(self, method: str) -> str:
         if method not in self.recall:
             return ""
         values = [*self.recall[method].values()]
-        shown, gaps = f"{mean(values):.1f} ± {error(values):.1f}", self.gaps(method)
+        shown, gaps = f"{mean(values):.1f} ± {standard_error(values):.1f}", self.gaps(method)
         gain = f" ({paired(gaps)})" if gaps and method not in BASES else ""
         return f"**{shown}{gain}**" if gain and self.above(method) else shown + gain
-
-
-def error(values: Sequence[float]) -> float:
-    return stdev(values) / sqrt(len(values))
 
 
 def page(results: Results) -> str:
@@ -207,7 +202,7 @@ def further_gammas(results: Results) -> str:
             runs = {gamma: weights(data, batch, visits, gamma, results) for gamma in WEIGHTS}
             if all(runs.values()) and all(job.key in results for jobs in runs.values() for job in jobs):
                 found = {gamma: [100 * score(results[job.key]) for job in jobs] for gamma, jobs in runs.items()}
-                shown = [f"{mean(values):.1f} ± {error(values):.1f}" for values in found.values()]
+                shown = [f"{mean(values):.1f} ± {standard_error(values):.1f}" for values in found.values()]
                 gains = [f" ({gain})" if gain else "" for gain in _gains(found)]
                 body.append([data, str(batch), str(visits), *map("".join, zip(shown, gains, strict=True))])
                 if batch <= LARGEST and visits >= FEWEST:
@@ -236,7 +231,7 @@ def plot(results: Results, target: Path) -> None:
         columns = [Column(finals, data, batch, visits) for visits in ticks]
         panel.axhline(0, color="black", linewidth=0.8)
         for number, method in enumerate(method for method in METHODS if method not in BASES):
-            points = [(c.visits, mean(gaps), error(gaps)) for c in columns if (gaps := c.gaps(method))]
+            points = [(c.visits, mean(gaps), standard_error(gaps)) for c in columns if (gaps := c.gaps(method))]
             style = {"color": f"C{number}", "linestyle": "-" if method in PAPERS else ":", "label": method}
             panel.errorbar(*zip(*points, strict=True) if points else ([], []), marker=".", linewidth=1, **style)
         panel.set_title(f"{data}, batch {batch}", fontsize=9)
